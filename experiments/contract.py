@@ -1,0 +1,118 @@
+"""The contract of all experiments: one working directory a run, the same files in each, written whole or not at all."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+
+_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
+
+
+class Run:
+    """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
+
+    Args:
+      name: of the experiment.
+      config: its frozen dataclass.
+      workdir: where to write; a new directory under `runs/` if None.
+      resume: go on in a directory that holds a run already.
+
+    Errors:
+      ValueError: the directory holds a finished or begun run, and `resume` is off.
+    """
+
+    def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.directory = Path(workdir) if workdir else Path("runs") / f"{name}-{stamp}-{os.getpid()}"
+        if (self.directory / "config.json").exists() and not resume:
+            raise ValueError(
+                f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.write_json("config.json", dataclasses.asdict(config))
+        self.write_json("environment.json", environment())
+
+    def write_json(self, name: str, content) -> None:
+        """Writes one file of the run, aside first."""
+        write_text(self.directory / name, json.dumps(content, indent=2, default=_plain) + "\n")
+
+    def log(self, row: dict) -> None:
+        """Appends one row to metrics.jsonl."""
+        with open(self.directory / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row, default=_plain) + "\n")
+
+    def close(self, results: dict) -> None:
+        """Writes results.json, flat, and prints it."""
+        self.write_json("results.json", results)
+        width = max(map(len, results))
+        for key, value in results.items():
+            print(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+        print(f"run written to {self.directory}")
+
+
+def environment() -> dict:
+    """Versions, commit, device and cores: what a figure depends on beside its configuration."""
+    versions: dict[str, str | None] = {}
+    for package in _VERSIONS:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "commit": commit.stdout.strip() or None,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def plot(path: Path, panels: dict[str, dict[str, tuple]], x_label: str) -> bool:
+    """Draws one panel a metric, {y_label: {line: (xs, ys)}}, to a PNG; False if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.5), squeeze=False)
+    for axis, (y_label, lines) in zip(axes[0], panels.items(), strict=True):
+        for name, (xs, ys) in lines.items():
+            axis.plot(xs, ys, label=name)
+        axis.set(xlabel=x_label, ylabel=y_label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def _plain(value):
+    return value.item() if isinstance(value, np.generic) else str(value)

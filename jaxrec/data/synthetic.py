@@ -1,0 +1,130 @@
+"""A synthetic click log: power-law ids, a planted teacher, any number of examples in constant memory.
+
+The teacher that draws the labels is known, so its own AUC and normalised entropy say how far a run is from the best
+possible. Batch i depends on the seed and i alone.
+
+Legend: B batch, N dense features, F fields, L latent width.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.types import Batch
+
+# Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with DLRM.
+CRITEO_KAGGLE_CARDINALITIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+_LATENT = 4
+_TRAIN, _TEST = 0, 1
+
+
+def scaled_cardinalities(rows: int) -> tuple[int, ...]:
+    """The Criteo Kaggle cardinalities scaled down to about `rows` in all, each at least 3 and at most its own.
+
+    >>> sum(scaled_cardinalities(1_000_000))
+    1000000
+    """
+    cardinalities = np.array(CRITEO_KAGGLE_CARDINALITIES)
+    low, high = 0.0, float(cardinalities.max())  # the largest fields are cut to a common cap
+    for _ in range(100):
+        cap = (low + high) / 2
+        if np.minimum(cardinalities, cap).sum() > rows:
+            high = cap
+        else:
+            low = cap
+    cut = np.maximum(np.minimum(cardinalities, int(low)), 3)
+    short = min(rows, int(cardinalities.sum())) - int(cut.sum())
+    if short > 0:
+        largest = int(np.argmax(cardinalities - cut))
+        cut[largest] += min(short, cardinalities[largest] - cut[largest])
+    return tuple(int(c) for c in cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticClicks:
+    """The click log as pure functions of a batch index.
+
+    Attributes:
+      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first.
+      dense_features: N.
+      exponent: of the power law of the ids; 0 is uniform. Default 1.05, measured on production traces.
+      seed: of teacher and examples.
+      signal: standard deviation of the teacher's logit.
+      bias: of the teacher's logit; -1.2 gives about 25 % clicks.
+      lookup: name of the lookup in `Batch.ids`.
+    """
+
+    cardinalities: tuple[int, ...]
+    dense_features: int = 13
+    exponent: float = 1.05
+    seed: int = 0
+    signal: float = 1.5
+    bias: float = -1.2
+    lookup: str = "sparse"
+
+    def __post_init__(self):
+        if not self.cardinalities or min(self.cardinalities) < 1 or self.exponent < 0:
+            raise ValueError(
+                f"cardinalities={self.cardinalities}, exponent={self.exponent}: need at least one field, "
+                "cardinalities of 1 or more and an exponent of 0 or more."
+            )
+
+    def batch(self, index: int, batch_size: int, test: bool = False) -> Batch:
+        """Draws batch `index`; test batches are a stream of their own.
+
+        Args:
+          index: 0, 1, ...
+          batch_size: B.
+          test: from the test stream.
+
+        Returns:
+          Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight 1.
+        """
+        rng = np.random.default_rng([self.seed, _TEST if test else _TRAIN, index])
+        ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
+        dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
+        batch = Batch({self.lookup: ids}, dense, np.zeros(batch_size, np.float32), np.ones(batch_size, np.float32))
+        click = rng.random(batch_size) < 1 / (1 + np.exp(-self.teacher_logit(batch)))
+        return batch._replace(label=click.astype(np.float32))
+
+    def teacher_logit(self, batch: Batch) -> np.ndarray:
+        """The logit that the labels of a batch are drawn from, f32[B].
+
+        A bias, a weight for each id, a linear term of the dense features, and the dot products of latent vectors
+        (width L) of each field and the next: half of the variance is first order, half is second order.
+        """
+        ids = batch.ids[self.lookup]
+        fields = ids.shape[1]
+        starts = np.concatenate([[0], np.cumsum(self.cardinalities)[:-1]])
+        latent = initial_rows((ids + starts).reshape(-1), 1 + _LATENT, 3**0.5, self.seed ^ 0x5EED)
+        latent = latent.reshape(*ids.shape, 1 + _LATENT)  # each element of variance 1
+        first = latent[..., 0].sum(1) / fields**0.5
+        pairs = (latent[:, :-1, 1:] * latent[:, 1:, 1:]).sum((1, 2)) / max(1, (fields - 1) * _LATENT) ** 0.5
+        slope = np.random.default_rng([self.seed, 2]).standard_normal(self.dense_features)
+        linear = batch.dense @ (slope / max(1, self.dense_features) ** 0.5).astype(np.float32)
+        share = 0.5**0.5, 0.25**0.5, 0.25**0.5
+        mixed = share[0] * pairs + share[1] * first + share[2] * linear
+        return (self.bias + self.signal * mixed).astype(np.float32)
+
+    def stream(self, batch_size: int, start: int = 0, batches: int | None = None, test=False) -> Iterator[Batch]:
+        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index `batches`."""
+        index = start
+        while batches is None or index < batches:
+            yield self.batch(index, batch_size, test)
+            index += 1
+
+
+def _power_law(uniform, cardinalities, exponent):
+    """Ids i32[B, F] with P(id) ~ (id + 1)^-exponent, by the inverse of the continuous distribution."""
+    n = np.asarray(cardinalities, np.float64)
+    if exponent == 1:
+        x = np.exp(uniform * np.log(n + 1))
+    else:
+        x = (1 + uniform * ((n + 1) ** (1 - exponent) - 1)) ** (1 / (1 - exponent))
+    return np.minimum(x.astype(np.int64) - 1, n.astype(np.int64) - 1).astype(np.int32)

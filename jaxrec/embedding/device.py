@@ -1,0 +1,99 @@
+"""Tables on the devices: a pytree of arrays [S, V / S, E] split over the mesh, with pure read, put and add.
+
+Legend: S shards, V rows of a stack, U padded unique rows a shard, E embedding width, K slot width.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.sharding import SPLIT, check_shards, shardings
+from jaxrec.types import Plan, RowOptimizer, Rows
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "slots"], meta_fields=["shards"])
+@dataclasses.dataclass(frozen=True)
+class DeviceTables:
+    """Embedding tables and their optimizer slots in device memory.
+
+    Attributes:
+      value: {stack: f32[S, V / S, E]}.
+      slots: {stack: {slot: f32[S, V / S, K]}}.
+      shards: S of the whole tables, also where this holds only a device's part.
+    """
+
+    value: dict[str, jax.Array]
+    slots: dict[str, dict[str, jax.Array]]
+    shards: int
+
+    @classmethod
+    def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh) -> "DeviceTables":
+        """Makes initial tables on a mesh, each device its own shards.
+
+        Args:
+          spec: the tables.
+          row_optimizer: decides the slots.
+          mesh: from `jaxrec.sharding.make_mesh`.
+
+        Errors:
+          ValueError: the shards cannot be split over the devices.
+        """
+        check_shards(spec.shards, mesh)
+        make = functools.partial(_initial, spec, row_optimizer)
+        return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
+
+    def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
+        """Gathers the planned rows and slots; padding reads zero."""
+
+        def gather(table, plan):
+            shard, row = self._where(plan)
+            return table.at[shard, row].get(mode="fill", fill_value=0)
+
+        return {
+            name: Rows(
+                gather(self.value[name], plan),
+                {slot: gather(table, plan) for slot, table in self.slots[name].items()},
+            )
+            for name, plan in plans.items()
+        }
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "DeviceTables":
+        """Stores final rows; the caller owns the tables and donates them."""
+        return self._scatter(plans, rows, lambda at, new: at.set(new, mode="drop", unique_indices=True))
+
+    def add(self, plans, rows, old) -> "DeviceTables":
+        """Adds rows - old to what the tables hold now, for writers that do not take turns."""
+        change = jax.tree.map(jnp.subtract, rows, old)
+        return self._scatter(plans, change, lambda at, delta: at.add(delta, mode="drop", unique_indices=True))
+
+    def _scatter(self, plans, rows, write):
+        value = dict(self.value)
+        slots = {name: dict(tables) for name, tables in self.slots.items()}
+        for name, plan in plans.items():
+            where = self._where(plan)
+            value[name] = write(value[name].at[where], rows[name].value)
+            for slot, new in rows[name].slots.items():
+                slots[name][slot] = write(slots[name][slot].at[where], new)
+        return DeviceTables(value, slots, self.shards)
+
+    def _where(self, plan: Plan):
+        # Padding ids are V: their row V // S lies just past the end, where scatters drop and gathers fill.
+        return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.shards
+
+
+def _initial(spec, row_optimizer):
+    value, slots = {}, {}
+    for name, stack in spec.stacks.items():
+        row = jnp.arange(stack.shards)[:, None] + jnp.arange(stack.rows_per_shard)[None, :] * stack.shards
+        scale = spec.row_scale(name, row.reshape(-1), jnp)
+        rows = initial_rows(row.reshape(-1), stack.width, scale, spec.seed, jnp)
+        value[name] = rows.reshape(*row.shape, stack.width)
+        slots[name] = {
+            slot: jnp.full((*row.shape, layout.width), layout.fill, jnp.float32)
+            for slot, layout in row_optimizer.init(stack.width).items()
+        }
+    return DeviceTables(value, slots, spec.shards)

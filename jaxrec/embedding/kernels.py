@@ -1,0 +1,99 @@
+"""The host's inner loops, compiled by numba and free of the GIL: number rows, gather, scatter.
+
+Legend: N ids, F columns of a lookup, S shards, V rows of a stack, U capacity, C columns of a table.
+"""
+
+import numba
+import numpy as np
+
+_compiled = numba.njit(cache=True, nogil=True, fastmath=False)
+
+
+@_compiled
+def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, position):
+    """Numbers the rows of one lookup by first appearance, shard by shard, continuing an open-addressing hash.
+
+    Args:
+      ids: i32[N], row-major over columns and hots.
+      hots: H.
+      offset, limit: i32[F], first row and number of rows of the table of each column.
+      shards: S.
+      keys, ranks: i32[power of two >= 2 N], the hash; keys are -1 where empty.
+      unique: i32[S, N], rows found so far.
+      count: i32[S], how many.
+      position: i64[N], out: shard * 2**32 + rank, or -1 if missing.
+
+    Returns:
+      How many ids lie outside their table.
+    """
+    mask = keys.shape[0] - 1
+    columns = offset.shape[0]
+    invalid = 0
+    column, hot = 0, 0
+    for i in range(ids.shape[0]):
+        given = ids[i]
+        if given < 0 or given >= limit[column]:
+            position[i] = -1
+            invalid += given != -1
+        else:
+            row = given + offset[column]
+            # Fibonacci hashing; the high bits are the good ones.
+            place = ((np.uint32(row) * np.uint32(2654435769)) >> np.uint32(7)) & mask
+            while keys[place] != row and keys[place] != -1:
+                place = (place + 1) & mask
+            shard = row % shards
+            if keys[place] == -1:
+                keys[place] = row
+                ranks[place] = count[shard]
+                unique[shard, count[shard]] = row
+                count[shard] += 1
+            position[i] = (np.int64(shard) << 32) | np.int64(ranks[place])
+        hot += 1
+        if hot == hots:
+            hot = 0
+            column += 1
+            if column == columns:
+                column = 0
+    return invalid
+
+
+@_compiled
+def flatten_positions(position, capacity, missing, inverse):
+    """Turns shard * 2**32 + rank into shard * U + rank, i32[N]; `missing` where there is none or rank >= U."""
+    for i in range(position.shape[0]):
+        rank = position[i] & 0xFFFFFFFF
+        if position[i] < 0 or rank >= capacity:
+            inverse[i] = missing
+        else:
+            inverse[i] = (position[i] >> 32) * capacity + rank
+
+
+@_compiled
+def gather(table, rows, shards, count, out):
+    """out[u] = table[rows[u] // S] for u < count, 0 behind; table f32[V / S, C], rows i32[U], out f32[U, C]."""
+    width = table.shape[1]
+    for u in range(count):
+        row = rows[u] // shards
+        for c in range(width):
+            out[u, c] = table[row, c]
+    out[count:] = 0
+
+
+@_compiled
+def scatter(table, rows, shards, count, values):
+    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values f32[U, C]."""
+    width = table.shape[1]
+    for u in range(count):
+        row = rows[u] // shards
+        for c in range(width):
+            table[row, c] = values[u, c]
+
+
+@_compiled
+def scatter_add(table, rows, shards, count, values, old):
+    """table[rows[u] // S] += values[u] - old[u] for u < count, on the row as it is now, without a lock."""
+    width = table.shape[1]
+    for u in range(count):
+        row = rows[u] // shards
+        for c in range(width):
+            table[row, c] += values[u, c] - old[u, c]

@@ -1,0 +1,113 @@
+"""The loop: plan ahead in a thread, fold the step and the hooks over the batches, evaluate.
+
+Legend: B batch, U padded unique rows a shard.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxrec import metrics
+from jaxrec.data.loader import prefetch
+from jaxrec.embedding import capacity_of, plan
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.step import run_hooks
+
+
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Iterator[tuple]:
+    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
+
+    Args:
+      spec: the tables and lookups.
+      batches: Batch after Batch, of one size.
+      capacity: {stack: U} to begin with; it grows when a batch does not fit.
+      depth: how many batches to be ahead.
+
+    Yields:
+      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+    """
+    return prefetch(_plan_each(spec, batches, capacity), depth)
+
+
+def _plan_each(spec, batches, capacity):
+    for batch in batches:
+        plans = plan(spec, batch.ids, capacity)
+        capacity = capacity_of(plans)
+        yield batch, plans
+
+
+def fit(
+    state,
+    batches: Iterable[tuple],
+    train_step: Callable,
+    hooks: Sequence[Callable] = (),
+    check_every_steps: int = 100,
+):
+    """Trains on all batches: a fold of the step and the hooks over the state.
+
+    Args:
+      state: TrainState; it is donated, use the returned one.
+      batches: (Batch, {stack: Plan}) pairs, as from `planned`.
+      train_step: (state, plan, batch) -> state', metrics.
+      hooks: (state, step, plan, metrics) -> state, called in order after every step.
+      check_every_steps: how often the losses are fetched and checked.
+
+    Returns:
+      The state after the last batch.
+
+    Errors:
+      FloatingPointError: a loss is not finite; names the range of steps and what to look at.
+    """
+    first = int(state.dense.step)
+    pending, step = [], first
+    for step, (batch, plans) in enumerate(batches, first + 1):
+        state, step_metrics = train_step(state, plans, batch)
+        pending.append(step_metrics["loss"])
+        state = run_hooks(hooks, state, step, plans, step_metrics)
+        if len(pending) >= check_every_steps:
+            _check_finite(pending, step)
+            pending = []
+    _check_finite(pending, step)
+    return state
+
+
+def _check_finite(losses, last_step):
+    losses = np.asarray(jax.device_get(losses))
+    if not np.isfinite(losses).all():
+        bad = last_step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
+        raise FloatingPointError(
+            f"the loss is {losses[~np.isfinite(losses)][0]} at step {bad} (found when steps "
+            f"{last_step - len(losses) + 1} to {last_step} were checked). Look at the batch of that step (labels? dense "
+            "features on a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` finds "
+            "the operation."
+        )
+
+
+def every(steps: int, hook: Callable) -> Callable:
+    """Makes a hook that runs another one at every multiple of `steps`."""
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1.")
+
+    def run(state, step, plan, step_metrics):
+        return hook(state, step, plan, step_metrics) if step % steps == 0 else state
+
+    return run
+
+
+def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, float]:
+    """Evaluates a click model: a fold of mergeable statistics over the batches.
+
+    Args:
+      state: TrainState.
+      batches: (Batch, {stack: Plan}) pairs.
+      eval_step: (state, plan, batch) -> logit f32[B].
+
+    Returns:
+      auc, log_loss, normalized_entropy, calibration, label_mean, examples: see `metrics.summarize`.
+    """
+    total = metrics.empty_evaluation()
+    for batch, plans in batches:
+        logit = np.asarray(eval_step(state, plans, batch))
+        total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))
+    return metrics.summarize(total)

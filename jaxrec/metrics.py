@@ -1,0 +1,136 @@
+"""Metrics of click prediction: log loss, normalised entropy, AUC exact and streaming, calibration; numpy, float64.
+
+Legend: n examples.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Bins over the logit: 6e-4 wide between -20 and 20, so that few pairs of examples share one.
+_BINS, _LIMIT = 1 << 16, 20.0
+
+
+def log_loss(logit, label, weight=None) -> float:
+    """Weighted mean of -log p(label), p = sigmoid(logit).
+
+    Args:
+      logit, label, weight: f32[n]; weight is 1 if None.
+
+    >>> round(log_loss(np.zeros(2), np.array([0., 1.])), 4)
+    0.6931
+    """
+    weight = np.ones(len(logit)) if weight is None else np.asarray(weight, np.float64)
+    return float(np.sum(weight * _cross_entropy(logit, label)) / np.sum(weight))
+
+
+def normalized_entropy(logit, label, weight=None) -> float:
+    """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD 2014, eq. 1).
+
+    Args:
+      logit, label, weight: f32[n].
+    """
+    weight = np.ones(len(logit)) if weight is None else np.asarray(weight, np.float64)
+    return log_loss(logit, label, weight) / _entropy(float(np.average(label, weights=weight)))
+
+
+def exact_auc(score, label, weight=None) -> float:
+    """Area under the ROC curve, P(score of a positive > of a negative), ties counted half.
+
+    Args:
+      score: f32[n], any monotone score.
+      label: f32[n], 0 or 1.
+      weight: f32[n].
+
+    Returns:
+      The AUC; NaN if one class is absent.
+
+    >>> exact_auc(np.array([.1, .4, .35, .8]), np.array([0, 0, 1, 1]))
+    0.75
+    """
+    score, label = np.asarray(score), np.asarray(label, np.float64)
+    weight = np.ones(len(score)) if weight is None else np.asarray(weight, np.float64)
+    _, place = np.unique(score, return_inverse=True)
+    positives = np.bincount(place, weight * label)
+    negatives = np.bincount(place, weight * (1 - label))
+    return _auc_of_bins(positives, negatives)
+
+
+class Evaluation(NamedTuple):
+    """Sufficient statistics of an evaluation; `merge` adds them, in any order, across batches and processes."""
+
+    positives: np.ndarray  # f64[bins] weight of the clicks, by logit
+    negatives: np.ndarray  # f64[bins] weight of the others
+    loss: float  # sum of weight * log loss
+    prediction: float  # sum of weight * probability
+    examples: int  # of weight above 0
+
+
+def empty_evaluation() -> Evaluation:
+    """The statistics of no examples."""
+    return Evaluation(np.zeros(_BINS), np.zeros(_BINS), 0.0, 0.0, 0)
+
+
+def evaluate_batch(logit, label, weight) -> Evaluation:
+    """The statistics of one batch.
+
+    Args:
+      logit, label, weight: f32[n]; examples of weight 0 do not count.
+    """
+    logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
+    place = np.clip((logit + _LIMIT) * (_BINS / (2 * _LIMIT)), 0, _BINS - 1).astype(np.int64)
+    return Evaluation(
+        np.bincount(place, weight * label, _BINS),
+        np.bincount(place, weight * (1 - label), _BINS),
+        float(np.sum(weight * _cross_entropy(logit, label))),
+        float(np.sum(weight / (1 + np.exp(-logit)))),
+        int(np.sum(weight > 0)),
+    )
+
+
+def merge(a: Evaluation, b: Evaluation) -> Evaluation:
+    """The statistics of both sets of examples together."""
+    return Evaluation(
+        a.positives + b.positives,
+        a.negatives + b.negatives,
+        a.loss + b.loss,
+        a.prediction + b.prediction,
+        a.examples + b.examples,
+    )
+
+
+def summarize(evaluation: Evaluation) -> dict[str, float]:
+    """Turns statistics into numbers.
+
+    Returns:
+      auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy, calibration (mean
+      prediction over label mean), label_mean, examples.
+    """
+    clicks = float(evaluation.positives.sum())
+    total = clicks + float(evaluation.negatives.sum())
+    if total == 0:
+        raise ValueError("no example of weight above 0 was evaluated: the data is empty.")
+    loss = evaluation.loss / total
+    return {
+        "auc": _auc_of_bins(evaluation.positives, evaluation.negatives),
+        "log_loss": loss,
+        "normalized_entropy": loss / _entropy(clicks / total),
+        "calibration": evaluation.prediction / clicks if clicks else float("inf"),
+        "label_mean": clicks / total,
+        "examples": evaluation.examples,
+    }
+
+
+def _auc_of_bins(positives, negatives) -> float:
+    below = np.cumsum(negatives) - negatives / 2
+    pairs = positives.sum() * negatives.sum()
+    return float(np.sum(positives * below) / pairs) if pairs > 0 else float("nan")
+
+
+def _cross_entropy(logit, label):
+    logit, label = np.asarray(logit, np.float64), np.asarray(label, np.float64)
+    return np.logaddexp(0, logit) - label * logit
+
+
+def _entropy(p: float) -> float:
+    return float(-sum(q * np.log(q) for q in (p, 1 - p) if q > 0)) or float("nan")

@@ -1,0 +1,60 @@
+"""DLRM: bottom MLP, dot interaction, top MLP (Naumov et al., arXiv 1906.00091).
+
+Legend: B batch, N dense features, F embedding vectors, E embedding width, P = (F + 1) F / 2 pairs.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+
+class DLRM(nn.Module):
+    """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+
+    Reference: Naumov et al., arXiv 1906.00091, section 2. Weights are normal with variance 2 / (fan in + fan out),
+    biases normal with variance 1 / fan out, as in the reference code.
+
+    Numbers: one pass over 91,667 Criteo Kaggle rows (a 0.2 % sample, split by time) with the defaults of
+    `experiments/train.py --data criteo` reaches the test AUC that the README quotes; published single-epoch results
+    on the whole set are an AUC near 0.80.
+
+    Attributes:
+      bottom: layer sizes after the dense features; the last one is E.
+      top: layer sizes after the interaction; the last one is 1.
+    """
+
+    bottom: Sequence[int] = (512, 256, 64, 16)
+    top: Sequence[int] = (512, 256, 1)
+
+    @nn.compact
+    def __call__(self, dense, activations):
+        if dense.ndim != 2 or activations.ndim != 3 or self.bottom[-1] != activations.shape[-1]:
+            raise ValueError(
+                f"DLRM wants dense [B, N] and activations [B, F, {self.bottom[-1]}] (the last size of `bottom`), got "
+                f"{dense.shape} and {activations.shape}."
+            )
+        x = dense
+        for size in self.bottom:
+            x = nn.relu(_layer(size)(x))
+        vectors = jnp.concatenate([x[:, None], activations], axis=1)
+        x = jnp.concatenate([x, dot_interaction(vectors)], axis=1)
+        for size in self.top[:-1]:
+            x = nn.relu(_layer(size)(x))
+        return _layer(self.top[-1])(x)[:, 0]
+
+
+def dot_interaction(vectors):
+    """All dot products between two different vectors of an example, f32[B, F + 1, E] -> f32[B, P]."""
+    products = jnp.einsum("bie,bje->bij", vectors, vectors)
+    i, j = np.tril_indices(vectors.shape[1], k=-1)
+    return products[:, i, j]
+
+
+def _layer(size):
+    return nn.Dense(
+        size,
+        kernel_init=nn.initializers.glorot_normal(),
+        bias_init=nn.initializers.normal(size**-0.5),
+    )

@@ -1,0 +1,76 @@
+"""The mesh and how state lies on it: tables and batches are split over both axes, dense state over replicas.
+
+Legend: R replicas, D devices a replica, S shards (a multiple of R * D).
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxrec.types import Batch, Plan
+
+REPLICA, DATA = "replica", "data"
+AXES = (REPLICA, DATA)
+SPLIT = PartitionSpec(AXES)  # axis 0 over all devices: rows, ids, examples
+PER_REPLICA = PartitionSpec(REPLICA)  # axis 0 is the replica: dense parameters and optimizer state
+EVERYWHERE = PartitionSpec()
+
+
+def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
+    """Lays devices out as (replica, data).
+
+    Args:
+      replicas: R, a divisor of the number of devices.
+      devices: the devices to use; one device if None.
+
+    Returns:
+      A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code wants.
+
+    Errors:
+      ValueError: R does not divide the number of devices.
+    """
+    devices = jax.devices()[:1] if devices is None else list(devices)
+    if replicas < 1 or len(devices) % replicas:
+        raise ValueError(f"replicas={replicas} must divide the number of devices, {len(devices)}.")
+    shape = (replicas, len(devices) // replicas)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def check_shards(shards: int, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a number of shards that the devices of a mesh cannot share equally."""
+    if shards % mesh.size:
+        raise ValueError(
+            f"{shards} shards cannot be split over {mesh.size} devices: make `EmbeddingSpec(shards=...)` a multiple."
+        )
+
+
+def put_on_mesh(tree, mesh, spec):
+    """Places every leaf of a tree on the mesh with one partition spec."""
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+BATCH = Batch(ids=SPLIT, dense=SPLIT, label=SPLIT, weight=SPLIT)
+
+
+def plan_specs(stacks):
+    """How the plans {stack: Plan} of these stacks lie on the mesh."""
+    return {name: Plan(unique=SPLIT, inverse=SPLIT, count=SPLIT, invalid=EVERYWHERE) for name in stacks}
+
+
+def shardings(tree_of_specs, mesh):
+    """Turns a tree of partition specs into shardings on a mesh, for `jax.jit(in_shardings=...)`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        tree_of_specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+
+
+def device_index():
+    """The position of the device that runs this, among all devices of the mesh; call inside shard_map."""
+    return jax.lax.axis_index(AXES)
+
+
+def replicate(tree, replicas: int):
+    """Gives every leaf a leading axis of R equal replicas."""
+    return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (replicas, *np.shape(leaf))), tree)

@@ -1,0 +1,69 @@
+"""The values that flow through a step; every other module speaks in these.
+
+Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E embedding width,
+S shards, U padded unique rows a shard, V rows of a stack, K width of a slot, R replicas.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies on the mesh.
+Array = Any
+PyTree = Any
+
+
+class Batch(NamedTuple):
+    """Examples as a model sees them; an example of weight 0 is padding and touches nothing."""
+
+    ids: Array  # {lookup: i32[B, ...]}, -1 where an id is missing
+    dense: Array  # f32[B, N]
+    label: Array  # f32[B]
+    weight: Array  # f32[B]
+
+
+class Plan(NamedTuple):
+    """The rows of one stack that a batch touches, and where each id finds its row among them."""
+
+    unique: Array  # i32[S, U] rows of the stack, numbered by first appearance; V where there is none
+    inverse: Array  # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing
+    count: Array  # i32[S] unique rows a shard, also when there are more than U (an overflow)
+    invalid: Array  # i32[] ids outside their table, treated as missing
+
+
+class Rows(NamedTuple):
+    """The working set of one stack for one batch: embedding rows and optimizer slots."""
+
+    value: Array  # f32[S, U, E]
+    slots: dict[str, Array]  # {slot: f32[S, U, K]}
+
+
+class Slot(NamedTuple):
+    """One optimizer slot of a row: its width and the value that a row never touched has."""
+
+    width: int
+    fill: float
+
+
+class RowOptimizer(NamedTuple):
+    """A sparse optimizer as a pair of pure functions, applied to the touched rows only.
+
+    A row whose gradient is zero must come back unchanged: padding rows rely on it.
+    """
+
+    init: Callable[[int], dict[str, Slot]]  # embedding width -> slots
+    update: Callable[..., tuple[Array, dict[str, Array]]]  # (gradient, value, slots, step) -> value, slots
+
+
+class DenseState(NamedTuple):
+    """The dense half of the training state; in a train step every leaf has a leading axis of R replicas."""
+
+    step: Array  # i32[]
+    params: PyTree
+    opt_state: PyTree
+
+
+class TrainState(NamedTuple):
+    """All that training changes: the dense half and the tables (`DeviceTables` or `HostTables`)."""
+
+    dense: DenseState
+    tables: Any

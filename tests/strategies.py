@@ -1,0 +1,36 @@
+"""Random specs and ids that the laws of several files share."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+
+
+@st.composite
+def specs(draw, shards=None):
+    """Specs of one or two widths with lookups of every form."""
+    widths = draw(st.lists(st.sampled_from([1, 3, 4]), min_size=1, max_size=2, unique=True))
+    tables, lookups = {}, {}
+    for width in widths:
+        names = [f"t{width}_{i}" for i in range(draw(st.integers(1, 3)))]
+        tables |= {name: Table(draw(st.integers(1, 40)), width) for name in names}
+        hots = draw(st.integers(1, 3))
+        pooling = draw(st.sampled_from(["sum", "mean"]))
+        lookups[f"columns{width}"] = Lookup(tuple(names), hots, pooling)
+        lookups[f"single{width}"] = Lookup(names[0], draw(st.integers(1, 2)), pooling)
+    shards = shards or draw(st.sampled_from([1, 2, 8]))
+    return EmbeddingSpec(tables, lookups, shards=shards, seed=draw(st.integers(0, 5)))
+
+
+def draw_ids(spec, batch_size, seed, missing=0.2):
+    """Random ids of all lookups, some missing, many duplicates."""
+    rng = np.random.default_rng(seed)
+    ids = {}
+    for key, lookup in spec.lookups.items():
+        _, rows = spec.columns_of(key)
+        columns = () if isinstance(lookup.tables, str) else (len(rows),)
+        hots = () if lookup.hots == 1 else (lookup.hots,)
+        limit = (rows if columns else rows[0]) if not hots else np.reshape(rows, (*columns, 1))
+        array = rng.integers(0, np.broadcast_to(limit, (batch_size, *columns, *hots)))
+        ids[key] = np.where(rng.random(array.shape) < missing, -1, array).astype(np.int32)
+    return ids

@@ -1,0 +1,127 @@
+"""Laws of the plan: it gives the ids back, host and device agree to the bit, nothing is dropped."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import draw_ids, specs
+
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.sharding import SPLIT, make_mesh, plan_specs
+
+
+def stack_rows(spec, lookup, ids):
+    """Reference: row in the stack of every id, -1 where missing."""
+    offset, _ = spec.columns_of(lookup)
+    columns = spec.lookups[lookup].columns
+    hots = spec.lookups[lookup].hots
+    flat = ids.reshape(-1, len(columns), hots)
+    return np.where(flat < 0, -1, flat + offset[None, :, None]).reshape(ids.shape)
+
+
+def assert_plans_equal(a, b):
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@given(specs(), st.integers(1, 9), st.integers(0, 99))
+def test_plan_gives_the_ids_back(spec, batch_size, seed):
+    ids = draw_ids(spec, batch_size, seed)
+    for name, p in plan(spec, ids).items():
+        flat = np.append(p.unique.reshape(-1), -1)
+        for key, inverse in p.inverse.items():
+            np.testing.assert_array_equal(flat[inverse], stack_rows(spec, key, ids[key]))
+        stack = spec.stacks[name]
+        seen = [stack_rows(spec, key, ids[key]).reshape(-1) for key in p.inverse]
+        order = dict.fromkeys(int(r) for r in np.concatenate(seen) if r >= 0)  # by first appearance
+        for shard in range(spec.shards):
+            expected = [r for r in order if r % spec.shards == shard]
+            assert p.unique[shard, : p.count[shard]].tolist() == expected
+            assert (p.unique[shard, p.count[shard] :] == stack.rows).all()
+
+
+@given(specs(shards=8), st.integers(1, 9), st.integers(0, 99), st.booleans())
+@settings(max_examples=12)
+def test_host_and_device_plans_are_equal(spec, batch_size, seed, overflow):
+    ids = draw_ids(spec, batch_size, seed)
+    capacity = {name: 1 if overflow else u for name, u in capacity_of(plan(spec, ids)).items()}
+    on_host = host_plan(spec, ids, capacity)
+    assert_plans_equal(on_host, jax.jit(lambda i: device_plan(spec, i, capacity))(ids))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_sharded_device_plan_equals_host_plan(devices):
+    spec = EmbeddingSpec(
+        {"a": Table(50, 4), "b": Table(7, 4), "w": Table(50, 1)},
+        {"ab": Lookup(("a", "b")), "bag": Lookup("a", hots=3), "w": Lookup("w")},
+    )
+    ids = draw_ids(spec, 16, seed=devices)
+    capacity = capacity_of(plan(spec, ids))
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    sharded = jax.shard_map(
+        functools.partial(device_plan, spec, capacity=capacity, axes=True),
+        mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks),
+    )  # fmt: skip
+    assert_plans_equal(host_plan(spec, ids, capacity), jax.jit(sharded)(ids))
+
+
+def test_an_overflow_is_visible_and_plan_grows():
+    spec = EmbeddingSpec({"t": Table(100, 4)}, {"t": Lookup("t")}, shards=2)
+    ids = {"t": np.arange(60, dtype=np.int32)}
+    assert (host_plan(spec, ids, {"width_4": 10})["width_4"].count == 30).all()
+    grown = plan(spec, ids, {"width_4": 10})["width_4"]
+    assert grown.unique.shape == (2, bucket(30))
+    assert (grown.inverse["t"] < 2 * bucket(30)).all()
+    assert_plans_equal(grown, plan(spec, jax.device_put(ids), {"width_4": 10})["width_4"])
+
+
+@pytest.mark.parametrize("bad", [-2, 100, 2**31, 2**32 + 5, -(2**40)])
+@pytest.mark.parametrize("home", [np.asarray, jax.numpy.asarray])
+def test_ids_outside_their_table_are_refused(bad, home):
+    if home is not np.asarray and abs(bad) >= 2**31:
+        pytest.skip("jax arrays are int32")
+    spec = EmbeddingSpec({"t": Table(100, 4), "u": Table(9, 4)}, {"t": Lookup("t"), "u": Lookup("u")})
+    with pytest.raises(ValueError, match="1 ids of lookups .* outside their tables"):
+        plan(spec, {"t": home([1, bad]), "u": home([1, 2])})
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({}, "but the spec has lookups"),
+        ({"pair": np.zeros((3, 3), int)}, "has shape"),
+        ({"pair": np.zeros((2,), int)}, "has shape"),
+        ({"pair": np.zeros((3, 2), np.float32)}, "ids are integers"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(ids, message):
+    spec = EmbeddingSpec({"a": Table(9, 4), "b": Table(9, 4)}, {"pair": Lookup(("a", "b"))})
+    with pytest.raises(ValueError, match=message):
+        plan(spec, ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Table(0, 4), "at least 1"),
+        (lambda: Lookup("t", hots=0), "hots"),
+        (lambda: Lookup("t", pooling="max"), "pooling"),
+        (lambda: EmbeddingSpec({"t": Table(9, 4)}, {"x": Lookup("y")}), "unknown tables"),
+        (lambda: EmbeddingSpec({"t": Table(9, 4)}, {}), "no lookup reads"),
+        (lambda: EmbeddingSpec({"t": Table(9, 4)}, {"x": Lookup("t")}, shards=0), "shards"),
+        (lambda: EmbeddingSpec({"t": Table(2**31, 4)}, {"x": Lookup("t")}), "int32"),
+        (lambda: EmbeddingSpec({"a": Table(9, 4), "b": Table(9, 8)}, {"x": Lookup(("a", "b"))}), "mixes"),
+    ],
+)
+def test_bad_specs_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@given(st.integers(1, 10**9))
+def test_buckets_are_few_and_close(rows):
+    assert rows <= bucket(rows) <= max(8, 1.125 * rows + 1)
+    assert bucket(bucket(rows)) == bucket(rows)

@@ -1,0 +1,243 @@
+"""The law of SPMD: any number of devices, padding and replicas included, computes what one device computes."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from strategies import draw_ids
+from test_tables import dense_table
+
+import jaxrec
+from jaxrec.data.synthetic import SyntheticClicks
+from jaxrec.embedding import (
+    DeviceTables,
+    EmbeddingSpec,
+    HostTables,
+    Lookup,
+    Table,
+    plan,
+    rowwise_adagrad,
+    sgd,
+)
+from jaxrec.models.dlrm import DLRM
+from jaxrec.types import Batch
+
+SPEC = EmbeddingSpec(
+    {"a": Table(40, 4), "b": Table(9, 4), "w": Table(30, 1)},
+    {"pair": Lookup(("a", "b")), "bag": Lookup("a", hots=3, pooling="mean"), "w": Lookup("w")},
+)
+
+
+def loss(params, activations, batch):
+    """Nonlinear in all that it reads."""
+    x = jnp.concatenate([activations["pair"].reshape(-1, 8), activations["bag"], activations["w"], batch.dense], axis=1)
+    return (jnp.tanh(x @ params["kernel"] + params["bias"][None])[:, 0] - batch.label) ** 2
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {"kernel": rng.standard_normal((16, 1), np.float32), "bias": np.zeros(1, np.float32)}
+
+
+def batch_of(step, size=16, padding=0):
+    """A random batch; the last `padding` examples have weight 0 but ids and labels like the others."""
+    rng = np.random.default_rng(step)
+    weight = np.concatenate([rng.random(size - padding), np.zeros(padding)]).astype(np.float32)
+    dense, label = rng.standard_normal((size, 3), np.float32), rng.random(size).astype(np.float32)
+    return Batch(draw_ids(SPEC, size, step), dense, label, weight)
+
+
+def train(devices=1, replicas=1, home="device", padding=0, steps=3, row_gradient="sum", wrap_loss=loss):
+    mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
+    row_optimizer, optimizer = rowwise_adagrad(0.1, 0.1), optax.adam(0.01)
+    if home == "device":
+        tables = DeviceTables.create(SPEC, row_optimizer, mesh)
+    else:
+        tables = HostTables.create(SPEC, row_optimizer)
+    step = jaxrec.make_train_step(SPEC, wrap_loss, optimizer, row_optimizer, mesh, row_gradient)
+    state, losses = jaxrec.init_state(params(), optimizer, tables, mesh), []
+    for i in range(steps):
+        batch = batch_of(i, padding=padding)
+        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def leaves(state):
+    return [*jax.tree.leaves(state.dense.params), *(dense_table(state.tables, n) for n in SPEC.stacks)]
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("padding", [0, 1, 9])  # 9: with 8 devices some have padding only
+def test_any_number_of_devices_equals_one(devices, home, padding):
+    one, losses_of_one = train(padding=padding)
+    many, losses = train(devices, home=home, padding=padding)
+    np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)
+    for a, b in zip(leaves(one), leaves(many), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_gradient_summed_by_hand_breaks_the_law():
+    """Negative control: an extra psum scales the gradient by the devices, and the law sees it."""
+
+    def doubled(params, activations, batch):
+        scale = jax.lax.axis_size("data")  # what a psum of an already summed gradient does
+        twice = jax.tree.map(lambda p: p * scale + jax.lax.stop_gradient(p - p * scale), params)
+        return loss(twice, activations, batch)
+
+    one, many = train(wrap_loss=loss)[0], train(4, wrap_loss=doubled)[0]
+    sgd_like = (
+        np.asarray(one.dense.opt_state[0].mu["kernel"]),
+        np.asarray(many.dense.opt_state[0].mu["kernel"]),
+    )
+    assert np.abs(sgd_like[0] - sgd_like[1]).max() > 0.01
+
+
+def test_a_step_without_examples_changes_no_row():
+    before = train(steps=0)[0]
+    tables = [dense_table(before.tables, n).copy() for n in SPEC.stacks]
+    after, losses = train(4, steps=1, padding=16)
+    assert losses == [0.0]
+    for n, old in zip(SPEC.stacks, tables, strict=True):
+        np.testing.assert_array_equal(dense_table(after.tables, n), old)
+
+
+@pytest.mark.parametrize("row_gradient", ["sum", "mean"])
+def test_replicas_step_on_their_own_batches(row_gradient):
+    """Each replica's dense part equals a step on its half batch; row gradients are the sum or mean of both."""
+    state, _ = train(4, replicas=2, steps=1, row_gradient=row_gradient)
+    batch = batch_of(0)
+    plans = plan(SPEC, batch.ids)
+    start = HostTables.create(SPEC, rowwise_adagrad(0.1, 0.1))
+    rows = start.read(plans)
+    gradients = []
+    for replica, half in enumerate((slice(0, 8), slice(8, 16))):
+        part = jax.tree.map(lambda x, half=half: x[half], batch)
+        cut = {n: p._replace(inverse={k: v[half] for k, v in p.inverse.items()}) for n, p in plans.items()}
+        dense = jaxrec.DenseState(jnp.zeros((), jnp.int32), params(), optax.adam(0.01).init(params()))
+        new, moved, _ = jaxrec.update(
+            dense, rows, cut, part, spec=SPEC, loss=loss, optimizer=optax.adam(0.01), row_optimizer=sgd(1.0)
+        )
+        own = jax.tree.map(lambda leaf, replica=replica: leaf[replica], state.dense.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), own, new.params)
+        gradients.append({n: rows[n].value - moved[n].value for n in rows})
+    scale = 1.0 if row_gradient == "sum" else 0.5
+    optimizer = rowwise_adagrad(0.1, 0.1)
+    for n in rows:
+        total = (gradients[0][n] + gradients[1][n]) * scale
+        value, _ = optimizer.update(total, rows[n].value, rows[n].slots, 0)
+        valid = plans[n].unique < SPEC.stacks[n].rows
+        found = dense_table(state.tables, n)[plans[n].unique[valid]]
+        np.testing.assert_allclose(found, np.asarray(value)[valid], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_repeats_to_the_bit(home):
+    for a, b in zip(leaves(train(home=home)[0]), leaves(train(home=home)[0]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_homes_agree_over_50_steps():
+    losses = [train(home=home, steps=50)[1] for home in ("device", "host")]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_the_step_compiles_once():
+    mesh = jaxrec.make_mesh(1, jax.devices()[:2])
+    traced = []
+
+    def counted(*args):
+        traced.append(1)
+        return loss(*args)
+
+    optimizer, row_optimizer = optax.adam(0.01), rowwise_adagrad(0.1)
+    step = jaxrec.make_train_step(SPEC, counted, optimizer, row_optimizer, mesh)
+    state = jaxrec.init_state(params(), optimizer, DeviceTables.create(SPEC, row_optimizer, mesh), mesh)
+    batches = [batch_of(i) for i in range(4)]
+    capacity = {n: 16 for n in SPEC.stacks}
+    for batch in batches:
+        state, _ = step(state, plan(SPEC, batch.ids, capacity), batch)
+    # One trace of the value; autodiff and shard_map may look at it more than once, but never again after step 1.
+    first = len(traced)
+    for batch in batches:
+        state, _ = step(state, plan(SPEC, batch.ids, capacity), batch)
+    assert len(traced) == first == 1
+
+
+def test_no_gradient_has_the_size_of_a_table():
+    spec = EmbeddingSpec({"t": Table(123_457, 8)}, {"t": Lookup("t")}, shards=1)
+    tables = DeviceTables.create(spec, sgd(0.1), jaxrec.make_mesh())
+    batch = Batch({"t": np.arange(64)}, np.zeros((64, 0), np.float32), *np.ones((2, 64), np.float32))
+    plans = plan(spec, batch.ids)
+    rows = tables.read(plans)
+    dense = jaxrec.DenseState(jnp.zeros((), jnp.int32), {}, optax.sgd(0.1).init({}))
+
+    def step(dense, tables):
+        _, new, _ = jaxrec.update(
+            dense, tables.read(plans), plans, batch, spec=spec, loss=lambda p, a, b: (a["t"] ** 2).sum(-1),
+            optimizer=optax.sgd(0.1), row_optimizer=sgd(0.1),
+        )  # fmt: skip
+        return tables.put(plans, new)
+
+    text = jax.jit(step, donate_argnums=1).lower(dense, tables).compile().as_text()
+    # The table is an argument, and the scatter writes into it; nothing else may have its shape.
+    makers = {
+        line.split(" = ")[1].split("(")[0].split()[-1]
+        for line in text.splitlines()
+        if "f32[1,123457,8]" in line.split(" = ")[-1].split("(")[0] and " = " in line
+    }
+    assert rows["width_8"].value.shape[1] < 200
+    assert makers <= {
+        "parameter",
+        "scatter",
+        "fusion",
+        "tuple",
+        "call",
+        "while",
+        "get-tuple-element",
+        "bitcast",
+    }
+
+
+def dlrm_losses(home, steps=30):
+    clicks = SyntheticClicks((50, 300, 7), dense_features=3, seed=1)
+    spec = EmbeddingSpec(
+        {str(i): Table(n, 8) for i, n in enumerate(clicks.cardinalities)}, {"sparse": Lookup(("0", "1", "2"))}
+    )
+    model, optimizer, row_optimizer = DLRM((16, 8), (16, 1)), optax.adam(0.01), rowwise_adagrad(0.05)
+
+    def click_loss(params, activations, batch):
+        logit = model.apply(params, batch.dense, activations["sparse"])
+        return optax.sigmoid_binary_cross_entropy(logit, batch.label)
+
+    mesh = jaxrec.make_mesh()
+    if home == "device":
+        tables = DeviceTables.create(spec, row_optimizer, mesh)
+    else:
+        tables = HostTables.create(spec, row_optimizer)
+    state = jaxrec.init_state(
+        model.init(jax.random.key(0), jnp.zeros((1, 3)), jnp.zeros((1, 3, 8))), optimizer, tables, mesh
+    )
+    step = jaxrec.make_train_step(spec, click_loss, optimizer, row_optimizer, mesh)
+    losses, capacity = [], None
+    for batch in clicks.stream(64, batches=steps):
+        plans = plan(spec, batch.ids, capacity)
+        capacity = {n: p.unique.shape[1] for n, p in plans.items()}
+        state, metrics = step(state, plans, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_the_golden_curve(home):
+    """The loss curve of a small DLRM; write it anew (and say why) only when the mathematics changes."""
+    golden = Path(__file__).parent / "golden" / "dlrm_losses.txt"
+    losses = dlrm_losses(home)
+    if not golden.exists():  # pragma: no cover
+        golden.write_text("".join(f"{x!r}\n" for x in losses))
+        pytest.fail(f"{golden} was missing and has been written: look at it and commit it")
+    np.testing.assert_allclose(losses, [float(x) for x in golden.read_text().split()], rtol=2e-5)

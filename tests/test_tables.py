@@ -1,0 +1,190 @@
+"""One harness over both homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import draw_ids, specs
+
+import jaxrec
+from jaxrec.embedding import (
+    DeviceTables,
+    EmbeddingSpec,
+    HostTables,
+    Lookup,
+    Table,
+    activations,
+    adagrad,
+    plan,
+    rowwise_adagrad,
+    sgd,
+)  # fmt: skip
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.types import Rows
+
+OPTIMIZERS = {
+    "sgd": sgd(0.1),
+    "adagrad": adagrad(0.1, initial_accumulator=0.5),
+    "rowwise_adagrad": rowwise_adagrad(0.1),
+    "sgd_schedule": sgd(lambda step: 0.1 / (step + 1)),
+}
+HOMES = ["device", "device4", "host", "files"]
+
+
+def create(home, spec, row_optimizer, tmp_path):
+    if home == "host":
+        return HostTables.create(spec, row_optimizer)
+    if home == "files":
+        return HostTables.create(spec, row_optimizer, tmp_path / "tables")
+    devices = jax.devices()[: 4 if home == "device4" else 1]
+    return DeviceTables.create(spec, row_optimizer, jaxrec.make_mesh(devices=devices))
+
+
+def dense_table(tables, stack, part="value"):
+    """All rows of a stack in order, f32[V, width]."""
+    if isinstance(tables, HostTables):
+        shards = np.stack([shard[part] for shard in tables.shards[stack]])
+    else:
+        shards = np.asarray(tables.value[stack] if part == "value" else tables.slots[stack][part])
+    return shards.transpose(1, 0, 2).reshape(-1, shards.shape[-1])
+
+
+def small_spec(shards=8):
+    return EmbeddingSpec(
+        {"a": Table(30, 4), "b": Table(5, 4), "w": Table(20, 1)},
+        {"ab": Lookup(("a", "b")), "w": Lookup("w")},
+        shards=shards,
+    )
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
+    """Duplicates reduced, touched rows stepped as a dense optimizer would, all others to the bit as before."""
+    spec, row_optimizer = small_spec(), OPTIMIZERS[name]
+    tables = create(home, spec, row_optimizer, tmp_path)
+    for step in range(3):
+        ids = draw_ids(spec, 12, seed=step)
+        plans = plan(spec, ids)
+        rows = jaxrec.read(tables, plans)
+        weights = {
+            k: np.random.default_rng(step).standard_normal(
+                (*np.shape(v), spec.tables[spec.lookups[k].columns[0]].width), np.float32
+            )
+            for k, v in ids.items()
+        }
+
+        def objective(values, plans=plans, weights=weights):
+            acts = activations(spec, values, plans)
+            return sum(jnp.sum(acts[k] * weights[k]) for k in acts)
+
+        gradients = jax.grad(objective)({n: r.value for n, r in rows.items()})
+        new = {n: Rows(*row_optimizer.update(gradients[n], r.value, r.slots, step)) for n, r in rows.items()}
+        before = {n: dense_table(tables, n).copy() for n in spec.stacks}
+        slots = {n: {s: dense_table(tables, n, s).copy() for s in rows[n].slots} for n in spec.stacks}
+        tables = jaxrec.put(tables, plans, new)
+        for n in spec.stacks:
+            gradient = np.zeros_like(before[n])
+            for k in spec.lookups_of(n):
+                offset, _ = spec.columns_of(k)
+                flat, weight = (
+                    ids[k].reshape(-1, len(offset)),
+                    weights[k].reshape(-1, len(offset), before[n].shape[1]),
+                )
+                for column, first in enumerate(offset):
+                    present = flat[:, column] >= 0
+                    np.add.at(gradient, flat[present, column] + first, weight[present, column])
+            value, new_slots = row_optimizer.update(gradient, before[n], slots[n], step)
+            np.testing.assert_allclose(dense_table(tables, n), value, rtol=1e-5, atol=1e-6)
+            for s in new_slots:
+                np.testing.assert_allclose(dense_table(tables, n, s), new_slots[s], rtol=1e-5, atol=1e-6)
+            untouched = np.setdiff1d(np.arange(len(gradient)), np.asarray(plans[n].unique))
+            np.testing.assert_array_equal(dense_table(tables, n)[untouched], before[n][untouched])
+
+
+@given(specs(), st.integers(0, 99))
+@settings(max_examples=20)
+def test_read_put_add_equal_a_dense_table(spec, seed):
+    row_optimizer = adagrad(0.1)
+    mesh = jaxrec.make_mesh()
+    both = HostTables.create(spec, row_optimizer), DeviceTables.create(spec, row_optimizer, mesh)
+    plans = plan(spec, draw_ids(spec, 5, seed))
+    for tables in both:
+        rows = jaxrec.read(tables, plans)
+        for name, p in plans.items():
+            valid = p.unique < spec.stacks[name].rows
+            expected = dense_table(tables, name)[p.unique[valid]]
+            np.testing.assert_array_equal(np.asarray(rows[name].value)[valid], expected)
+            assert not np.asarray(rows[name].value)[~valid].any()
+        new = jax.tree.map(lambda x: np.asarray(x) * 2 + 1, rows)
+        tables = jaxrec.put(tables, plans, new)
+        tables = jaxrec.add(tables, plans, new, rows)
+        for name, p in plans.items():
+            valid = p.unique < spec.stacks[name].rows
+            expected = 2 * np.asarray(new[name].value)[valid] - np.asarray(rows[name].value)[valid]
+            np.testing.assert_allclose(dense_table(tables, name)[p.unique[valid]], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_homes_begin_equal_to_the_bit(name, tmp_path):
+    spec = small_spec()
+    tables = [create(home, spec, OPTIMIZERS[name], tmp_path) for home in HOMES]
+    for stack in spec.stacks:
+        for part in ("value", *OPTIMIZERS[name].init(spec.stacks[stack].width)):
+            for other in tables[1:]:
+                np.testing.assert_array_equal(dense_table(tables[0], stack, part), dense_table(other, stack, part))
+
+
+def test_zero_gradient_leaves_rows_unchanged():
+    """Padding rows rely on it; eps 0 and an empty accumulator are the hard case."""
+    for optimizer in (*OPTIMIZERS.values(), rowwise_adagrad(0.1, eps=0.0)):
+        slots = {s: jnp.full((3, slot.width), slot.fill) for s, slot in optimizer.init(4).items()}
+        value, new = optimizer.update(jnp.zeros((3, 4)), jnp.ones((3, 4)), slots, 0)
+        np.testing.assert_array_equal(value, np.ones((3, 4)))
+        jax.tree.map(np.testing.assert_array_equal, new, slots)
+
+
+def test_dense_optimizers_are_refused():
+    with pytest.raises(ValueError, match="not a RowOptimizer"):
+        jaxrec.make_train_step(small_spec(), lambda *a: 0, optax.sgd(1.0), optax.adam(0.1))
+
+
+def test_initial_rows_are_spread_and_of_both_numpys():
+    row = np.arange(1000)
+    host = initial_rows(row, 16, 0.5, seed=3)
+    np.testing.assert_array_equal(host, jax.jit(lambda r: initial_rows(r, 16, 0.5, 3, jnp))(row))
+    assert abs(host.mean()) < 0.01 and abs(host.std() - 0.5 / 3**0.5) < 0.01
+    assert abs(np.corrcoef(host[:-1, 0], host[1:, 0])[0, 1]) < 0.1
+    assert abs(np.corrcoef(host[:, 0], host[:, 1])[0, 1]) < 0.1
+    assert not (host == initial_rows(row, 16, 0.5, seed=4)).any(axis=1).all()
+
+
+def test_files_are_shared_and_guarded(tmp_path):
+    spec = small_spec()
+    first = HostTables.create(spec, sgd(0.1), tmp_path)
+    second = HostTables.attach(spec, sgd(0.1), tmp_path)
+    first.shards["width_4"][3]["value"][:] = 7
+    assert (second.shards["width_4"][3]["value"] == 7).all()
+    second.reset_shard("width_4", 3)
+    np.testing.assert_array_equal(
+        dense_table(first, "width_4"), dense_table(HostTables.create(spec, sgd(0.1)), "width_4")
+    )
+    with pytest.raises(ValueError, match="holds tables already"):
+        HostTables.create(spec, sgd(0.1), tmp_path)
+    with pytest.raises(ValueError, match="differ in .'slots'"):
+        HostTables.attach(spec, adagrad(0.1), tmp_path)
+    with pytest.raises(ValueError, match="no complete tables"):
+        HostTables.attach(spec, sgd(0.1), tmp_path / "other")
+
+
+def test_bags_pool_what_is_present():
+    for pooling, expected in (("sum", 3.0), ("mean", 1.5)):
+        spec = EmbeddingSpec({"t": Table(9, 1)}, {"t": Lookup("t", hots=3, pooling=pooling)})
+        ids = {"t": np.array([[1, 2, -1], [-1, -1, -1]], np.int32)}
+        plans = plan(spec, ids)
+        values = {"width_1": plans["width_1"].unique[..., None].astype(np.float32)}  # each row holds its number
+        acts = activations(spec, values, plans)["t"]
+        assert acts.tolist() == [[expected], [0.0]]
