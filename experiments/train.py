@@ -9,6 +9,7 @@ that drew the synthetic labels is evaluated beside the model, as the best that a
 """
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -137,10 +138,10 @@ def criteo_data(config: Config) -> Data:
     def batches(start):
         loader = Loader(train, batch_size)
         loader.seek(start)
-        return (batch for batch, _ in zip(loader, range(start, steps)))
+        return itertools.islice(loader, steps - start)
 
     return Data(
-        tuple(train.metadata.cardinalities),
+        tuple(train.metadata["cardinalities"]),
         13,
         batch_size,
         steps,

@@ -78,7 +78,7 @@ def _check_finite(losses, last_step):
         bad = last_step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
         raise FloatingPointError(
             f"the loss is {losses[~np.isfinite(losses)][0]} at step {bad} (found when steps "
-            f"{last_step - len(losses) + 1} to {last_step} were checked). Look at the batch of that step (labels? dense "
+            f"{last_step - len(losses) + 1} to {last_step} were checked). Look at that step's batch (labels? dense "
             "features on a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` finds "
             "the operation."
         )

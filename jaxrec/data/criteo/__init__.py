@@ -1,0 +1,5 @@
+"""Criteo click logs (Kaggle `train.txt`, 1TB `day_N`), prepared once and read back as blocks."""
+
+from jaxrec.data.criteo.prepare import Split, open_split, prepare
+
+__all__ = ["Split", "open_split", "prepare"]

@@ -1,0 +1,104 @@
+"""Categories to ids: hashing into a cap, or a vocabulary with a minimum count. Id 0 is "missing" in both.
+
+Legend: n rows, F = 26 fields.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+MISSING, OUT_OF_VOCABULARY = 0, 1
+_PENDING_ROWS = 1 << 20
+
+
+def hash_ids(category, present, cap: int) -> np.ndarray:
+    """Hashes each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field) % (cap - 1).
+
+    Args:
+      category: u32[n, F].
+      present: bool[n, F].
+      cap: rows of each table, at least 2.
+
+    Returns:
+      i32[n, F].
+    """
+    field = np.arange(1, category.shape[1] + 1, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    h = category ^ field[None, :]
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # "lowbias32", Wellons 2018
+        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
+    h ^= h >> np.uint32(16)
+    return np.where(present, 1 + h % np.uint32(cap - 1), MISSING).astype(np.int32)
+
+
+def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
+    """Counts the values of each field.
+
+    Args:
+      chunks: (category u32[n, F], present bool[n, F]).
+      fields: F.
+
+    Returns:
+      For each field (values u32[v] ascending, counts i64[v]); memory grows with the distinct values, 12 bytes each.
+    """
+    totals = [(np.zeros(0, np.uint32), np.zeros(0, np.int64)) for _ in range(fields)]
+    pending: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def merge():
+        for field in range(fields):
+            new = np.concatenate([category[:, field][present[:, field]] for category, present in pending])
+            totals[field] = _add_counts(totals[field], np.unique(new, return_counts=True))
+        pending.clear()
+
+    rows = 0
+    for chunk in chunks:
+        pending.append(chunk)
+        rows += len(chunk[0])
+        if rows >= _PENDING_ROWS:
+            merge()
+            rows = 0
+    if pending:
+        merge()
+    return totals
+
+
+def _add_counts(a, b):
+    values = np.union1d(a[0], b[0])
+    counts = np.zeros(len(values), np.int64)
+    counts[np.searchsorted(values, a[0])] += a[1]
+    counts[np.searchsorted(values, b[0])] += b[1]
+    return values, counts
+
+
+def vocabulary(counts, min_count: int) -> list[np.ndarray]:
+    """The values that get a row of their own, most frequent first: value i of a field has id 2 + i.
+
+    Args:
+      counts: per field, from `count_values`.
+      min_count: rarer values share the out-of-vocabulary row.
+
+    Returns:
+      For each field u32[v].
+    """
+    kept = []
+    for values, count in counts:
+        often = count >= min_count
+        values, count = values[often], count[often]
+        kept.append(values[np.argsort(-count, kind="stable")])
+    return kept
+
+
+def vocabulary_encoder(kept: list[np.ndarray]) -> Callable:
+    """Makes (category u32[n, F], present bool[n, F]) -> ids i32[n, F] from a vocabulary."""
+    tables = [(np.sort(values), np.argsort(values, kind="stable").astype(np.int32)) for values in kept]
+
+    def encode(category, present):
+        ids = np.full(category.shape, MISSING, np.int32)
+        for field, (values, order) in enumerate(tables):
+            column = category[:, field]
+            place = np.minimum(np.searchsorted(values, column), max(0, len(values) - 1))
+            known = values[place] == column if len(values) else np.zeros(len(column), bool)
+            found = order[place] + 2 if len(values) else OUT_OF_VOCABULARY
+            ids[:, field] = np.where(present[:, field], np.where(known, found, OUT_OF_VOCABULARY), MISSING)
+        return ids
+
+    return encode

@@ -1,0 +1,175 @@
+"""Raw Criteo lines, checked and turned into columns: label, 13 integers, 26 hexadecimal categories, by tabs.
+
+Legend: n rows of a chunk, N = 13 dense features, F = 26 fields.
+"""
+
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+DENSE, FIELDS = 13, 26
+_TABS = DENSE + FIELDS
+_CHUNK_BYTES = 16 << 20
+_INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}"), re.compile(rb"[0-9a-fA-F]{1,8}")
+_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})?){26}")
+_ALLOWED = np.isin(np.arange(256), np.frombuffer(b"0123456789abcdefABCDEF-\t\n", np.uint8))
+
+
+class Chunk(NamedTuple):
+    """Whole lines of one file."""
+
+    path: Path
+    first_line: int  # in the file, from 1
+    first_row: int  # in all files together, from 0, every line counted
+    text: bytes  # ends with a newline
+    lines: int
+
+
+class Columns(NamedTuple):
+    """The good rows of a chunk."""
+
+    row: np.ndarray  # i64[n] number among all lines of all files
+    label: np.ndarray  # u8[n]
+    dense: np.ndarray  # f32[n, N], log(1 + max(x, 0)), 0 if missing
+    category: np.ndarray  # u32[n, F]
+    present: np.ndarray  # bool[n, F]
+    bad_rows: list[int]  # numbers of the lines left out
+
+
+def read_chunks(paths) -> Iterator[Chunk]:
+    """Streams files, plain or .gz, as chunks of whole lines in bounded memory.
+
+    Errors:
+      ValueError: a file is empty, a .gz is truncated or corrupt, or a line is endless.
+    """
+    first_row = 0
+    for path in paths:
+        first_line, rest = 1, b""
+        for block in _blocks(path):
+            if b"\r" in block:
+                block = block.replace(b"\r", b"")
+            cut = block.rfind(b"\n") + 1
+            text, rest = rest + block[:cut], (block[cut:] if cut else rest + block)
+            if len(rest) > 4 * _CHUNK_BYTES:
+                raise ValueError(f"{path}, line {first_line}: no end of line in {len(rest)} bytes; is it a text file?")
+            if not cut:
+                continue
+            lines = text.count(b"\n")
+            yield Chunk(path, first_line, first_row, text, lines)
+            first_line, first_row = first_line + lines, first_row + lines
+        if rest:
+            yield Chunk(path, first_line, first_row, rest + b"\n", 1)
+            first_line, first_row = first_line + 1, first_row + 1
+        if first_line == 1:
+            raise ValueError(f"{path}, line 1: the file is empty, but a click log has at least one row.")
+
+
+def _blocks(path) -> Iterator[bytes]:
+    opened = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    with opened as file:
+        read = 0
+        while True:
+            try:
+                block = file.read(_CHUNK_BYTES)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(
+                    f"{path}, after {read} bytes of text: the .gz is truncated or corrupt ({error}); fetch it again."
+                ) from error
+            if not block:
+                return
+            read += len(block)
+            yield block
+
+
+def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
+    """Checks and converts a chunk.
+
+    Args:
+      chunk: whole lines.
+      bad_rows_left: how many bad lines may still be left out.
+
+    Errors:
+      ValueError: more lines are bad; names file, line, rule and remedy of the first.
+    """
+    parsed = _parse_good(chunk.text, chunk.lines)
+    rows = np.arange(chunk.first_row, chunk.first_row + chunk.lines)
+    if parsed is not None:
+        return Columns(rows, *parsed, bad_rows=[])
+    # polars names no line: look again, line by line.
+    lines = chunk.text.split(b"\n")[:-1]
+    good = np.array([_LINE.fullmatch(line) is not None for line in lines])
+    bad = np.flatnonzero(~good)
+    if len(bad) > bad_rows_left:
+        at = int(bad[0])
+        raise ValueError(
+            f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at])}. Correct it, or leave out up to N bad "
+            f"rows with max_bad_rows=N (this chunk has {len(bad)}, {bad_rows_left} are allowed)."
+        )
+    kept = [line for line, ok in zip(lines, good, strict=True) if ok]
+    parsed = _parse_good(b"".join(line + b"\n" for line in kept), len(kept))
+    assert parsed is not None
+    return Columns(rows[good], *parsed, bad_rows=rows[bad].tolist())
+
+
+def _explain(line: bytes) -> str:
+    fields = line.split(b"\t")
+    if len(fields) != _TABS + 1:
+        return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs"
+    if fields[0] not in (b"0", b"1"):
+        return f"label {_shown(fields[0])}, but a label is 0 or 1"
+    for number, field in enumerate(fields[1:], 1):
+        if number <= DENSE and field and not _INTEGER.fullmatch(field):
+            return f"I{number} is {_shown(field)}, but a dense feature is an integer of up to 18 digits or empty"
+        if number > DENSE and field and not _HEX.fullmatch(field):
+            return f"C{number - DENSE} is {_shown(field)}, but a category has up to 8 hexadecimal digits or is empty"
+    raise AssertionError(line)
+
+
+def _shown(field: bytes) -> str:
+    return ascii(field[:40].decode("latin-1"))
+
+
+def _parse_good(text: bytes, lines: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """label, dense, category, present of all lines; None if any is bad."""
+    import polars as pl
+
+    if not lines:
+        empty = np.zeros((0, FIELDS))
+        dense = np.zeros((0, DENSE), np.float32)
+        return np.zeros(0, np.uint8), dense, empty.astype(np.uint32), empty.astype(bool)
+    # polars fills short lines and cuts long ones without a word.
+    raw = np.frombuffer(text, np.uint8)
+    tabs = np.diff(np.searchsorted(np.flatnonzero(raw == 9), np.flatnonzero(raw == 10)), prepend=0)
+    if (tabs != _TABS).any() or not _ALLOWED[raw].all():
+        return None
+    return _convert(pl, text)
+
+
+def _convert(pl, text):
+    names = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(FIELDS))]
+    kinds = [pl.String, *[pl.Int64] * DENSE, *[pl.String] * FIELDS]
+    schema = dict(zip(names, kinds, strict=True))
+    try:
+        frame = pl.read_csv(io.BytesIO(text), separator="\t", has_header=False, schema=schema, quote_char=None)
+        if not frame["label"].is_in(["0", "1"]).fill_null(False).all():
+            return None
+        dense = frame.select(names[1 : DENSE + 1])
+        category = frame.select(pl.col(names[DENSE + 1 :]).str.to_integer(base=16, dtype=pl.UInt32, strict=True))
+    except (pl.exceptions.ComputeError, pl.exceptions.InvalidOperationError, pl.exceptions.SchemaError):
+        return None
+    values = dense.fill_null(0).to_numpy()
+    if values.size and max(values.max(), -values.min()) >= 10**18:
+        return None
+    present = np.stack([column.is_not_null().to_numpy() for column in category], axis=1)
+    return (
+        (frame["label"] == "1").to_numpy().astype(np.uint8),
+        np.ascontiguousarray(np.log1p(values.clip(0)).astype(np.float32)),
+        np.ascontiguousarray(category.fill_null(0).to_numpy()),
+        present,
+    )

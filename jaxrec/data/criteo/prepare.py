@@ -1,0 +1,346 @@
+"""From raw files to array_record shards of blocks, registered with tfds; killed at any point, it resumes at the shard.
+
+Every line has a number; whether it trains or tests depends on that number alone, and every shard records the number
+that follows its last row. So a second run skips what is done and writes the same blocks as an undisturbed one.
+
+Legend: n rows of a block, N = 13 dense features, F = 26 fields.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrec.data.criteo import encode
+from jaxrec.data.criteo.parse import DENSE, FIELDS, parse, read_chunks
+
+_PROGRESS, _DONE, _VOCABULARY = "progress.json", "dataset_info.json", "vocabulary.npz"
+_NAME, _TEMPLATE = "criteo", "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
+_CITATION = "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015)."
+_LICENSE = "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution."
+
+
+def prepare(
+    sources: Sequence[str | Path],
+    directory: str | Path,
+    *,
+    min_count: int | None = None,
+    hash_cap: int | None = None,
+    split: str = "time",
+    train_fraction: float = 5 / 6,
+    seed: int = 0,
+    max_bad_rows: int = 0,
+    block_rows: int = 4096,
+    blocks_per_shard: int = 128,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Any]:
+    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was killed.
+
+    Args:
+      sources: raw files in time order, plain or .gz.
+      directory: where the dataset goes.
+      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6 unless hashing. The
+        vocabulary needs 12 bytes of memory for each distinct value: hash the 1TB logs.
+      hash_cap: hash each field into a table of so many rows instead.
+      split: 'time' (the first lines train) or 'random' (by a hash of seed and line number).
+      train_fraction: share of the lines that trains.
+      seed: of the random split.
+      max_bad_rows: how many malformed lines to leave out before giving up.
+      block_rows: rows of a block, the unit of reading.
+      blocks_per_shard: blocks of a shard, the unit of resuming.
+      progress: called with the number of lines read since the last call.
+
+    Returns:
+      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split, skipped_rows,
+      options, sources.
+
+    Errors:
+      ValueError: a malformed file (with file, line, rule); arguments out of range; a directory that holds another
+        preparation; another process preparing there.
+    """
+    options = dict(
+        min_count=6 if min_count is None and hash_cap is None else min_count, hash_cap=hash_cap, split=split,
+        train_fraction=train_fraction, seed=seed, max_bad_rows=max_bad_rows, block_rows=block_rows,
+        blocks_per_shard=blocks_per_shard,
+    )  # fmt: skip
+    _check(options)
+    paths, directory = [Path(source) for source in sources], Path(directory)
+    wanted = {"options": options, "sources": [_fingerprint(path) for path in paths]}
+    directory.mkdir(parents=True, exist_ok=True)
+    with _lock(directory):
+        state = _begin(directory, wanted)
+        if not (directory / _DONE).exists():
+            in_train = _splitter(paths, options, state)
+            encoder, cardinalities = _encoder(paths, options, directory, in_train, progress)
+            _write_shards(paths, options, directory, state, in_train, encoder, progress)
+            _register(directory, state, cardinalities)
+    return json.loads((directory / "metadata.json").read_text())
+
+
+def _check(options):
+    if options["min_count"] is not None and options["hash_cap"] is not None:
+        raise ValueError("min_count (a vocabulary) and hash_cap (hashing) exclude each other: give one.")
+    rules = {
+        "min_count": (lambda v: v is None or v >= 1, "at least 1"),
+        "hash_cap": (lambda v: v is None or 2 <= v < 2**31, "from 2 to 2**31 - 1"),
+        "split": (lambda v: v in ("time", "random"), "'time' or 'random'"),
+        "train_fraction": (lambda v: 0 < v < 1, "between 0 and 1"),
+        "max_bad_rows": (lambda v: v >= 0, "at least 0"),
+        "block_rows": (lambda v: v >= 1, "at least 1"),
+        "blocks_per_shard": (lambda v: v >= 1, "at least 1"),
+    }
+    for name, (holds, rule) in rules.items():
+        if not holds(options[name]):
+            raise ValueError(f"{name}={options[name]!r} must be {rule}.")
+
+
+def _fingerprint(path: Path) -> list:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give raw Criteo files, or a prepared directory where one is wanted.")
+    with open(path, "rb") as file:
+        return [path.name, path.stat().st_size, zlib.crc32(file.read(1 << 20))]
+
+
+@contextlib.contextmanager
+def _lock(directory):
+    with open(directory / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is preparing {directory}: wait for it, or give another one.") from None
+        yield  # the kernel unlocks, also after a kill -9
+
+
+def _begin(directory, wanted):
+    """The progress of a preparation: new, or of the run before."""
+    path = directory / _PROGRESS
+    if not path.exists():
+        state = {**wanted, "lines": None, "shards": [], "bad_rows": []}
+        _write_json(path, state)
+        return state
+    state = json.loads(path.read_text())
+    differ = [key for key in wanted["options"] if state["options"].get(key) != wanted["options"][key]]
+    differ += ["sources"] if state["sources"] != wanted["sources"] else []
+    if differ:
+        raise ValueError(
+            f"{directory} holds a preparation with other {', '.join(differ)}: use the same, or another directory, or "
+            "delete it."
+        )
+    return state
+
+
+def _splitter(paths, options, state):
+    """Makes rows i64[n] -> bool[n]: does a line train? Depends on its number alone."""
+    fraction, seed = options["train_fraction"], options["seed"]
+    if options["split"] == "random":
+
+        def at_random(rows):
+            h = rows.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+                h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
+            return (h >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+        return at_random
+    if state["lines"] is None:
+        state["lines"] = sum(chunk.lines for chunk in read_chunks(paths))
+    first_test = int(state["lines"] * fraction)
+    return lambda rows: rows < first_test
+
+
+def _columns(paths, options, progress, from_row=0):
+    """Parses the chunks that reach beyond a row, counting bad ones."""
+    left = options["max_bad_rows"]
+    for chunk in read_chunks(paths):
+        if chunk.first_row + chunk.lines > from_row:
+            columns = parse(chunk, left)
+            left -= len(columns.bad_rows)
+            yield columns
+        if progress is not None:
+            progress(chunk.lines)
+
+
+def _encoder(paths, options, directory, in_train, progress):
+    """(category, present) -> ids, and the rows of each field's table; counts the train part first, once."""
+    if options["hash_cap"] is not None:
+        cap = options["hash_cap"]
+        return lambda category, present: encode.hash_ids(category, present, cap), [cap] * FIELDS
+    path = directory / _VOCABULARY
+    if not path.exists():
+        chunks = ((c.category[t], c.present[t]) for c in _columns(paths, options, progress) for t in [in_train(c.row)])
+        kept = encode.vocabulary(encode.count_values(chunks, FIELDS), options["min_count"])
+        with _aside(path) as partial, open(partial, "wb") as file:
+            np.savez(file, allow_pickle=False, **{f"C{i + 1}": values for i, values in enumerate(kept)})
+    with np.load(path) as saved:
+        kept = [saved[f"C{i + 1}"] for i in range(FIELDS)]
+    return encode.vocabulary_encoder(kept), [2 + len(values) for values in kept]
+
+
+def _write_shards(paths, options, directory, state, in_train, encoder, progress):
+    """Writes the shards that are not there yet; each is recorded before the next of its split begins."""
+    shard_rows = options["block_rows"] * options["blocks_per_shard"]
+    done = {name: 0 for name in ("train", "test")}  # the line that follows the last shard
+    for shard in state["shards"]:
+        done[shard["split"]] = shard["next_row"]
+    waiting: dict[str, list[dict]] = {"train": [], "test": []}
+
+    def flush(name, at_end=False):
+        while (rows := sum(len(part["label"]) for part in waiting[name])) >= shard_rows or (at_end and rows):
+            whole = {key: np.concatenate([part[key] for part in waiting[name]]) for key in waiting[name][0]}
+            _write_shard(directory, state, name, {k: v[:shard_rows] for k, v in whole.items()}, options["block_rows"])
+            waiting[name] = [{key: array[shard_rows:] for key, array in whole.items()}]
+
+    for columns in _columns(paths, options, progress, min(done.values())):
+        state["bad_rows"] = sorted({*state["bad_rows"], *columns.bad_rows})
+        trains = in_train(columns.row)
+        for name, chosen in (("train", trains), ("test", ~trains)):
+            chosen = chosen & (columns.row >= done[name])
+            if chosen.any():
+                ids = encoder(columns.category[chosen], columns.present[chosen])
+                part = {"label": columns.label[chosen], "dense": columns.dense[chosen], "ids": ids}
+                waiting[name].append({**part, "row": columns.row[chosen]})
+                flush(name)
+    for name in waiting:
+        flush(name, at_end=True)
+
+
+def _write_shard(directory, state, name, rows, block_rows):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    index = sum(shard["split"] == name for shard in state["shards"])
+    features = _features()
+    with _aside(directory / f"{_NAME}-{name}.array_record-{index:05d}") as partial:
+        writer = ArrayRecordWriter(str(partial), "group_size:1")
+        for start in range(0, len(rows["label"]), block_rows):
+            block = {key: rows[key][start : start + block_rows] for key in ("label", "dense", "ids")}
+            writer.write(features.serialize_example(block))
+        writer.close()
+    label_sum = int(rows["label"].sum())
+    shard = {"split": name, "rows": len(rows["label"]), "clicks": label_sum, "next_row": int(rows["row"][-1]) + 1}
+    state["shards"].append(shard)
+    _write_json(directory / _PROGRESS, state)
+
+
+def _features():
+    tfds = _tfds()
+    kinds = {"label": ((None,), np.uint8), "dense": ((None, DENSE), np.float32), "ids": ((None, FIELDS), np.int32)}
+    return tfds.features.FeaturesDict(
+        {
+            # Bytes: as lists of numbers a block would be decoded value by value.
+            name: tfds.features.Tensor(shape=shape, dtype=dtype, encoding=tfds.features.Encoding.BYTES)
+            for name, (shape, dtype) in kinds.items()
+        }
+    )
+
+
+def _register(directory, state, cardinalities):
+    """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json` comes last."""
+    tfds = _tfds()
+    block_rows, shards = state["options"]["block_rows"], state["shards"]
+    splits, totals = [], {}
+    for name in dict.fromkeys(shard["split"] for shard in shards):
+        mine = [shard for shard in shards if shard["split"] == name]
+        totals[name] = (sum(s["rows"] for s in mine), sum(s["clicks"] for s in mine))
+        template = tfds.core.ShardedFileTemplate(
+            data_dir=directory, dataset_name=_NAME, split=name, filetype_suffix="array_record", template=_TEMPLATE
+        )
+        lengths = [-(-shard["rows"] // block_rows) for shard in mine]
+        splits.append(tfds.core.SplitInfo(name=name, shard_lengths=lengths, num_bytes=0, filename_template=template))
+    metadata = {
+        "cardinalities": cardinalities,
+        "rows": {name: rows for name, (rows, _) in totals.items()},
+        "label_mean": {name: clicks / rows for name, (rows, clicks) in totals.items()},
+        "skipped_rows": len(state["bad_rows"]),
+        "options": state["options"],
+        "sources": state["sources"],
+    }
+    aside = directory / "metadata.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
+        (aside / shard.name).symlink_to(shard.resolve())  # tfds wants to see the data beside its files
+    tfds.folder_dataset.write_metadata(
+        data_dir=aside, features=_features(), split_infos=splits, version="1.0.0", check_data=False,
+        filename_template=tfds.core.ShardedFileTemplate(
+            data_dir=aside, dataset_name=_NAME, filetype_suffix="array_record", template=_TEMPLATE
+        ),
+        citation=_CITATION, license=_LICENSE, metadata=tfds.core.MetadataDict(metadata),
+    )  # fmt: skip
+    for path in sorted(aside.iterdir(), key=lambda path: path.name == _DONE):
+        if not path.is_symlink():
+            _sync(path)
+            os.replace(path, directory / path.name)
+    shutil.rmtree(aside)
+    _sync(directory)
+
+
+class Split:
+    """The blocks of one split, read in any order; a source for `Loader`.
+
+    Attributes:
+      metadata: as `prepare` returns it.
+      rows: rows of each block.
+    """
+
+    def __init__(self, source, metadata: dict[str, Any], name: str):
+        self._source, self.metadata = source, metadata
+        block_rows, rows = metadata["options"]["block_rows"], metadata["rows"][name]
+        self.rows = [min(block_rows, rows - start) for start in range(0, rows, block_rows)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}."""
+        return self._source[index]
+
+
+def open_split(directory: str | Path, name: str) -> Split:
+    """Opens the 'train' or 'test' split of a prepared directory.
+
+    Errors:
+      ValueError: the preparation is not complete, or there is no such split.
+    """
+    directory = Path(directory)
+    if not (directory / _DONE).exists():
+        raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
+    metadata = json.loads((directory / "metadata.json").read_text())
+    if name not in metadata["rows"]:
+        raise ValueError(f"{directory} has no split {name!r}, only {sorted(metadata['rows'])}.")
+    return Split(_tfds().builder_from_directory(directory).as_data_source(name), metadata, name)
+
+
+def _tfds():
+    try:
+        import tensorflow_datasets
+    except ImportError as error:
+        raise ImportError("prepared datasets need tensorflow-datasets: pip install 'jaxrec[data]'") from error
+    return tensorflow_datasets
+
+
+@contextlib.contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """Yields a name to write to; what is written takes its place at once, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    _sync(partial)
+    os.replace(partial, path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_json(path: Path, content) -> None:
+    with _aside(path) as partial:
+        partial.write_text(json.dumps(content))

@@ -1,0 +1,96 @@
+"""Imports point down, siblings do not meet, and only host files touch threads, clocks and disks (docs/design.md)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jaxrec"
+# A floor a line, lowest first; units of one floor do not import each other, except inside one package.
+FLOORS = [
+    ["types"],
+    ["sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels"],
+    [
+        "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
+        "models", "data.synthetic", "data.loader", "data.criteo",
+    ],
+    ["embedding"],
+    ["step", "checkpoint"],
+    ["loop"],
+    [""],
+]  # fmt: skip
+HOST_FILES = ["checkpoint", "loop", "embedding.host", "data"]
+HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
+
+
+def unit(module):
+    """The longest unit that a module belongs to, and its floor."""
+    while True:
+        for floor, units in enumerate(FLOORS):
+            if module in units:
+                return module, floor
+        module = module.rpartition(".")[0]
+
+
+def module_of(path, root):
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    return name.removesuffix("__init__").rstrip(".")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if (ROOT / Path(*node.module.split(".")[1:])).is_dir() and node.module.startswith("jaxrec"):
+                for alias in node.names:
+                    sub = ROOT / Path(*node.module.split(".")[1:]) / alias.name
+                    known = sub.with_suffix(".py").exists() or sub.is_dir()
+                    yield f"{node.module}.{alias.name}" if known else node.module
+            else:
+                yield node.module
+
+
+def violations(root):
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        module = module_of(path, root)
+        if module in ("data", "models"):
+            continue
+        me, floor = unit(module)
+        for name in imports(path):
+            if name.split(".")[0] == "jaxrec":
+                other, below = unit(".".join(name.split(".")[1:]))
+                if not (below < floor or other == me):
+                    found.append(f"{module} imports {name}")
+            elif name.split(".")[0] in HOST_MODULES and not any(
+                module == h or module.startswith(h + ".") for h in HOST_FILES
+            ):
+                found.append(f"{module} imports {name} but is no host file")
+    return found
+
+
+def test_imports_point_down():
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("types.py", "from jaxrec import step"),
+        ("embedding/plan.py", "from jaxrec.embedding.device import DeviceTables"),
+        ("embedding/spec.py", "import jaxrec.embedding.initial"),
+        ("models/dlrm.py", "from jaxrec.step import update"),
+        ("data/loader.py", "from jaxrec.data.synthetic import SyntheticClicks"),
+        ("step.py", "import threading"),
+        ("metrics.py", "from os import path"),
+        ("step.py", "import jaxrec.loop"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path, path, line):
+    """Negative control."""
+    for source in ROOT.rglob("*.py"):
+        target = tmp_path / source.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(source.read_text() + (f"\n{line}\n" if source == ROOT / path else ""))
+    assert len(violations(tmp_path)) == 1

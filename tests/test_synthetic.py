@@ -1,0 +1,49 @@
+"""The synthetic click log: a pure function of the batch index with a teacher that nobody beats."""
+
+import numpy as np
+import pytest
+
+from jaxrec import metrics
+from jaxrec.data.synthetic import CRITEO_KAGGLE_CARDINALITIES, SyntheticClicks, scaled_cardinalities
+
+CLICKS = SyntheticClicks(scaled_cardinalities(20_000), seed=3)
+
+
+def test_batches_depend_on_their_index_alone():
+    a, b = list(CLICKS.stream(50, batches=4)), list(CLICKS.stream(50, start=2, batches=4))
+    for left, right in zip(a[2:], b, strict=True):
+        np.testing.assert_array_equal(left.ids["sparse"], right.ids["sparse"])
+        np.testing.assert_array_equal(left.label, right.label)
+    assert (a[0].dense != a[1].dense).all()
+    assert (CLICKS.batch(0, 50, test=True).dense != a[0].dense).all()
+
+
+def test_ids_follow_their_power_law_and_stay_in_their_table():
+    clicks = SyntheticClicks((1000, 3, 1), exponent=1.05)
+    ids = np.concatenate([b.ids["sparse"] for b in clicks.stream(4096, batches=20)])
+    assert (ids >= 0).all() and (ids < np.array([1000, 3, 1])).all()
+    counts = np.bincount(ids[:, 0], minlength=1000)
+    ranks = np.arange(8, 500)
+    slope = np.polyfit(np.log(ranks + 1.5), np.log(counts[8:500]), 1)[0]
+    assert slope == pytest.approx(-1.05, abs=0.05)
+
+
+def test_the_teacher_is_calibrated_and_stronger_than_its_parts():
+    batches = list(CLICKS.stream(4096, batches=10))
+    logit = np.concatenate([CLICKS.teacher_logit(b) for b in batches])
+    label = np.concatenate([b.label for b in batches])
+    total = metrics.summarize(metrics.evaluate_batch(logit, label, np.ones(len(label))))
+    assert total["calibration"] == pytest.approx(1, abs=0.03)
+    assert total["normalized_entropy"] < 0.85 and 0.2 < total["label_mean"] < 0.3
+    dense = np.concatenate([b.dense for b in batches])
+    linear = dense @ np.linalg.lstsq(dense, logit - logit.mean(), rcond=None)[0]
+    assert total["auc"] > metrics.exact_auc(linear, label) + 0.05
+
+
+def test_scaled_cardinalities_sum_to_what_was_asked():
+    assert scaled_cardinalities(10**9) == tuple(max(3, c) for c in CRITEO_KAGGLE_CARDINALITIES)
+    for rows in (20_000, 200_000, 10_000_000):
+        cut = scaled_cardinalities(rows)
+        assert sum(cut) == rows and all(a <= b for a, b in zip(cut, CRITEO_KAGGLE_CARDINALITIES, strict=True))
+    with pytest.raises(ValueError, match="cardinalities"):
+        SyntheticClicks(())
