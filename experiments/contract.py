@@ -25,13 +25,13 @@ class Run:
       resume: go on in a directory that holds a run already.
 
     Errors:
-      ValueError: the directory holds a finished or begun run, and `resume` is off.
+      ValueError: the directory holds a run that has logged something, and `resume` is off.
     """
 
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = Path(workdir) if workdir else Path("runs") / f"{name}-{stamp}-{os.getpid()}"
-        if (self.directory / "config.json").exists() and not resume:
+        if (self.directory / "metrics.jsonl").exists() and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
             )
