@@ -37,7 +37,7 @@ if __name__ == "__main__":
     with tqdm(unit="lines", unit_scale=True, disable=None) as bar:
         try:
             metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bar.update)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             sys.exit(f"error: {error}")
     for key in ("rows", "label_mean", "cardinalities", "skipped_rows"):
         print(f"{key}: {metadata[key]}")

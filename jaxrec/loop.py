@@ -3,7 +3,7 @@
 Legend: B batch, U padded unique rows a shard.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.step import run_hooks
 
 
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Iterator[tuple]:
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
     """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
 
     Args:

@@ -5,8 +5,8 @@ Legend: B batch, N dense features, F fields, n rows of a block.
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -140,11 +140,12 @@ class _Failure:
 _END = object()
 
 
-def prefetch(iterable: Iterable, depth: int = 2) -> Iterator:
+def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
     """Iterates in a thread, up to `depth` items ahead.
 
     Args:
-      iterable: made and consumed by the thread alone.
+      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs ahead of what the
+        caller has seen, so resume from the caller's own count of batches.
       depth: items made before they are asked for.
 
     Yields:

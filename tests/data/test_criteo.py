@@ -5,6 +5,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrec.data.criteo import encode, open_split, prepare
+from jaxrec.data.criteo import parse as parse_module
 from jaxrec.data.criteo.parse import DENSE, FIELDS, parse, read_chunks
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}
@@ -43,13 +45,8 @@ def read_all(directory, name):
 
 
 def digests(directory):
-    """A digest of the content of each split, block by block (protobuf maps have no order, so files may differ)."""
-    result = {}
-    for name in ("train", "test"):
-        split = open_split(directory, name)
-        blocks = [split[i][key].tobytes() for i in range(len(split)) for key in ("label", "dense", "ids")]
-        result[name] = hashlib.sha256(b"|".join(blocks)).hexdigest()
-    return result
+    """A digest of each data file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("criteo-*"))}
 
 
 @pytest.mark.parametrize("name", ["train.txt", "day_0.gz"])
@@ -135,6 +132,8 @@ BAD = {
     "quoted": (lambda f, i: [*f[:20], '"0a"', *f[21:]], "C7 is '\"0a\"'"),
     "signed": (lambda f, i: [*f[:20], "+0a", *f[21:]], "C7 is '\\+0a'"),
     "beyond ascii": (lambda f, i: [*f[:20], "é", *f[21:]], "C7 is "),
+    "carriage return": (lambda f, i: [*f[:2], "5\r", *f[3:]], r"I2 is '5\\r'"),
+    "long with zeros": (lambda f, i: [*f[:20], "0" * 9, *f[21:]], "C7 is '000000000'"),
     "blanks": (lambda f, i: [*f[:2], " 5", *f[3:]], "I2 is ' 5'"),
 }
 
@@ -190,6 +189,10 @@ def test_empty_truncated_and_missing_files_are_named(tmp_path):
     (tmp_path / "flipped.gz").write_bytes(whole[:500] + bytes([whole[500] ^ 255]) + whole[501:])
     with pytest.raises(ValueError, match="truncated or corrupt"):
         list(read_chunks([tmp_path / "flipped.gz"]))
+    with pytest.raises(ValueError, match="sources is empty"):
+        prepare([], tmp_path / "b")
+    with pytest.raises(ValueError, match="every row is bad"):
+        prepare([write(tmp_path / "bad.txt", ["x"] * 5)], tmp_path / "c", max_bad_rows=5)
     with pytest.raises(ValueError, match="is no file"):
         prepare([tmp_path / "nowhere.txt"], tmp_path / "b")
 
@@ -218,6 +221,36 @@ def test_a_directory_belongs_to_one_preparation(tmp_path):
         prepare([path], tmp_path / "out", **SMALL)
     with pytest.raises(ValueError, match="no split 'valid'"):
         open_split(tmp_path / "out", "valid")
+    (tmp_path / "out" / "criteo-train.array_record-00001").unlink()
+    with pytest.raises(ValueError, match="00001 is missing"):
+        open_split(tmp_path / "out", "train")
+
+
+def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line():
+    good = GOOD[:1] + ["5"] * DENSE + ["0a"] * FIELDS
+    odd = ["", "0", "-", "--1", "-0", "007", " 1", "1 ", "1e3", "1_0", "0x1f", "9" * 18, "-" + "9" * 18, "1" * 19]
+    odd += [
+        "0" * 19,
+        "0" * 9,
+        "0A",
+        "ffffffff",
+        "100000000",
+        "-1",
+        "NaN",
+        "null",
+        '""',
+        "\\N",
+        "\0",
+        "\x0b",
+        "\r",
+        "a\rb",
+    ]
+    for field in range(1 + DENSE + FIELDS):
+        for value in odd:
+            line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
+            for text in (line + b"\n", "\t".join(good).encode() + b"\n" + line + b"\n"):
+                accepted = parse_module._parse_good(text, text.count(b"\n")) is not None
+                assert accepted == (parse_module._LINE.fullmatch(line) is not None), line
 
 
 def _prepare_and_die(path, out, arguments, die_at):
@@ -260,6 +293,27 @@ def test_kill_9_at_every_write_leaves_a_run_that_goes_on(tmp_path, arguments):
         redone = [name for name in before if before[name] != after[name]]
         assert len(redone) <= 1  # the one that was renamed but not yet recorded
     assert killed >= 10
+
+
+@pytest.mark.parametrize("split", ["time", "random"])
+def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monkeypatch, split):
+    rows = lines(400)
+    rows[2] = rows[390] = "nonsense"
+    path, out = write(tmp_path / "t.txt", rows), tmp_path / "out"
+    arguments = {"hash_cap": 7, "split": split, "train_fraction": 0.5, "max_bad_rows": 1, **SMALL}
+    monkeypatch.setattr(parse_module, "_CHUNK_BYTES", 4000)
+    # One bad row is allowed and there are two: an undisturbed run fails at line 391, and so must every later one.
+    for _ in range(3):
+        with pytest.raises(ValueError, match="line 391: 1 fields"):
+            prepare([path], out, **arguments)
+    shards = len(list(out.glob("criteo-*")))
+    assert shards >= 5
+    parsed = []
+    module = sys.modules["jaxrec.data.criteo.prepare"]  # its package gives the name to the function
+    monkeypatch.setattr(module, "parse", lambda chunk, left: parsed.append(chunk) or parse(chunk, left))
+    with pytest.raises(ValueError, match="line 391"):
+        prepare([path], out, **arguments)
+    assert parsed[0].first_row > 100
 
 
 def test_two_preparations_do_not_meet(tmp_path):

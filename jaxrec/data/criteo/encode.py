@@ -5,6 +5,7 @@ Legend: n rows, F = 26 fields.
 
 from collections.abc import Callable, Iterable
 
+import numba
 import numpy as np
 
 MISSING, OUT_OF_VOCABULARY = 0, 1
@@ -62,11 +63,22 @@ def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
 
 
 def _add_counts(a, b):
-    values = np.union1d(a[0], b[0])
-    counts = np.zeros(len(values), np.int64)
-    counts[np.searchsorted(values, a[0])] += a[1]
-    counts[np.searchsorted(values, b[0])] += b[1]
-    return values, counts
+    values = np.empty(len(a[0]) + len(b[0]), np.uint32)
+    counts = np.empty(len(values), np.int64)
+    used = _merge_sorted(a[0], a[1], b[0], b[1], values, counts)
+    return values[:used].copy(), counts[:used].copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _merge_sorted(a, count_a, b, count_b, values, counts):
+    i, j, used = 0, 0, 0
+    while i < len(a) or j < len(b):
+        from_a = j == len(b) or (i < len(a) and a[i] <= b[j])
+        from_b = i == len(a) or (j < len(b) and b[j] <= a[i])
+        values[used] = a[i] if from_a else b[j]
+        counts[used] = (count_a[i] if from_a else 0) + (count_b[j] if from_b else 0)
+        i, j, used = i + from_a, j + from_b, used + 1
+    return used
 
 
 def vocabulary(counts, min_count: int) -> list[np.ndarray]:

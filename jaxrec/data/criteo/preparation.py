@@ -1,30 +1,28 @@
 """From raw files to array_record shards of blocks, registered with tfds; killed at any point, it resumes at the shard.
 
 Every line has a number; whether it trains or tests depends on that number alone, and every shard records the number
-that follows its last row. So a second run skips what is done and writes the same blocks as an undisturbed one.
+that follows its last row. So a second run skips what is done and writes the same bytes as an undisturbed one.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
 
 import contextlib
 import fcntl
+import itertools
 import json
-import os
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrec.data.criteo import encode
-from jaxrec.data.criteo.parse import DENSE, FIELDS, parse, read_chunks
+from jaxrec.data.criteo.dataset import DONE, aside, register, tfds_module, write_blocks, write_json
+from jaxrec.data.criteo.parse import FIELDS, parse, read_chunks
 
-_PROGRESS, _DONE, _VOCABULARY = "progress.json", "dataset_info.json", "vocabulary.npz"
-_NAME, _TEMPLATE = "criteo", "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
-_CITATION = "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015)."
-_LICENSE = "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution."
+_PROGRESS, _VOCABULARY = "progress.json", "vocabulary.npz"
 
 
 def prepare(
@@ -63,7 +61,8 @@ def prepare(
 
     Errors:
       ValueError: a malformed file (with file, line, rule); arguments out of range; a directory that holds another
-        preparation; another process preparing there.
+        preparation; another process preparing there; no good row at all.
+      ImportError: what the extra `data` installs is missing.
     """
     options = dict(
         min_count=6 if min_count is None and hash_cap is None else min_count, hash_cap=hash_cap, split=split,
@@ -71,16 +70,21 @@ def prepare(
         blocks_per_shard=blocks_per_shard,
     )  # fmt: skip
     _check(options)
+    if not sources:
+        raise ValueError("sources is empty: give at least one raw Criteo file.")
+    tfds_module()  # says what is missing before the work, not after
     paths, directory = [Path(source) for source in sources], Path(directory)
     wanted = {"options": options, "sources": [_fingerprint(path) for path in paths]}
     directory.mkdir(parents=True, exist_ok=True)
     with _lock(directory):
         state = _begin(directory, wanted)
-        if not (directory / _DONE).exists():
+        if not (directory / DONE).exists():
             in_train = _splitter(paths, options, state)
             encoder, cardinalities = _encoder(paths, options, directory, in_train, progress)
             _write_shards(paths, options, directory, state, in_train, encoder, progress)
-            _register(directory, state, cardinalities)
+            if not state["shards"]:
+                raise ValueError(f"{', '.join(map(str, paths))}: every row is bad; check the format.")
+            register(directory, state, cardinalities)
     return json.loads((directory / "metadata.json").read_text())
 
 
@@ -123,7 +127,7 @@ def _begin(directory, wanted):
     path = directory / _PROGRESS
     if not path.exists():
         state = {**wanted, "lines": None, "shards": [], "bad_rows": []}
-        _write_json(path, state)
+        write_json(path, state)
         return state
     state = json.loads(path.read_text())
     differ = [key for key in wanted["options"] if state["options"].get(key) != wanted["options"][key]]
@@ -150,20 +154,31 @@ def _splitter(paths, options, state):
         return at_random
     if state["lines"] is None:
         state["lines"] = sum(chunk.lines for chunk in read_chunks(paths))
-    first_test = int(state["lines"] * fraction)
-    return lambda rows: rows < first_test
+    return lambda rows: rows < _first_test(state)
 
 
-def _columns(paths, options, progress, from_row=0):
-    """Parses the chunks that reach beyond a row, counting bad ones."""
-    left = options["max_bad_rows"]
-    for chunk in read_chunks(paths):
-        if chunk.first_row + chunk.lines > from_row:
-            columns = parse(chunk, left)
+def _first_test(state) -> int:
+    return int(state["lines"] * state["options"]["train_fraction"])
+
+
+def _columns(paths, options, progress, from_row=0, known_bad=()):
+    """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over all of them."""
+    allowed = left = options["max_bad_rows"]
+    chunks = (chunk for chunk in read_chunks(paths) if chunk.first_row + chunk.lines > from_row)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [(chunk, pool.submit(parse, chunk, allowed)) for chunk in itertools.islice(chunks, 1)]
+        # The bad rows of the chunks that are skipped were counted by an earlier run.
+        left -= sum(row < chunk.first_row for chunk, _ in waiting for row in known_bad)
+        while waiting:
+            chunk, parsed = waiting.pop()
+            waiting = [(chunk, pool.submit(parse, chunk, allowed)) for chunk in itertools.islice(chunks, 1)]
+            columns = parsed.result()
+            if len(columns.bad_rows) > left:
+                parse(chunk, left)  # raises, and names the line
             left -= len(columns.bad_rows)
             yield columns
-        if progress is not None:
-            progress(chunk.lines)
+            if progress is not None:
+                progress(chunk.lines)
 
 
 def _encoder(paths, options, directory, in_train, progress):
@@ -175,7 +190,7 @@ def _encoder(paths, options, directory, in_train, progress):
     if not path.exists():
         chunks = ((c.category[t], c.present[t]) for c in _columns(paths, options, progress) for t in [in_train(c.row)])
         kept = encode.vocabulary(encode.count_values(chunks, FIELDS), options["min_count"])
-        with _aside(path) as partial, open(partial, "wb") as file:
+        with aside(path) as partial, open(partial, "wb") as file:
             np.savez(file, allow_pickle=False, **{f"C{i + 1}": values for i, values in enumerate(kept)})
     with np.load(path) as saved:
         kept = [saved[f"C{i + 1}"] for i in range(FIELDS)]
@@ -185,7 +200,8 @@ def _encoder(paths, options, directory, in_train, progress):
 def _write_shards(paths, options, directory, state, in_train, encoder, progress):
     """Writes the shards that are not there yet; each is recorded before the next of its split begins."""
     shard_rows = options["block_rows"] * options["blocks_per_shard"]
-    done = {name: 0 for name in ("train", "test")}  # the line that follows the last shard
+    # The line that follows the last shard. By time, the test part waits for none before its first.
+    done = {"train": 0, "test": _first_test(state) if options["split"] == "time" else 0}
     for shard in state["shards"]:
         done[shard["split"]] = shard["next_row"]
     waiting: dict[str, list[dict]] = {"train": [], "test": []}
@@ -196,7 +212,7 @@ def _write_shards(paths, options, directory, state, in_train, encoder, progress)
             _write_shard(directory, state, name, {k: v[:shard_rows] for k, v in whole.items()}, options["block_rows"])
             waiting[name] = [{key: array[shard_rows:] for key, array in whole.items()}]
 
-    for columns in _columns(paths, options, progress, min(done.values())):
+    for columns in _columns(paths, options, progress, min(done.values()), state["bad_rows"]):
         state["bad_rows"] = sorted({*state["bad_rows"], *columns.bad_rows})
         trains = in_train(columns.row)
         for name, chosen in (("train", trains), ("test", ~trains)):
@@ -211,136 +227,9 @@ def _write_shards(paths, options, directory, state, in_train, encoder, progress)
 
 
 def _write_shard(directory, state, name, rows, block_rows):
-    from array_record.python.array_record_module import ArrayRecordWriter
-
     index = sum(shard["split"] == name for shard in state["shards"])
-    features = _features()
-    with _aside(directory / f"{_NAME}-{name}.array_record-{index:05d}") as partial:
-        writer = ArrayRecordWriter(str(partial), "group_size:1")
-        for start in range(0, len(rows["label"]), block_rows):
-            block = {key: rows[key][start : start + block_rows] for key in ("label", "dense", "ids")}
-            writer.write(features.serialize_example(block))
-        writer.close()
-    label_sum = int(rows["label"].sum())
-    shard = {"split": name, "rows": len(rows["label"]), "clicks": label_sum, "next_row": int(rows["row"][-1]) + 1}
+    write_blocks(directory, name, index, rows, block_rows)
+    clicks = int(rows["label"].sum())
+    shard = {"split": name, "rows": len(rows["label"]), "clicks": clicks, "next_row": int(rows["row"][-1]) + 1}
     state["shards"].append(shard)
-    _write_json(directory / _PROGRESS, state)
-
-
-def _features():
-    tfds = _tfds()
-    kinds = {"label": ((None,), np.uint8), "dense": ((None, DENSE), np.float32), "ids": ((None, FIELDS), np.int32)}
-    return tfds.features.FeaturesDict(
-        {
-            # Bytes: as lists of numbers a block would be decoded value by value.
-            name: tfds.features.Tensor(shape=shape, dtype=dtype, encoding=tfds.features.Encoding.BYTES)
-            for name, (shape, dtype) in kinds.items()
-        }
-    )
-
-
-def _register(directory, state, cardinalities):
-    """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json` comes last."""
-    tfds = _tfds()
-    block_rows, shards = state["options"]["block_rows"], state["shards"]
-    splits, totals = [], {}
-    for name in dict.fromkeys(shard["split"] for shard in shards):
-        mine = [shard for shard in shards if shard["split"] == name]
-        totals[name] = (sum(s["rows"] for s in mine), sum(s["clicks"] for s in mine))
-        template = tfds.core.ShardedFileTemplate(
-            data_dir=directory, dataset_name=_NAME, split=name, filetype_suffix="array_record", template=_TEMPLATE
-        )
-        lengths = [-(-shard["rows"] // block_rows) for shard in mine]
-        splits.append(tfds.core.SplitInfo(name=name, shard_lengths=lengths, num_bytes=0, filename_template=template))
-    metadata = {
-        "cardinalities": cardinalities,
-        "rows": {name: rows for name, (rows, _) in totals.items()},
-        "label_mean": {name: clicks / rows for name, (rows, clicks) in totals.items()},
-        "skipped_rows": len(state["bad_rows"]),
-        "options": state["options"],
-        "sources": state["sources"],
-    }
-    aside = directory / "metadata.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
-        (aside / shard.name).symlink_to(shard.resolve())  # tfds wants to see the data beside its files
-    tfds.folder_dataset.write_metadata(
-        data_dir=aside, features=_features(), split_infos=splits, version="1.0.0", check_data=False,
-        filename_template=tfds.core.ShardedFileTemplate(
-            data_dir=aside, dataset_name=_NAME, filetype_suffix="array_record", template=_TEMPLATE
-        ),
-        citation=_CITATION, license=_LICENSE, metadata=tfds.core.MetadataDict(metadata),
-    )  # fmt: skip
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == _DONE):
-        if not path.is_symlink():
-            _sync(path)
-            os.replace(path, directory / path.name)
-    shutil.rmtree(aside)
-    _sync(directory)
-
-
-class Split:
-    """The blocks of one split, read in any order; a source for `Loader`.
-
-    Attributes:
-      metadata: as `prepare` returns it.
-      rows: rows of each block.
-    """
-
-    def __init__(self, source, metadata: dict[str, Any], name: str):
-        self._source, self.metadata = source, metadata
-        block_rows, rows = metadata["options"]["block_rows"], metadata["rows"][name]
-        self.rows = [min(block_rows, rows - start) for start in range(0, rows, block_rows)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}."""
-        return self._source[index]
-
-
-def open_split(directory: str | Path, name: str) -> Split:
-    """Opens the 'train' or 'test' split of a prepared directory.
-
-    Errors:
-      ValueError: the preparation is not complete, or there is no such split.
-    """
-    directory = Path(directory)
-    if not (directory / _DONE).exists():
-        raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
-    metadata = json.loads((directory / "metadata.json").read_text())
-    if name not in metadata["rows"]:
-        raise ValueError(f"{directory} has no split {name!r}, only {sorted(metadata['rows'])}.")
-    return Split(_tfds().builder_from_directory(directory).as_data_source(name), metadata, name)
-
-
-def _tfds():
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise ImportError("prepared datasets need tensorflow-datasets: pip install 'jaxrec[data]'") from error
-    return tensorflow_datasets
-
-
-@contextlib.contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """Yields a name to write to; what is written takes its place at once, or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    yield partial
-    _sync(partial)
-    os.replace(partial, path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_json(path: Path, content) -> None:
-    with _aside(path) as partial:
-        partial.write_text(json.dumps(content))
+    write_json(directory / _PROGRESS, state)
