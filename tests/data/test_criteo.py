@@ -5,7 +5,6 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data.criteo import encode, open_split, prepare
+from jaxrec.data.criteo import encode, open_split, preparation, prepare
 from jaxrec.data.criteo import parse as parse_module
 from jaxrec.data.criteo.parse import DENSE, FIELDS, parse, read_chunks
 
@@ -309,8 +308,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     shards = len(list(out.glob("criteo-*")))
     assert shards >= 5
     parsed = []
-    module = sys.modules["jaxrec.data.criteo.prepare"]  # its package gives the name to the function
-    monkeypatch.setattr(module, "parse", lambda chunk, left: parsed.append(chunk) or parse(chunk, left))
+    monkeypatch.setattr(preparation, "parse", lambda chunk, left: parsed.append(chunk) or parse(chunk, left))
     with pytest.raises(ValueError, match="line 391"):
         prepare([path], out, **arguments)
     assert parsed[0].first_row > 100
