@@ -1,0 +1,301 @@
+"""One harness over homes, meshes, shards and optimizers; kills and flipped bytes; nothing half, nothing believed."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_tables import dense_table
+
+import jaxrec
+from jaxrec.checkpoint import Checkpointer, images, read_manifest, restore, restore_shard, snapshot, verify, write_image
+from jaxrec.checkpoint.image import load_arrays
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
+
+OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
+TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
+
+
+def spec_of(shards=8, tables=None):
+    return EmbeddingSpec(tables or TABLES, {"ab": Lookup(("a", "b")), "w": Lookup("w")}, shards=shards)
+
+
+def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7, 3)):
+    """A state of the given placement; random values if there is a seed."""
+    mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), OPTIMIZERS[optimizer]
+    tables = HostTables.create(spec, rows) if home == "host" else DeviceTables.create(spec, rows, mesh)
+    params = {"kernel": jnp.zeros(dense), "bias": jnp.zeros(3), "empty": jnp.zeros((0, 2))}
+    state = jaxrec.init_state(params, optax.adam(0.1), tables, mesh)
+    if seed is None:
+        return state
+    rng = np.random.default_rng(seed)
+    fill = lambda x: jax.device_put(np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), x.sharding)
+    if home == "host":
+        for shards in tables.shards.values():
+            for parts in shards:
+                for array in parts.values():
+                    array[:] = rng.normal(size=array.shape)
+    else:
+        tables = jax.tree.map(fill, tables)
+    return jaxrec.TrainState(jax.tree.map(fill, state.dense)._replace(step=jnp.asarray(12)), tables)
+
+
+def assert_same(a, b, spec):
+    jax.tree.map(np.testing.assert_array_equal, a.dense, b.dense)
+    for name, stack in spec.stacks.items():
+        for part in ("value", *read_slots(a, name)):
+            used = stack.offsets[-1]
+            np.testing.assert_array_equal(
+                dense_table(a.tables, name, part)[:used], dense_table(b.tables, name, part)[:used]
+            )
+
+
+def read_slots(state, stack):
+    tables = state.tables
+    return (
+        [p for p in tables.shards[stack][0] if p != "value"] if isinstance(tables, HostTables) else tables.slots[stack]
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "source", [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8), ("host", 1, 3)]
+)
+def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, optimizer):
+    home, devices, shards = source
+    spec = spec_of(shards)
+    state = make(home, spec, optimizer, devices, seed=1)
+    write_image(tmp_path / "step_00000012", snapshot(state, spec, {"position": 99}))
+    for target, devices_there, shards_there in [
+        ("device", 1, 8), ("device", 2, 8), ("device", 4, 16), ("device", 8, 8), ("host", 1, 8), ("host", 1, 5),
+    ]:  # fmt: skip
+        other = spec_of(shards_there)
+        found, image = restore(tmp_path / "step_00000012", make(target, other, optimizer, devices_there), other)
+        assert_same(state, found, spec)
+        assert image.step == 12 and image.extra == {"position": 99}
+        if target == "device":
+            template = make(target, other, optimizer, devices_there)
+            same = jax.tree.map(lambda a, b: a.sharding == b.sharding, found, template)
+            assert all(jax.tree.leaves(same))
+
+
+def test_one_shard_is_restored_alone(tmp_path):
+    spec = spec_of()
+    state = make("host", spec, seed=1)
+    write_image(tmp_path / "step_1", snapshot(state, spec))
+    other = make("host", spec, seed=2).tables
+    before = snapshot(jaxrec.TrainState(state.dense, other), spec)
+    # All files of other shards may be gone: they are neither verified nor read.
+    for leaf in (tmp_path / "step_1" / "arrays").glob("rows.*"):
+        if ".0003." not in leaf.name:
+            shutil.rmtree(leaf)
+    restore_shard(tmp_path / "step_1", other, 3)
+    after = snapshot(jaxrec.TrainState(state.dense, other), spec)
+    expected = snapshot(state, spec)
+    for name, array in after.arrays.items():
+        source = expected if ".0003." in name or "dense" in name else before
+        np.testing.assert_array_equal(array, source.arrays[name])
+    with pytest.raises(ValueError, match="missing"):
+        restore_shard(tmp_path / "step_1", other, 4)
+    with pytest.raises(ValueError, match="shard=8"):
+        restore_shard(tmp_path / "step_1", other, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tables": {**TABLES, "b": Table(6, 4)}}, "other tables: it has .*'b': .5, 4.*wanted .*'b': .6, 4"),
+        ({"tables": dict(reversed(TABLES.items()))}, "other tables: it has the order"),
+        ({"optimizer": "sgd"}, "other row optimizer slots"),
+        ({"dense": (7, 4)}, "other dense state: it has .*kernel.*1, 7, 3.*wanted .*1, 7, 4"),
+    ],
+)
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_an_image_of_something_else_is_refused(tmp_path, home, change, message):
+    spec = spec_of()
+    write_image(tmp_path / "step_1", snapshot(make("device", spec), spec))
+    tables = change.pop("tables", None) if (change := dict(change)) else None
+    other = spec_of(tables=tables)
+    template = make(home, other, seed=5, **change)
+    before = snapshot(template, other)
+    with pytest.raises(ValueError, match=message):
+        restore(tmp_path / "step_1", template, other)
+    jax.tree.map(np.testing.assert_array_equal, before.arrays, snapshot(template, other).arrays)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two images of one run."""
+    directory, spec = tmp_path_factory.mktemp("images"), spec_of(2)
+    for step in (1, 2):
+        write_image(directory / f"step_{step:08d}", snapshot(make("host", spec, seed=step), spec))
+    return directory
+
+
+def flip_and_restore(whole, place, bit):
+    """Flips one bit somewhere in the newest image; what restoring it says."""
+    image, spec = whole / "step_00000002", spec_of(2)
+    files = sorted(file for file in image.rglob("*") if file.is_file())
+    sizes = np.cumsum([file.stat().st_size for file in files])
+    place %= int(sizes[-1])
+    file = files[int(np.searchsorted(sizes, place, side="right"))]
+    offset = place - (int(sizes[files.index(file) - 1]) if files.index(file) else 0)
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1 << bit
+    original = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        with pytest.raises(ValueError, match="damaged|no readable manifest") as caught:
+            restore(image, make("host", spec), spec)
+        assert str(whole / "step_00000001") in str(caught.value)
+    finally:
+        file.write_bytes(original)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 2**40), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_found_and_an_older_image_offered(whole, place, bit):
+    flip_and_restore(whole, place, bit)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 2**40), bit=st.integers(0, 7))
+def test_1000_flipped_bits_are_found(whole, place, bit):
+    flip_and_restore(whole, place, bit)
+
+
+def test_a_missing_file_is_named(whole, tmp_path):
+    spec = spec_of(2)
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    for file in sorted((copy / "step_00000002").rglob("*")):
+        if file.is_file():
+            content = file.read_bytes()
+            file.unlink()
+            with pytest.raises(ValueError, match="missing|no readable manifest") as caught:
+                restore(copy / "step_00000002", make("host", spec), spec)
+            assert file.name in str(caught.value) or "manifest" in str(caught.value)
+            file.write_bytes(content)
+    restore(copy / "step_00000002", make("host", spec), spec)
+
+
+def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
+    """Negative control: why loads verify."""
+    image = read_manifest(shutil.copytree(whole, tmp_path / "copy") / "step_00000002")
+    (leaf,) = [name for name in image.files if name.startswith("arrays/dense.0000/") and name.endswith("/0")]
+    content = (image.path / leaf).read_bytes()
+    loaded = []
+    for place in range(len(content)):
+        for bit in range(8):
+            (image.path / leaf).write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            with pytest.raises(ValueError, match="damaged"):
+                verify(image)
+            try:
+                loaded.append(int(load_arrays(image, ["dense.0000"])["dense.0000"]))
+            except ValueError:
+                pass
+    assert set(loaded) - {12}
+
+
+def _save_for_ever(directory, start, die_at):
+    """Saves images and kills itself at the die_at-th call that changes the disk."""
+    count = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
+    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    spec = spec_of(2)
+    state = make("host", spec, seed=start)
+    with Checkpointer(directory, spec, keep=2) as checkpointer:
+        for step in range(start, start + 4):
+            for shards in state.tables.shards.values():
+                for parts in shards:
+                    parts["value"][:] = step
+            dense = state.dense._replace(step=jnp.asarray(step))
+            checkpointer.save(jaxrec.TrainState(dense, state.tables), {"step": step})
+
+
+def kill_often(tmp_path, instants):
+    """Every restart finds a whole image, never older than the newest one that was there before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
+    spec, newest, killed = spec_of(2), 0, 0
+    for die_at in instants:
+        child = context.Process(target=_save_for_ever, args=(tmp_path, newest + 1, die_at))
+        child.start()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
+        found = images(tmp_path)
+        if newest:
+            assert found and read_manifest(found[0]).step >= newest
+        if found:
+            state, image = restore(found[0], make("host", spec), spec)
+            newest = image.step
+            assert image.extra == {"step": newest}
+            assert (dense_table(state.tables, "width_4")[:35] == newest).all()
+    assert killed >= len(instants) // 2
+
+
+def test_kill_9_while_saving_leaves_a_whole_image(tmp_path):
+    kill_often(tmp_path, [3, 40, 81, 122])
+
+
+@pytest.mark.slow
+def test_kill_9_at_100_instants(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(0).integers(1, 250, 100).tolist())
+
+
+def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
+    spec = spec_of()
+    state = make("host", spec)
+    with Checkpointer(tmp_path, spec, keep=2) as checkpointer:
+        for step in range(5):
+            checkpointer.save(state._replace(dense=state.dense._replace(step=jnp.asarray(step))))
+        assert checkpointer.save(state._replace(dense=state.dense._replace(step=jnp.asarray(4)))) >= 0
+    assert [path.name for path in images(tmp_path)] == ["step_00000004", "step_00000003"]
+    assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(ValueError, match="exists already"):
+        write_image(tmp_path / "step_00000004", snapshot(state, spec))
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpointer(tmp_path, spec, keep=0)
+
+
+def test_a_failed_save_is_raised_at_the_next_call_and_on_leaving(tmp_path):
+    spec = spec_of()
+    state = make("host", spec)
+    (tmp_path / "file").touch()
+    checkpointer = Checkpointer(tmp_path / "file" / "below", spec)
+    checkpointer.save(state)
+    with pytest.raises(NotADirectoryError):
+        checkpointer.save(state)
+    with pytest.raises(NotADirectoryError), Checkpointer(tmp_path / "file", spec) as other:
+        other.save(state)
+
+
+def test_a_snapshot_shares_no_memory_with_the_state():
+    spec = spec_of()
+    state = make("host", spec, seed=1)
+    image = snapshot(state, spec)
+    before = {name: array.copy() for name, array in image.arrays.items()}
+    for parts in state.tables.shards["width_4"]:
+        parts["value"][:] = -1
+    jax.tree.map(np.testing.assert_array_equal, image.arrays, before)
+    json.dumps(image.manifest)
