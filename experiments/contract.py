@@ -31,7 +31,7 @@ class Run:
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = Path(workdir) if workdir else Path("runs") / f"{name}-{stamp}-{os.getpid()}"
-        if (self.directory / "metrics.jsonl").exists() and not resume:
+        if self.metrics() and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
             )
@@ -47,6 +47,15 @@ class Run:
         """Appends one row to metrics.jsonl."""
         with open(self.directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row, default=_plain) + "\n")
+
+    def metrics(self) -> list[dict]:
+        """The rows logged so far."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def rewrite_metrics(self, rows: list[dict]) -> None:
+        """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
+        write_text(self.directory / "metrics.jsonl", "".join(json.dumps(row, default=_plain) + "\n" for row in rows))
 
     def close(self, results: dict) -> None:
         """Writes results.json, flat, and prints it."""

@@ -3,6 +3,7 @@
     python experiments/train.py                                        synthetic clicks, DLRM
     python experiments/train.py --data criteo --path train.txt         Criteo Kaggle or 1TB files, prepared on the way
     python experiments/train.py --tables host --preset smoke           tables in host memory, under a minute
+    python experiments/train.py --workdir DIR --resume                 goes on with a run that was stopped, bit for bit
 
 Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it starts; the teacher
 that drew the synthetic labels is evaluated beside the model, as the best that any model can reach.
@@ -10,8 +11,10 @@ that drew the synthetic labels is evaluated beside the model, as the best that a
 
 import dataclasses
 import itertools
+import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,6 +28,7 @@ from contract import Run, plot
 from tqdm import tqdm
 
 from jaxrec import metrics
+from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import (
     DeviceTables,
@@ -40,7 +44,7 @@ from jaxrec.loop import evaluate, every, fit, planned
 from jaxrec.models.dlrm import DLRM
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_eval_step, make_train_step
-from jaxrec.types import Batch
+from jaxrec.types import Batch, TrainState
 
 ROW_OPTIMIZERS = {"rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd}
 DENSE_OPTIMIZERS = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
@@ -72,6 +76,10 @@ class Config:
     learning_rate: float = 1e-3
     evaluations: int = 8
     """How often the test set is evaluated, evenly over the run."""
+    save_every_steps: int = 0
+    """Also save the state every so many steps; it is saved at the end and on Ctrl-C anyway."""
+    resume: bool = False
+    """Go on with the run in --workdir, bit for bit."""
 
 
 class Data(NamedTuple):
@@ -155,33 +163,27 @@ def criteo_data(config: Config) -> Data:
     )
 
 
-class Stopwatch:
-    """Seconds of training, without the evaluations in between."""
+class Job(NamedTuple):
+    """The pure parts of a run, and its fresh state."""
 
-    def __init__(self):
-        self.seconds, self._since = 0.0, time.perf_counter()
-
-    def pause(self):
-        self.seconds += time.perf_counter() - self._since
-
-    def go_on(self):
-        self._since = time.perf_counter()
+    spec: EmbeddingSpec
+    state: TrainState
+    train_step: Callable
+    eval_step: Callable
 
 
-def main(config: Config) -> dict:
-    """Runs one training job; returns what results.json holds."""
-    run = Run("train", config, config.workdir)
-    data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
-    print(f"test AUC to expect: {data.expectation}")
+def make_job(config: Config, data: Data) -> Job:
+    """Builds spec, model, optimizers, tables and steps from the flags."""
     mesh = make_mesh(devices=jax.devices())
     fields = [f"C{i + 1}" for i in range(len(data.cardinalities))]
+    width = config.embedding_width
     spec = EmbeddingSpec(
-        {name: Table(n, config.embedding_width) for name, n in zip(fields, data.cardinalities, strict=True)},
+        {name: Table(n, width) for name, n in zip(fields, data.cardinalities, strict=True)},
         {"sparse": Lookup(tuple(fields))},
         shards=config.shards,
         seed=config.seed,
     )
-    model = DLRM(bottom=(512, 256, 64, config.embedding_width))
+    model = DLRM(bottom=(512, 256, 64, width))
     row_optimizer = ROW_OPTIMIZERS[config.row_optimizer](config.row_learning_rate)
     optimizer = DENSE_OPTIMIZERS[config.optimizer](config.learning_rate)
 
@@ -191,61 +193,139 @@ def main(config: Config) -> dict:
     def loss(params, activations, batch):
         return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
 
-    params = model.init(
-        jax.random.key(config.seed),
-        jnp.zeros((1, data.dense_features)),
-        jnp.zeros((1, len(fields), config.embedding_width)),
-    )
+    example = jnp.zeros((1, data.dense_features)), jnp.zeros((1, len(fields), width))
+    params = model.init(jax.random.key(config.seed), *example)
     if config.tables == "host":
         tables: HostTables | DeviceTables = HostTables.create(spec, row_optimizer, config.table_directory)
     else:
         tables = DeviceTables.create(spec, row_optimizer, mesh)
-    state = init_state(params, optimizer, tables, mesh)
-    train_step = make_train_step(spec, loss, optimizer, row_optimizer, mesh)
-    eval_step = make_eval_step(spec, predict, mesh)
-
-    history, losses, watch = [], [], Stopwatch()
-    bar = tqdm(total=data.examples, unit="examples", unit_scale=True, disable=None)
-
-    def show(state, step, plan, step_metrics):
-        bar.update(data.batch_size)
-        losses.append(step_metrics["loss"])
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{float(losses[-1]):.4f}", refresh=False)
-        return state
-
-    def test(state, step, plan, step_metrics):
-        jax.block_until_ready(step_metrics)
-        watch.pause()
-        row = {"step": step, "examples": min(step * data.batch_size, data.examples), "train_seconds": watch.seconds}
-        recent = np.mean(jax.device_get(losses[-50:]))
-        row |= {"train_loss": float(recent)}
-        row |= {f"test_{k}": v for k, v in evaluate(state, planned(spec, data.test()), eval_step).items()}
-        history.append(row)
-        run.log(row)
-        watch.go_on()
-        return state
-
-    test_every_steps = -(-data.steps // max(1, config.evaluations))
-    state = fit(state, planned(spec, data.train(0)), train_step, [show, every(test_every_steps, test)])
-    if not history or history[-1]["step"] != data.steps:
-        test(state, data.steps, None, losses[-1:])
-    bar.close()
-    plot(
-        run.directory / "curves.png",
-        {
-            "log loss": {
-                name: ([r["examples"] for r in history], [r[key] for r in history])
-                for name, key in (("train", "train_loss"), ("test", "test_log_loss"))
-            },
-            "test AUC": {"model": ([r["examples"] for r in history], [r["test_auc"] for r in history])},
-        },
-        "examples",
+    return Job(
+        spec,
+        init_state(params, optimizer, tables, mesh),
+        make_train_step(spec, loss, optimizer, row_optimizer, mesh),
+        make_eval_step(spec, predict, mesh),
     )
+
+
+class Recorder:
+    """The clock, the progress bar and the history of a run, as hooks."""
+
+    def __init__(self, run: Run, data: Data, job: Job, step: int, history: list[dict]):
+        self.run, self.data, self.job, self.history = run, data, job, history
+        self.losses: deque = deque(maxlen=50)
+        self.bar = tqdm(total=data.examples, initial=self.examples(step), unit="ex", unit_scale=True, disable=None)
+        self.first_step, self.seconds = step, history[-1]["train_seconds"] if history else 0.0
+        self.since = time.perf_counter()
+
+    def examples(self, step: int) -> int:
+        """Examples trained after some steps; the last batch of a pass is padded."""
+        return min(step * self.data.batch_size, self.data.examples)
+
+    def show(self, state, step, plan, step_metrics):
+        """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
+        self.bar.update(self.examples(step) - self.examples(step - 1))
+        self.losses.append(step_metrics["loss"])
+        if step % 20 == 0:
+            self.bar.set_postfix(loss=f"{float(self.losses[-1]):.4f}", refresh=False)
+        return state
+
+    def test(self, state, step, plan, step_metrics):
+        """Hook: evaluates the test set; its time does not count as training."""
+        jax.block_until_ready(step_metrics)
+        self.seconds += time.perf_counter() - self.since
+        pairs = planned(self.job.spec, self.data.test())
+        row = {"step": step, "examples": self.examples(step), "train_seconds": self.seconds}
+        row |= {"train_loss": float(np.mean(jax.device_get(list(self.losses))))}
+        row |= {f"test_{key}": value for key, value in evaluate(state, pairs, self.job.eval_step).items()}
+        self.history.append(row)
+        self.run.log(row)
+        tqdm.write(f"step {step}: test AUC {row['test_auc']:.4f}, log loss {row['test_log_loss']:.4f}", file=sys.stdout)
+        sys.stdout.flush()
+        self.since = time.perf_counter()
+        return state
+
+    def plot(self) -> None:
+        """Draws the curves of the run."""
+        examples = [row["examples"] for row in self.history]
+        lines = {name: (examples, [row[name] for row in self.history]) for name in self.history[-1]}
+        panels = {
+            "log loss": {"train": lines["train_loss"], "test": lines["test_log_loss"]},
+            "test AUC": {"model": lines["test_auc"]},
+        }
+        plot(self.run.directory / "curves.png", panels, "examples")
+
+
+class Interrupt:
+    """Ctrl-C as a request: the running step ends, its state is saved, then the run stops. A second one kills."""
+
+    def __init__(self):
+        self.asked = False
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def hook(self, checkpointer: Checkpointer) -> Callable:
+        """Saves and stops, if asked."""
+
+        def run(state, step, plan, step_metrics):
+            if self.asked:
+                checkpointer.save(state)
+                raise KeyboardInterrupt
+            return state
+
+        return run
+
+
+def resumed(config: Config, run: Run, job: Job) -> tuple[Job, list[dict]]:
+    """The job at its newest image, and the metrics logged up to it."""
+    found = images(run.directory / "checkpoints")
+    if not config.resume or not found:
+        run.rewrite_metrics([])
+        return job, []
+    state, image = restore(found[0], job.state, job.spec)
+    history = [row for row in run.metrics() if row["step"] <= image.step]
+    run.rewrite_metrics(history)
+    print(f"going on from {found[0]}, step {image.step}")
+    return job._replace(state=state), history
+
+
+def main(config: Config) -> dict:
+    """Runs one training job; returns what results.json holds."""
+    if config.resume and config.workdir is None:
+        raise ValueError("--resume needs --workdir: the directory of the run to go on with.")
+    run = Run("train", config, config.workdir, config.resume)
+    data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
+    print(f"test AUC to expect: {data.expectation}")
+    job, history = resumed(config, run, make_job(config, data))
+    first = int(job.state.dense.step)
+    recorder, interrupt = Recorder(run, data, job, first, history), Interrupt()
+    test_every_steps = -(-data.steps // max(1, config.evaluations))
+    with Checkpointer(run.directory / "checkpoints", job.spec) as checkpointer:
+
+        def save(state, step, plan, step_metrics):
+            checkpointer.save(state)
+            return state
+
+        hooks = [recorder.show, every(test_every_steps, recorder.test), interrupt.hook(checkpointer)]
+        if config.save_every_steps:
+            hooks.append(every(config.save_every_steps, save))
+        try:
+            state = fit(job.state, planned(job.spec, data.train(first)), job.train_step, hooks)
+        except KeyboardInterrupt:
+            checkpointer.wait()
+            sys.exit(f"stopped and saved; go on with the same flags and --workdir {run.directory} --resume")
+        if not history or history[-1]["step"] != data.steps:
+            recorder.test(state, data.steps, None, state.dense)
+        checkpointer.save(state)
+    recorder.bar.close()
+    recorder.plot()
     last = history[-1]
     results = {key: last[key] for key in last if key.startswith("test_")} | data.best
-    results |= {"train_seconds": watch.seconds, "examples": last["examples"], "steps": last["step"]}
+    results |= {key: last[key] for key in ("examples", "train_seconds")} | {"steps": last["step"]}
     results["examples_per_s"] = last["examples"] / last["train_seconds"]
+    results["checkpoint_stall_s"] = checkpointer.stall_seconds
     run.close(results)
     return results
 

@@ -1,11 +1,17 @@
 """The experiments run as users run them and keep their contract."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from jaxrec.checkpoint import images, read_manifest
+from jaxrec.checkpoint.image import load_arrays
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {"test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s", "examples", "steps"}
@@ -42,6 +48,7 @@ def test_train_says_what_a_bad_file_has(tmp_path):
     assert done.returncode != 0 and "train.txt, line 1: 2 fields" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_criteo_defaults_reach_their_auc(real_data, tmp_path):
     """One seed here; the README's figure is the mean of three."""
     raw = real_data / "criteo" / "train_110000.tsv.gz"
@@ -49,3 +56,45 @@ def test_criteo_defaults_reach_their_auc(real_data, tmp_path):
     done = run("train", "--data", "criteo", "--path", tmp_path / "rows", "--workdir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert results(tmp_path / "run")["test_auc"] >= 0.755
+
+
+def start_and_interrupt(workdir, *flags):
+    """Runs train.py until it has evaluated once, then sends Ctrl-C; returns what it said."""
+    command = [sys.executable, ROOT / "experiments" / "train.py", "--workdir", workdir, *flags]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stdout:
+        if line.startswith("step "):
+            child.send_signal(signal.SIGINT)
+            break
+    return child.communicate()[1]
+
+
+@pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
+    flags = ["--preset", "smoke", "--tables", tables, "--batch-size", "256", "--steps", "60", "--evaluations", "6"]
+    whole = run("train", *flags, "--workdir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    said = start_and_interrupt(tmp_path / "cut", *flags)
+    assert "stopped and saved; go on with" in said and "Traceback" not in said
+    assert not (tmp_path / "cut" / "results.json").exists()
+    again = run("train", *flags, "--workdir", tmp_path / "cut", "--resume")
+    assert again.returncode == 0 and "going on from" in again.stdout, again.stderr
+    a, b = (images(tmp_path / name / "checkpoints")[0] for name in ("whole", "cut"))
+    first, second = read_manifest(a), read_manifest(b)
+    assert first.step == second.step == 60 and {*first.files} == {*second.files}
+    leaves = {name.split("/")[1] for name in first.files if name.count("/") > 1}
+    jax.tree.map(np.testing.assert_array_equal, load_arrays(first, leaves), load_arrays(second, leaves))
+    rows = [
+        [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("whole", "cut")
+    ]
+    for left, right in zip(*(map(json.loads, lines) for lines in rows), strict=True):
+        assert (left["step"], left["test_auc"]) == (right["step"], right["test_auc"])
+
+
+@pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
+def test_throughput_measures_every_part(tmp_path, tables):
+    done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step"))
+    assert 0 < found["gemm_share_of_step"] < 1.5 and found["peak_memory_mb"] > found["tables_and_slots_mb"]
