@@ -26,6 +26,10 @@ def results(workdir):
     return json.loads((workdir / "results.json").read_text())
 
 
+def logged(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("tables", ["device", "host"])
 def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     done = run("train", "--preset", "smoke", "--tables", tables, "--batch-size", 512, "--workdir", tmp_path)
@@ -35,8 +39,7 @@ def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     assert 0.6 < found["test_auc"] < found["teacher_auc"]
     assert json.loads((tmp_path / "config.json").read_text())["tables"] == tables
     assert json.loads((tmp_path / "environment.json").read_text())["jax"]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [13, 26, 39, 52, 65, 78, 91, 100]
+    assert [row["step"] for row in logged(tmp_path)] == [13, 26, 39, 52, 65, 78, 91, 100]
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     again = run("train", "--workdir", tmp_path)
     assert again.returncode != 0 and "holds a run already" in again.stderr and "Traceback" not in again.stderr
@@ -84,11 +87,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
     assert first.step == second.step == 60 and {*first.files} == {*second.files}
     leaves = {name.split("/")[1] for name in first.files if name.count("/") > 1}
     jax.tree.map(np.testing.assert_array_equal, load_arrays(first, leaves), load_arrays(second, leaves))
-    rows = [
-        [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("whole", "cut")
-    ]
-    for left, right in zip(*(map(json.loads, lines) for lines in rows), strict=True):
-        assert (left["step"], left["test_auc"]) == (right["step"], right["test_auc"])
+    whole, cut = logged(tmp_path / "whole"), logged(tmp_path / "cut")
+    assert [(row["step"], row["test_auc"]) for row in whole] == [(row["step"], row["test_auc"]) for row in cut]
 
 
 @pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
