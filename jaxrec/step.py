@@ -58,6 +58,9 @@ def update(dense, rows, plan, batch, *, spec, loss, optimizer, row_optimizer, ax
     def objective(params, values):
         if axes:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
+            # Said here, so that a model with a custom_vjp sees parameters of the type of its activations; the
+            # transpose of this line is the sum over the devices of a replica.
+            params = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, DATA, to="varying"), params)
         per_example = loss(params, activations(spec, values, plan), batch)
         weight = jnp.sum(batch.weight)
         weight = jax.lax.psum(weight, DATA) if axes else weight
