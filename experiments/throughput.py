@@ -63,10 +63,12 @@ class JaxSide:
         import optax
 
         from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, rowwise_adagrad
+        from jaxrec.loop import keep_memory
         from jaxrec.models.dlrm import DLRM
         from jaxrec.sharding import make_mesh
         from jaxrec.step import init_state, make_train_step, make_update
 
+        keep_memory()
         clicks, self.batches = synthetic(config)
         fields = [f"C{i + 1}" for i in range(len(clicks.cardinalities))]
         self.spec = EmbeddingSpec(

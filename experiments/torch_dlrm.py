@@ -95,6 +95,30 @@ def stacked(cardinalities, width, batches, row_optimizer="rowwise", compiled=Fal
     return make_step(part, lookup, _row_step([bag.weight], row_optimizer), data)
 
 
+def unique(cardinalities, width, batches):
+    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in place."""
+    fields, rows = len(cardinalities), int(sum(cardinalities))
+    weight, accumulator = torch.randn(rows, width) * rows**-0.5, torch.zeros(rows)
+    data = tensors(batches, np.concatenate([[0], np.cumsum(cardinalities)[:-1]]))
+    touched: list[torch.Tensor] = []
+
+    def lookup(ids):
+        found, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
+        leaf = weight.index_select(0, found).requires_grad_()
+        touched[:] = found, leaf
+        return leaf.index_select(0, inverse).view(-1, fields, width)
+
+    @torch.no_grad()
+    def step_rows():
+        found, leaf = touched
+        assert leaf.grad is not None
+        now = accumulator[found] + leaf.grad.square().mean(dim=1)
+        accumulator[found] = now
+        weight[found] = leaf - ROW_RATE * leaf.grad / (now.sqrt() + EPS)[:, None]
+
+    return make_step(Dense(fields, width), lookup, step_rows, data)
+
+
 def separate(cardinalities, width, batches):
     """One EmbeddingBag a field, as in facebookresearch/dlrm."""
     bags = [nn.EmbeddingBag(int(n), width, mode="sum", sparse=True) for n in cardinalities]
@@ -168,6 +192,7 @@ def sparse_adagrad(cardinalities, width, batches):
 
 
 VARIANTS = {
+    "torch_unique": unique,
     "torch_stacked": stacked,
     "torch_separate": separate,
     "torch_sparse_adagrad": sparse_adagrad,

@@ -40,7 +40,7 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.loop import evaluate, every, fit, planned
+from jaxrec.loop import evaluate, every, fit, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_eval_step, make_train_step
@@ -295,6 +295,7 @@ def main(config: Config) -> dict:
     """Runs one training job; returns what results.json holds."""
     if config.resume and config.workdir is None:
         raise ValueError("--resume needs --workdir: the directory of the run to go on with.")
+    keep_memory()
     run = Run("train", config, config.workdir, config.resume)
     data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
     print(f"test AUC to expect: {data.expectation}")

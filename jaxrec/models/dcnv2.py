@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax.numpy as jnp
 
+from jaxrec.models.tower import Tower
+
 
 class DCNv2(nn.Module):
     """Deep and cross network: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
@@ -39,9 +41,7 @@ class DCNv2(nn.Module):
         crossed = x0
         for _ in range(self.cross_layers):
             crossed = Cross(self.rank)(x0, crossed)
-        deep = x0 if self.parallel else crossed
-        for size in self.tower:
-            deep = nn.relu(nn.Dense(size)(deep))
+        deep = Tower(self.tower)(x0 if self.parallel else crossed).T
         last = jnp.concatenate([crossed, deep], axis=1) if self.parallel else deep
         return nn.Dense(1)(last)[:, 0]
 

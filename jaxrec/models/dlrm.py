@@ -3,12 +3,15 @@
 Legend: B batch, N dense features, F embedding vectors, E embedding width, P = (F + 1) F / 2 pairs.
 """
 
+import functools
 from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxrec.models.tower import Tower
 
 
 class DLRM(nn.Module):
@@ -23,7 +26,7 @@ class DLRM(nn.Module):
 
     Attributes:
       bottom: layer sizes after the dense features; the last one is E.
-      top: layer sizes after the interaction; the last one is 1.
+      top: layer sizes after the interaction, at least two; the last one is 1.
     """
 
     bottom: Sequence[int] = (512, 256, 64, 16)
@@ -31,19 +34,21 @@ class DLRM(nn.Module):
 
     @nn.compact
     def __call__(self, dense, activations):
+        if len(self.top) < 2 or self.top[-1] != 1:
+            raise ValueError(f"top={tuple(self.top)} must have at least two sizes, the last one 1.")
         if dense.ndim != 2 or activations.ndim != 3 or self.bottom[-1] != activations.shape[-1]:
             raise ValueError(
                 f"DLRM wants dense [B, N] and activations [B, F, {self.bottom[-1]}] (the last size of `bottom`), got "
                 f"{dense.shape} and {activations.shape}."
             )
-        x = dense
-        for size in self.bottom:
-            x = nn.relu(_layer(size)(x))
-        vectors = jnp.concatenate([x[:, None], activations], axis=1)
-        x = jnp.concatenate([x, dot_interaction(vectors)], axis=1)
-        for size in self.top[:-1]:
-            x = nn.relu(_layer(size)(x))
-        return _layer(self.top[-1])(x)[:, 0]
+        tower = functools.partial(Tower, kernel_init=nn.initializers.glorot_normal(), bias_deviation=1.0)
+        bottom = tower(self.bottom, name="bottom_tower")(dense).T
+        vectors = jnp.concatenate([bottom[:, None], activations], axis=1)
+        features = jnp.concatenate([bottom, dot_interaction(vectors)], axis=1)
+        x = tower(self.top[:-1], name="top_tower")(features)
+        kernel = self.param("kernel", nn.initializers.glorot_normal(), (x.shape[0], 1))
+        bias = self.param("bias", nn.initializers.normal(1.0), (1,))
+        return kernel[:, 0] @ x + bias
 
 
 @jax.custom_vjp
@@ -59,8 +64,12 @@ def dot_interaction(vectors):
     Returns:
       f32[B, P]: row by row the lower triangle of vectors times their transpose, without the diagonal.
     """
-    products = jnp.einsum("bie,bje->bij", vectors, vectors)
-    return jnp.concatenate([products[:, i, :i] for i in range(1, vectors.shape[1])], axis=1)
+    # Two half batches: XLA:CPU runs one batched product on one core, but two of them side by side.
+    halves = jnp.array_split(vectors, 2) if len(vectors) > 1 else [vectors]
+    products = jnp.concatenate([jnp.einsum("bie,bje->bij", half, half) for half in halves])
+    size = vectors.shape[1]
+    row, column = np.tril_indices(size, -1)
+    return products.reshape(-1, size * size).at[:, row * size + column].get(mode="promise_in_bounds")
 
 
 def _interaction_forward(vectors):
@@ -80,11 +89,3 @@ def _interaction_backward(vectors, gradient):
 
 
 dot_interaction.defvjp(_interaction_forward, _interaction_backward)
-
-
-def _layer(size):
-    return nn.Dense(
-        size,
-        kernel_init=nn.initializers.glorot_normal(),
-        bias_init=nn.initializers.normal(size**-0.5),
-    )

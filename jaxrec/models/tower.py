@@ -1,0 +1,88 @@
+"""Layers relu(x W + b) that keep activations feature-major, f32[features, B], for speed on CPUs.
+
+XLA:CPU (jaxlib 0.10) runs a matrix product with its fast kernels only where the left side is contracted over its last
+axis; the weight gradient x^T g of an example-major layer is not of that form, all three products of a feature-major one
+are. Transposing weights is cheap, transposing activations is not. On other platforms the two are alike.
+
+Legend: B batch, I and O sizes of a layer.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class Tower(nn.Module):
+    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters as those of `nn.Dense`.
+
+    Attributes:
+      sizes: O of each layer, at least one.
+      kernel_init: of the kernels f32[I, O].
+      bias_deviation: standard deviation of the initial biases, times O^1/2.
+    """
+
+    sizes: Sequence[int]
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    bias_deviation: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        for number, size in enumerate(self.sizes):
+            fan_in = x.shape[1] if number == 0 else x.shape[0]
+            kernel = self.param(f"kernel_{number}", self.kernel_init, (fan_in, size))
+            bias = self.param(f"bias_{number}", nn.initializers.normal(self.bias_deviation * size**-0.5), (size,))
+            x = first_layer(x, kernel, bias) if number == 0 else layer(x, kernel, bias)
+        return x
+
+
+@jax.custom_vjp
+def layer(x, kernel, bias):
+    """relu(W^T x + b) of x f32[I, B], W f32[I, O], b f32[O]: f32[O, B]."""
+    return _layer_forward(x, kernel, bias)[0]
+
+
+def _layer_forward(x, kernel, bias):
+    # The barrier keeps the transpose out of the product, which would lose its fast kernel.
+    y = jnp.maximum(jax.lax.optimization_barrier(kernel.T) @ x + bias[:, None], 0)
+    return y, (x, kernel, y)
+
+
+def _layer_backward(saved, gradient):
+    x, kernel, y = saved
+    gradient = jnp.where(y > 0, gradient, 0)
+    return kernel @ gradient, _contract_last(x, gradient), _row_sums(gradient)
+
+
+layer.defvjp(_layer_forward, _layer_backward)
+
+
+@jax.custom_vjp
+def first_layer(x, kernel, bias):
+    """relu(W^T x^T + b) of x f32[B, I], example-major: f32[O, B], feature-major."""
+    return _first_forward(x, kernel, bias)[0]
+
+
+def _first_forward(x, kernel, bias):
+    y = jnp.maximum(_contract_last(jax.lax.optimization_barrier(kernel.T), x) + bias[:, None], 0)
+    return y, (x, kernel, y)
+
+
+def _first_backward(saved, gradient):
+    x, kernel, y = saved
+    gradient = jnp.where(y > 0, gradient, 0)
+    by_x = _contract_last(jax.lax.optimization_barrier(gradient.T), kernel)
+    return by_x, (gradient @ x).T, _row_sums(gradient)
+
+
+first_layer.defvjp(_first_forward, _first_backward)
+
+
+def _contract_last(a, b):
+    """a b^T, f32[m, k] and f32[n, k] -> f32[m, n]."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+
+def _row_sums(gradient):
+    return gradient @ jnp.ones(gradient.shape[1], gradient.dtype)
