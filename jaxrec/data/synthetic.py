@@ -25,13 +25,14 @@ _TRAIN, _TEST = 0, 1
 
 
 def scaled_cardinalities(rows: int) -> tuple[int, ...]:
-    """The Criteo Kaggle cardinalities scaled down to about `rows` in all, each at least 3 and at most its own.
+    """The Criteo Kaggle cardinalities brought to `rows` in all: the largest cut to a common cap, or all stretched.
 
     >>> sum(scaled_cardinalities(1_000_000))
     1000000
     """
     cardinalities = np.array(CRITEO_KAGGLE_CARDINALITIES)
-    low, high = 0.0, float(cardinalities.max())  # the largest fields are cut to a common cap
+    cardinalities = np.maximum(cardinalities, cardinalities * rows // int(cardinalities.sum()))
+    low, high = 0.0, float(cardinalities.max())
     for _ in range(100):
         cap = (low + high) / 2
         if np.minimum(cardinalities, cap).sum() > rows:
@@ -39,10 +40,7 @@ def scaled_cardinalities(rows: int) -> tuple[int, ...]:
         else:
             low = cap
     cut = np.maximum(np.minimum(cardinalities, int(low)), 3)
-    short = min(rows, int(cardinalities.sum())) - int(cut.sum())
-    if short > 0:
-        largest = int(np.argmax(cardinalities - cut))
-        cut[largest] += min(short, cardinalities[largest] - cut[largest])
+    cut[int(np.argmax(cardinalities))] += max(0, rows - int(cut.sum()))
     return tuple(int(c) for c in cut)
 
 
