@@ -128,7 +128,7 @@ def synthetic_data(config: Config) -> Data:
 
 
 def criteo_data(config: Config) -> Data:
-    """Criteo rows, prepared beside the raw files if they are not yet."""
+    """Criteo rows, prepared in the current directory if they are not yet."""
     from jaxrec.data.criteo import open_split, prepare
     from jaxrec.data.loader import Loader
 
@@ -136,7 +136,7 @@ def criteo_data(config: Config) -> Data:
         raise ValueError("--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.")
     directory = config.path[0]
     if not directory.is_dir():
-        directory = directory.with_name(directory.name.split(".")[0] + ".prepared")
+        directory = Path(directory.name.split(".")[0] + ".prepared")  # here: raw data may be read-only
         print(f"preparing {', '.join(map(str, config.path))} in {directory}")
         prepare(config.path, directory)
     train, test = open_split(directory, "train"), open_split(directory, "test")
