@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = {"test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s", "examples", "steps"}
 
 
-def run(name, *flags):
+def run(name, *flags, cwd=None):
     command = [sys.executable, ROOT / "experiments" / f"{name}.py", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
 def results(workdir):
@@ -47,8 +47,9 @@ def test_train_keeps_the_contract_and_learns(tmp_path, tables):
 
 def test_train_says_what_a_bad_file_has(tmp_path):
     (tmp_path / "train.txt").write_text("1\t2\n")
-    done = run("train", "--data", "criteo", "--path", tmp_path / "train.txt", "--workdir", tmp_path / "run")
-    assert done.returncode != 0 and "train.txt, line 1: 2 fields" in done.stderr and "Traceback" not in done.stderr
+    for _ in range(2):
+        done = run("train", "--data", "criteo", "--path", "train.txt", "--workdir", "run", cwd=tmp_path)
+        assert done.returncode != 0 and "train.txt, line 1: 2 fields" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

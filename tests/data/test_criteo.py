@@ -314,6 +314,14 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     assert parsed[0].first_row > 100
 
 
+def test_a_file_that_was_corrected_is_prepared_in_the_same_directory(tmp_path):
+    path = write(tmp_path / "t.txt", [*lines(100), "nonsense"])
+    with pytest.raises(ValueError, match="line 101"):
+        prepare([path], tmp_path / "out", **SMALL)
+    write(path, lines(100))
+    assert prepare([path], tmp_path / "out", **SMALL)["rows"] == {"train": 83, "test": 17}
+
+
 def test_two_preparations_do_not_meet(tmp_path):
     path = write(tmp_path / "t.txt", lines(100))
     inside, leave, errors = threading.Event(), threading.Event(), []

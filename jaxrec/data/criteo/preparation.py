@@ -125,18 +125,19 @@ def _lock(directory):
 def _begin(directory, wanted):
     """The progress of a preparation: new, or of the run before."""
     path = directory / _PROGRESS
-    if not path.exists():
-        state = {**wanted, "lines": None, "shards": [], "bad_rows": []}
-        write_json(path, state)
+    state = json.loads(path.read_text()) if path.exists() else None
+    differ = [] if state is None else [k for k, v in wanted["options"].items() if state["options"].get(k) != v]
+    differ += ["sources"] if state is not None and state["sources"] != wanted["sources"] else []
+    if state is not None and not differ:
         return state
-    state = json.loads(path.read_text())
-    differ = [key for key in wanted["options"] if state["options"].get(key) != wanted["options"][key]]
-    differ += ["sources"] if state["sources"] != wanted["sources"] else []
-    if differ:
+    if state is not None and state["shards"]:
         raise ValueError(
             f"{directory} holds a preparation with other {', '.join(differ)}: use the same, or another directory, or "
             "delete it."
         )
+    (directory / _VOCABULARY).unlink(missing_ok=True)  # of a run that wrote no shard: nothing to lose
+    state = {**wanted, "lines": None, "shards": [], "bad_rows": []}
+    write_json(path, state)
     return state
 
 
