@@ -139,7 +139,7 @@ BAD = {
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kind=st.sampled_from(sorted(BAD)), rows=st.integers(1, 30), at=st.integers(0, 29), field=st.integers(1, 39),
+    kind=st.sampled_from(sorted(BAD)), rows=st.integers(1, 30), at=st.integers(0, 29), field=st.integers(1, 38),
     more=st.integers(0, 3), compressed=st.booleans(),
 )  # fmt: skip
 def test_malformed_rows_are_named_or_counted(tmp_path, kind, rows, at, field, more, compressed):
