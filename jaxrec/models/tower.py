@@ -73,7 +73,8 @@ def _first_backward(saved, gradient):
     x, kernel, y = saved
     gradient = jnp.where(y > 0, gradient, 0)
     by_x = _contract_last(jax.lax.optimization_barrier(gradient.T), kernel)
-    return by_x, (gradient @ x).T, _row_sums(gradient)
+    # Without the barrier XLA turns (g x)^T round into x^T g^T, which has no fast kernel.
+    return by_x, jax.lax.optimization_barrier(gradient @ x).T, _row_sums(gradient)
 
 
 first_layer.defvjp(_first_forward, _first_backward)
