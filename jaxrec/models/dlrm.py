@@ -64,9 +64,9 @@ def dot_interaction(vectors):
     Returns:
       f32[B, P]: row by row the lower triangle of vectors times their transpose, without the diagonal.
     """
-    # Two half batches: XLA:CPU runs one batched product on one core, but two of them side by side.
-    halves = jnp.array_split(vectors, 2) if len(vectors) > 1 else [vectors]
-    products = jnp.concatenate([jnp.einsum("bie,bje->bij", half, half) for half in halves])
+    # In pieces: XLA:CPU runs one batched product on one core, but several of them side by side.
+    pieces = jnp.array_split(vectors, min(4, len(vectors)))
+    products = jnp.concatenate([jnp.einsum("bie,bje->bij", piece, piece) for piece in pieces])
     size = vectors.shape[1]
     row, column = np.tril_indices(size, -1)
     return products.reshape(-1, size * size).at[:, row * size + column].get(mode="promise_in_bounds")

@@ -52,7 +52,8 @@ def _layer_forward(x, kernel, bias):
 def _layer_backward(saved, gradient):
     x, kernel, y = saved
     gradient = jnp.where(y > 0, gradient, 0)
-    return kernel @ gradient, _contract_last(x, gradient), _row_sums(gradient)
+    by_kernel, gradient = _in_turn(_contract_last(x, gradient), gradient)
+    return kernel @ gradient, by_kernel, _row_sums(gradient)
 
 
 layer.defvjp(_layer_forward, _layer_backward)
@@ -72,9 +73,10 @@ def _first_forward(x, kernel, bias):
 def _first_backward(saved, gradient):
     x, kernel, y = saved
     gradient = jnp.where(y > 0, gradient, 0)
+    # Without its barrier XLA turns (g x)^T round into x^T g^T, which has no fast kernel.
+    by_kernel, gradient = _in_turn(gradient @ x, gradient)
     by_x = _contract_last(jax.lax.optimization_barrier(gradient.T), kernel)
-    # Without the barrier XLA turns (g x)^T round into x^T g^T, which has no fast kernel.
-    return by_x, jax.lax.optimization_barrier(gradient @ x).T, _row_sums(gradient)
+    return by_x, by_kernel.T, _row_sums(gradient)
 
 
 first_layer.defvjp(_first_forward, _first_backward)
@@ -83,6 +85,11 @@ first_layer.defvjp(_first_forward, _first_backward)
 def _contract_last(a, b):
     """a b^T, f32[m, k] and f32[n, k] -> f32[m, n]."""
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+
+def _in_turn(first, operand):
+    """Makes what uses the operand wait for the first product: two at once push each other out of the caches."""
+    return jax.lax.optimization_barrier((first, operand))
 
 
 def _row_sums(gradient):
