@@ -110,6 +110,45 @@ def test_one_shard_is_restored_alone(tmp_path):
         restore_shard(tmp_path / "step_1", other, 8)
 
 
+def _save_attached(directory, path):
+    """What a process does that has the table files and the spec, but no mesh and no dense state."""
+    tables = HostTables.attach(spec_of(), OPTIMIZERS["rowwise_adagrad"], directory)
+    state = jaxrec.TrainState(jaxrec.DenseState(np.int32(12), {}, {}), tables)
+    write_image(path, snapshot(state, spec_of()))
+
+
+def test_table_files_of_another_process_are_saved_and_restored_without_a_mesh(tmp_path):
+    spec, rows = spec_of(), OPTIMIZERS["rowwise_adagrad"]
+    tables = HostTables.create(spec, rows, tmp_path / "tables")
+    rng = np.random.default_rng(0)
+    for shards in tables.shards.values():
+        for parts in shards:
+            for array in parts.values():
+                array[:] = rng.normal(size=array.shape)
+    before = {key: array.copy() for key, array in _parts(tables).items()}
+    child = multiprocessing.get_context("forkserver").Process(
+        target=_save_attached, args=(tmp_path / "tables", tmp_path / "step_1")
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    for shard in range(spec.shards):
+        for name in spec.stacks:
+            tables.reset_shard(name, shard)
+        restore_shard(tmp_path / "step_1", HostTables.attach(spec, rows, tmp_path / "tables"), shard)
+    after = _parts(tables)
+    assert all((after[key] == before[key]).all() for key in before)
+
+
+def _parts(tables):
+    return {
+        (name, shard, part): array
+        for name, shards in tables.shards.items()
+        for shard, parts in enumerate(shards)
+        for part, array in parts.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
