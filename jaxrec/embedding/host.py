@@ -7,7 +7,7 @@ import dataclasses
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -160,23 +160,29 @@ class HostTables:
                 kernels.gather(table, unique[shard], self.spec.shards, count[shard], out[part][shard])
         return Rows(out.pop("value"), out)
 
-    def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "HostTables":
-        """Stores final rows, in place; returns the same tables."""
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
+        """Stores final rows, in place, of all shards or of some; returns the same tables."""
         for name, plan in plans.items():
             _, count, unique = _used(plan)
             values = _parts(rows[name])
-            for shard, tables in enumerate(self.shards[name]):
-                for part, table in tables.items():
+            for shard in range(self.spec.shards) if shards is None else shards:
+                for part, table in self.shards[name][shard].items():
                     kernels.scatter(table, unique[shard], self.spec.shards, count[shard], values[part][shard])
         return self
 
-    def add(self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows]) -> "HostTables":
+    def add(
+        self,
+        plans: dict[str, Plan],
+        rows: dict[str, Rows],
+        old: dict[str, Rows],
+        shards: Sequence[int] | None = None,
+    ) -> "HostTables":
         """Adds rows - old to what the tables hold now, in place and without a lock; returns the same tables."""
         for name, plan in plans.items():
             _, count, unique = _used(plan)
             values, before = _parts(rows[name]), _parts(old[name])
-            for shard, tables in enumerate(self.shards[name]):
-                for part, table in tables.items():
+            for shard in range(self.spec.shards) if shards is None else shards:
+                for part, table in self.shards[name][shard].items():
                     kernels.scatter_add(
                         table, unique[shard], self.spec.shards, count[shard],
                         values[part][shard], before[part][shard],

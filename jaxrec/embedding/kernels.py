@@ -97,3 +97,24 @@ def scatter_add(table, rows, shards, count, values, old):
         row = rows[u] // shards
         for c in range(width):
             table[row, c] += values[u, c] - old[u, c]
+
+
+@_compiled
+def last_writers(rows, shards, count, number, window, depth, writer, place, source):
+    """Where the ring holds each row of a batch of one shard, and that this batch is now their last writer.
+
+    source[u] = w % depth * U + place of the row in batch w, if its last writer w >= number - window; else -1.
+
+    Args:
+      rows: i32[U].
+      shards, count, number, window, depth: S, rows in use, the batch, and the sizes of pipeline and ring.
+      writer, place: i32[V / S], the last batch of each row, and where the row was in it; changed in place.
+      source: i32[U], out.
+    """
+    source[:] = -1
+    for u in range(count):
+        row = rows[u] // shards
+        if writer[row] >= number - window:
+            source[u] = writer[row] % depth * rows.shape[0] + place[row]
+        writer[row] = number
+        place[row] = u

@@ -1,0 +1,9 @@
+"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the other.
+
+`ring` is pure and usable alone; `pipeline` is the host that runs it over `HostTables`.
+"""
+
+from jaxrec.oac.pipeline import Pipeline, memory_bytes
+from jaxrec.oac.ring import Ring, append, commit, init, replay, validate
+
+__all__ = ["Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]

@@ -1,0 +1,194 @@
+"""The device ring of OAC: what the last W batches wrote, and how a later batch finds its rows there.
+
+A batch gathers its rows from the host while up to W batches before it are not written back yet. Before it is applied,
+every row whose last writer the gather could not see is replaced by what that writer left in the ring. What the gather
+read instead, old, new or torn, is thrown away; so the step sees the values of serial execution, and results are bitwise
+those of it. After OAC (OpenReview xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derived:
+
+    w(r, t) = max {s < t : r in U_s}       the last writer of row r before batch t
+    row r of batch t is stale  iff  w(r, t) > A_t,  A_t: all batches <= A_t were written when the gather began
+    admission: A_t >= t - 1 - W, so a stale row's writer is one of the last W batches, all of which the ring holds
+
+Every leaf has the shards as its first axis, one ring a shard, so all functions work under `shard_map` unchanged.
+Legend: S shards, W slots of the ring, U padded unique rows a shard, E embedding width, K slot width, V rows of a stack.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec.types import Array, Plan, Rows
+
+
+class Ring(NamedTuple):
+    """The last W batches' rows after their update."""
+
+    version: Array  # i32[S, W] the batch in each slot, -1 where there is none yet
+    unique: dict[str, Array]  # {stack: i32[S, W, U]} its rows, V behind them
+    rows: dict[str, Rows]  # {stack: f32[S, W, U, E] and slots f32[S, W, U, K]}, post-update
+
+
+def init(rows: dict[str, Rows], depth: int) -> Ring:
+    """Makes an empty ring.
+
+    Args:
+      rows: {stack: Rows} of the shapes of a batch, f32[S, U, E]; only shapes are used.
+      depth: W, at least the window of the pipeline and at least 1.
+
+    Returns:
+      A Ring of 4 W S U (E + K + 1) bytes a stack.
+
+    Errors:
+      ValueError: depth < 1.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth} must be at least 1 (and at least the window).")
+    slots = lambda leaf: jnp.zeros((leaf.shape[0], depth, *leaf.shape[1:]), leaf.dtype)
+    shards = next(iter(rows.values())).value.shape[0]
+    return Ring(
+        jnp.full((shards, depth), -1, jnp.int32),
+        {name: jnp.full((shards, depth, r.value.shape[1]), -1, jnp.int32) for name, r in rows.items()},
+        jax.tree.map(slots, rows),
+    )
+
+
+def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
+    """Widens the slots to U = capacity[stack] rows a shard; places within a slot stay.
+
+    Args:
+      ring: of at most that width.
+      capacity: {stack: U}.
+    """
+
+    def widen(name, leaf, fill=0):
+        return jnp.pad(
+            leaf,
+            [(0, 0), (0, 0), (0, capacity[name] - leaf.shape[2])] + [(0, 0)] * (leaf.ndim - 3),
+            constant_values=fill,
+        )
+
+    return Ring(
+        ring.version,
+        {name: widen(name, leaf, -1) for name, leaf in ring.unique.items()},
+        {name: jax.tree.map(lambda leaf, name=name: widen(name, leaf), rows) for name, rows in ring.rows.items()},
+    )
+
+
+def validate(ring: Ring, plan: dict[str, Plan], read_version) -> dict[str, Array]:
+    """Checks every row of a batch against its last writer, on the device.
+
+    Args:
+      ring: after all batches before this one.
+      plan: {stack: Plan} of the batch.
+      read_version: i32[], A_t: all batches up to it had been written when the rows were gathered. -1 - W or less
+        replaces every row that the ring holds, which gives the same values.
+
+    Returns:
+      {stack: i32[S, U]}: where in the ring of its shard, flattened to [W U], the right value is; -1 for a valid row.
+    """
+    newest_last = jnp.argsort(ring.version, axis=1)
+    return {
+        name: jax.vmap(_validate_shard, in_axes=(0, 0, 0, 0, 0, None))(
+            ring.unique[name], ring.version, newest_last, p.unique, p.count, read_version
+        )
+        for name, p in plan.items()
+    }
+
+
+def _validate_shard(held, version, newest_last, unique, count, read_version):
+    """One shard: sorts its U rows, looks all W U held ones up among them, and lets the newest win."""
+    (depth, width), size = held.shape, unique.shape[0]
+    ordered, place = jax.lax.sort_key_val(unique, jnp.arange(size, dtype=jnp.int32))
+    candidates = held[newest_last]  # [W, U], oldest slot first
+    found = jnp.minimum(jnp.searchsorted(ordered, candidates.reshape(-1)), size - 1).reshape(depth, width)
+    live = (version > read_version)[newest_last]
+    hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]  # padding is not a row
+    target = jnp.where(hit, place[found], size)
+    age = jnp.arange(depth * width, dtype=jnp.int32).reshape(depth, width)
+    newest = jnp.full(size, -1, jnp.int32).at[target].max(age, mode="drop")
+    return jnp.where(newest < 0, -1, newest_last[newest // width].astype(jnp.int32) * width + newest % width)
+
+
+def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[str, Rows]:
+    """Puts the right values in the place of stale rows and slots.
+
+    Args:
+      ring: after all batches before this one.
+      rows: {stack: Rows}, f32[S, U, E], as gathered.
+      source: {stack: i32[S, U]}, from `validate` or planned on the host.
+
+    Returns:
+      {stack: Rows}, the values of serial execution.
+    """
+
+    def patch(name):
+        where = source[name]
+        shards, (depth, width) = where.shape[0], ring.unique[name].shape[1:]
+        flat = jnp.maximum(where, 0) + depth * width * jnp.arange(shards, dtype=jnp.int32)[:, None]
+
+        def one(gathered, held):
+            right = held.reshape(-1, held.shape[-1]).at[flat].get(mode="promise_in_bounds")
+            return jnp.where(where[..., None] >= 0, right, gathered)
+
+        return jax.tree.map(one, rows[name], ring.rows[name])
+
+    return {name: patch(name) for name in rows}
+
+
+def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) -> Ring:
+    """Writes a batch over the oldest slot, number % W.
+
+    Args:
+      ring: donate it.
+      unique: {stack: i32[S, U]}, the rows of the batch, V where there is none.
+      rows: {stack: Rows}, f32[S, U, E], after the update.
+      number: i32[], of the batch; one more than that of the batch before.
+    """
+    slot = number % ring.version.shape[1]
+    write = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new.astype(held.dtype), slot, axis=1)
+    version = write(ring.version, jnp.broadcast_to(jnp.asarray(number, jnp.int32), ring.version.shape[:1]))
+    return Ring(version, jax.tree.map(write, ring.unique, unique), jax.tree.map(write, ring.rows, rows))
+
+
+def commit(update: Callable, dense, ring: Ring, rows, plan, batch, number, *, source=None, read_version=None):
+    """Validates, replays, updates and appends one batch: the step of OAC.
+
+    Args:
+      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`.
+      dense: DenseState after batch number - 1.
+      ring: Ring after batch number - 1.
+      rows: {stack: Rows} as gathered, perhaps stale.
+      plan: {stack: Plan} of the batch.
+      batch: Batch.
+      number: i32[], of the batch.
+      source: {stack: i32[S, U]} planned on the host; else `read_version` decides, on the device.
+      read_version: i32[], see `validate`.
+
+    Returns:
+      dense', ring', rows' (final values, to be written back), metrics with 'stale_rows' i32[].
+    """
+    unique = {name: p.unique for name, p in plan.items()}
+    source = validate(ring, plan, read_version) if source is None else source
+    dense, new, metrics = update(dense, replay(ring, rows, source), plan, batch)
+    stale = sum(jnp.sum(where >= 0) for where in source.values())
+    return dense, append(ring, unique, new, number), new, {**metrics, "stale_rows": stale}
+
+
+def spread(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
+    """Puts rows that travelled without gaps, f32[S, C, E], to their places of a batch, f32[S, U, E].
+
+    Args:
+      rows: {stack: Rows} of C rows a shard.
+      place: {stack: i32[S, U]}, which of the C each place takes; any where the ring will patch.
+    """
+    return {name: jax.tree.map(lambda leaf, at=place[name]: _take(leaf, at), r) for name, r in rows.items()}
+
+
+pick = spread  # rows f32[S, U, E] and the C places to return i32[S, C] -> f32[S, C, E]: the same gather
+
+
+def _take(leaf, place):
+    flat = place + leaf.shape[1] * jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
+    return leaf.reshape(-1, leaf.shape[-1]).at[flat].get(mode="promise_in_bounds")

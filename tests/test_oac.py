@@ -1,0 +1,489 @@
+"""OAC: whatever the window, the threads and the delays, results are bitwise those of one batch after the other."""
+
+import _thread
+import functools
+import itertools
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oac_equivalence
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oac_equivalence import HeldBack, same
+from strategies import draw_ids, specs
+
+import jaxrec
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
+from jaxrec.oac import Pipeline, memory_bytes, ring
+from jaxrec.oac.pipeline import LastWriters
+from jaxrec.step import make_update
+from jaxrec.types import Batch, Rows, TrainState
+
+OPTIMIZER, ROWS = optax.adam(0.05), adagrad(0.1)
+SPEC = EmbeddingSpec(
+    {"user": Table(60, 4), "item": Table(7, 4), "bias": Table(1, 1)},
+    {"pair": Lookup(("user", "item")), "bag": Lookup("user", 3, "mean"), "bias": Lookup("bias")},
+    shards=4,
+)  # fmt: skip
+
+
+def loss(params, activations, batch):
+    """Squared error of a quadratic form that all lookups enter."""
+    total = batch.dense @ params["dense"]
+    for value in activations.values():
+        flat = value.reshape(len(value), -1)
+        total = total + jnp.sum(flat * flat, axis=1) * params["scale"] + jnp.sum(flat, axis=1)
+    return (total - batch.label) ** 2
+
+
+@functools.cache
+def update_of(spec, mesh=None):
+    return make_update(spec, loss, OPTIMIZER, ROWS, mesh)
+
+
+def make_state(spec=SPEC, mesh=None):
+    params = {"dense": jnp.ones(3), "scale": jnp.ones(())}
+    return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROWS), mesh)
+
+
+def make_batches(number, spec=SPEC, size=8, seed=0, overlap="some"):
+    """Batches that share all, some or no rows with their neighbours; the last one is partly padding."""
+    rng, batches = np.random.default_rng(seed), []
+    for index in range(number):
+        ids = draw_ids(spec, size, seed if overlap == "full" else seed + index)
+        if overlap == "none":  # row r belongs to batch r % number
+            mine = {key: array - array % number + index for key, array in ids.items()}
+            ids = {key: np.where((array >= 0) & (mine[key] <= array), mine[key], -1) for key, array in ids.items()}
+        weight = np.ones(size, np.float32)
+        if index == number - 1:
+            weight[size // 2 :] = 0
+            ids = {key: np.where(weight.reshape(-1, *[1] * (a.ndim - 1)) > 0, a, -1) for key, a in ids.items()}
+        dense, label = rng.normal(size=(size, 3)).astype(np.float32), rng.normal(size=size).astype(np.float32)
+        batches.append(Batch({key: a.astype(np.int32) for key, a in ids.items()}, dense, label, weight))
+    return batches
+
+
+def plain_loop(batches, spec=SPEC, mesh=None, delay=0, after=None):
+    """Training without a pipeline: what everything is compared with.
+
+    With a delay, batch t reads rows as they were after batch t - 1 - delay, and what it changes is added.
+    """
+    update, state, losses, capacity = jax.jit(update_of(spec, mesh), donate_argnums=0), make_state(spec, mesh), [], None
+    dense, tables = state
+    past = [copied(tables)] * (delay + 1)
+    for step, batch in enumerate(batches, 1):
+        plans = jaxrec.plan(spec, batch.ids, capacity)
+        capacity = {name: p.unique.shape[1] for name, p in plans.items()}
+        if delay:
+            old = past[0].read(plans)
+            dense, rows, metrics = update(dense, old, plans, batch)
+            tables.add(plans, rows, old)
+            past = [*past[1:], copied(tables)]
+        else:
+            dense, rows, metrics = update(dense, tables.read(plans), plans, batch)
+            tables.put(plans, rows)
+        losses.append(np.asarray(metrics["loss"]))
+        if after:
+            after(step, TrainState(dense, tables))
+    return TrainState(dense, tables), losses
+
+
+def copied(tables):
+    shards = {n: [{p: a.copy() for p, a in parts.items()} for parts in s] for n, s in tables.shards.items()}
+    return HostTables(tables.spec, tables.layout, shards)
+
+
+def frozen(state):
+    """A copy of a state that nothing changes."""
+    return TrainState(jax.tree.map(np.array, state.dense), copied(state.tables))
+
+
+def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **options):
+    """Trains through a pipeline whose write-backs come as late as they may: (pipeline, (state, losses))."""
+    window = {"sync": 0, "semisync": 1}.get(options.get("mode"), options.get("window", 8))
+    if late:
+        fetchers = options.get("fetchers", 1)  # several may swap: then some of the window must be left to them
+        held = HeldBack(window - (fetchers if fetchers > 1 else 0), len(batches))
+        options = {"send": held.send, "fetch": held.fetch} | options
+    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), mesh=mesh, **options) as pipeline:
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
+    return pipeline, (pipeline.state, losses)
+
+
+def no_threads_left():
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+
+
+@pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True, "skip_rewritten": True}])
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
+def test_equals_the_plain_loop_bit_for_bit(window, options):
+    batches = make_batches(24)
+    pipeline, found = train(batches, window=window, **options)
+    assert same(found, plain_loop(batches))
+    assert no_threads_left()
+    if "validation" not in options:
+        assert pipeline.counters["stale_rows"] > 24
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_law_of_equality(data):
+    devices = data.draw(st.sampled_from([1, 2, 4]), label="devices")
+    spec = data.draw(specs(shards=4), label="spec")
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
+    overlap = data.draw(st.sampled_from(["full", "some", "none"]))
+    batches = make_batches(data.draw(st.integers(1, 12)), spec, seed=data.draw(st.integers(0, 9)), overlap=overlap)
+    threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
+    skips = {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
+    validation = "planned" if any(skips.values()) else data.draw(st.sampled_from(["planned", "device"]))
+    window = data.draw(st.integers(1, 8), label="window")
+    _, found = train(batches, spec, mesh, window=window, validation=validation, **threads, **skips)
+    assert same(found, plain_loop(batches, spec, mesh))
+
+
+def test_every_mutant_is_caught():
+    """Negative controls: the mechanism broken in five ways."""
+    config = oac_equivalence.Config(rows=100, batch_size=16)
+    spec, update = oac_equivalence.problem(config.rows)
+    batches = oac_equivalence.make_batches(config, 24, 0.5, 0)
+    caught = oac_equivalence.mutants_caught(spec, update, batches, window=4)
+    assert len(caught) == 5 and all(caught.values()), caught
+
+
+def test_sync_equals_the_plain_loop_and_async_and_semisync_the_delayed_one():
+    batches = make_batches(20)
+    assert same(train(batches, mode="sync")[1], plain_loop(batches))
+    assert same(train(batches, mode="oac", window=0)[1], plain_loop(batches))
+    assert same(train(batches, mode="async", window=3)[1], plain_loop(batches, delay=3))
+    for late in (True, False):  # exactly one batch stale, however fast the transfers are
+        assert same(train(batches, mode="semisync", late=late, loaders=3)[1], plain_loop(batches, delay=1))
+    assert not same(plain_loop(batches), plain_loop(batches, delay=1))
+
+
+_validate, _replay, _append = (jax.jit(function) for function in (ring.validate, ring.replay, ring.append))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**31), depth=st.sampled_from([1, 2, 5]), version=st.integers(-2, 12))
+def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
+    """`validate` over the ring's row numbers against the last-writer table, for any watermark."""
+    rng, tables = np.random.default_rng(seed), HostTables.create(SPEC, ROWS)
+    capacity = {"width_4": 16, "width_1": 8}
+    held, last, history = None, LastWriters(tables, depth, depth), []
+    for number in range(rng.integers(1, 9)):
+        plans = jaxrec.plan(SPEC, draw_ids(SPEC, 4, int(rng.integers(2**31))), capacity)
+        rows = jax.tree.map(jnp.asarray, tables.read(plans))
+        held = ring.init(rows, depth) if held is None else held
+        planned = last.sources(plans, number)
+        every = _validate(held, plans, -1)
+        recent = _validate(held, plans, version)
+        for name in plans:
+            np.testing.assert_array_equal(planned[name], every[name])
+            writer = np.take_along_axis(
+                np.asarray(held.version), np.maximum(planned[name], 0) // plans[name].unique.shape[1], 1
+            )
+            np.testing.assert_array_equal(np.where(writer > version, planned[name], -1), recent[name])
+        changed = jax.tree.map(lambda leaf, n=number: leaf + n + 1, rows)
+        history.append((plans, changed))
+        held = _append(held, {name: p.unique for name, p in plans.items()}, changed, number)
+        right = _replay(held, rows, _validate(held, plans, -1))
+        used = {name: np.arange(p.unique.shape[1]) < p.count[:, None] for name, p in plans.items()}
+        for name in plans:
+            assert (np.asarray(right[name].value)[used[name]] == np.asarray(changed[name].value)[used[name]]).all()
+
+
+@pytest.mark.parametrize("validation", ["planned", "device"])
+def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validation):
+    """The pure function alone, without a pipeline: rows read before the last three batches were written."""
+    window, batches = 3, make_batches(12)
+    capacity = {"width_4": 40, "width_1": 8}
+    commit = jax.jit(functools.partial(ring.commit, update_of(SPEC)))
+    dense, tables = make_state()
+    last, held, waiting, losses = LastWriters(tables, window, window), None, [], []
+    for number, batch in enumerate(batches):
+        plans = jaxrec.plan(SPEC, batch.ids, capacity)
+        stale = tables.read(plans)
+        held = ring.init(stale, window) if held is None else held
+        known = {"source": last.sources(plans, number)} if validation == "planned" else {"read_version": number - 4}
+        dense, held, rows, metrics = commit(dense, held, stale, plans, batch, number, **known)
+        losses.append(np.asarray(metrics["loss"]))
+        waiting.append((plans, rows))
+        if len(waiting) > window:
+            tables.put(*waiting.pop(0))
+    for plans, rows in waiting:
+        tables.put(plans, rows)
+    expected, expected_losses = plain_loop(batches)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)  # another program: fused otherwise
+    for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(expected.dense), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_tables_can_be_read_in_the_middle_and_evaluation_changes_nothing():
+    batches, seen, expected = make_batches(16), {}, {}
+    plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+    evaluate = jaxrec.make_eval_step(SPEC, lambda params, activations, batch: activations["pair"].sum((1, 2)))
+
+    def look(state, step, plan, metrics):
+        if step % 5 == 0:
+            pipeline.drain()
+            evaluate(state, jaxrec.plan(SPEC, batches[0].ids), batches[0])
+            seen[step] = frozen(state)
+        return state
+
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=4, skip_rewritten=True, skip_stale_reads=True)
+    with pipeline:
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, [look])]
+    assert same((pipeline.state, losses), plain)
+    assert sorted(seen) == [5, 10, 15]
+    assert all(same((seen[step], []), (expected[step], [])) for step in seen)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("validation", ["planned", "device"])
+def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
+    """What a failed shard needs: nothing that was gathered or kept in the ring before survives."""
+    if skip and validation == "device":
+        pytest.skip("skipping needs planned sources")
+    batches = make_batches(20)
+
+    def reset(tables):
+        for name in SPEC.stacks:
+            tables.reset_shard(name, 1)
+
+    def fail(state, step, plan, metrics):
+        if step == 9:
+            with pipeline.exclusive() as tables:
+                reset(tables)
+        return state
+
+    skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, loaders=3, validation=validation, **skips)
+    with pipeline:
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, [fail])]
+    expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
+    assert same((pipeline.state, losses), expected)
+    assert not same(expected, plain_loop(batches))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
+    """Going on from the cut gives the same bits; meanwhile exactly a window of batches is committed."""
+    window, at = 3, 7
+    batches, cuts, expected = make_batches(20), [], {}
+    plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+
+    def save(state):
+        with pipeline._changed:  # training fills the window, no more, while this save lasts
+            assert pipeline._changed.wait_for(lambda: pipeline._steps == at + window + 1, timeout=60)
+        cuts.append(frozen(state))
+        assert pipeline._steps == at + window + 1
+
+    skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
+    with Pipeline(make_state(), update_of(SPEC), window=window, **skips) as pipeline:
+        pipeline.cut(at, save)
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
+        with pytest.raises(ValueError, match="step=20 is committed already"):
+            pipeline.cut(20, save)
+    assert same((pipeline.state, losses), plain)
+    assert same((cuts[0], []), (expected[at], []))
+    dense = jax.tree.map(jnp.asarray, cuts[0].dense)
+    _, (state, losses) = train(batches[at:], state=TrainState(dense, cuts[0].tables), window=window)
+    assert same((state, plain[1][:at] + losses), plain)
+
+
+class Broken(Exception):
+    pass
+
+
+def raise_at(number, function=None):
+    """A function that raises when it is called for the number-th time (from 0)."""
+    calls = itertools.count()
+
+    def call(*args):
+        if next(calls) == number:
+            raise Broken
+        return function(*args) if function else args[0]
+
+    return call
+
+
+def broken_stream(batches):
+    yield from batches[:7]
+    raise Broken
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("stage", ["plan", "ids", "load", "commit", "hook", "consumer", "fetch", "write back", "cut"])
+def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_batch(stage, skip):
+    batches, losses, expected = make_batches(16), [], {0: make_state()}
+    plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+    stream, options, hooks, error = batches, {}, [], Broken
+    if stage == "plan":
+        stream = broken_stream(batches)
+    elif stage == "ids":
+        bad = batches[7]._replace(ids={**batches[7].ids, "bias": np.full_like(batches[7].ids["bias"], 1)})
+        stream, error = [*batches[:7], bad, *batches[8:]], ValueError
+    elif stage == "load":
+        options["send"] = raise_at(14, jax.device_put)
+    elif stage == "hook":
+        hooks = [raise_at(7)]
+    elif stage == "fetch":
+        options["fetch"] = raise_at(7, lambda tree: jax.tree.map(np.asarray, tree))
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=3, skip_stale_reads=skip, skip_rewritten=skip, **options)
+    if stage == "commit":
+        pipeline._update = raise_at(7, pipeline._update)
+    elif stage == "write back":
+        pipeline._write = raise_at(7, pipeline._write)
+    elif stage == "cut":
+        pipeline.cut(7, raise_at(0))
+    with pytest.raises(error) as raised, pipeline:
+        for step, (_, metrics) in enumerate(pipeline.run(stream, hooks)):
+            losses.append(metrics["loss"])
+            if stage == "consumer" and step == 7:
+                raise Broken
+    if stage != "consumer":
+        named = {"ids": "plan", "hook": "commit"}.get(stage, stage)
+        assert f"in stage '{named}' of the pipeline, batch" in " ".join(raised.value.__notes__)
+        if stage in ("plan", "ids", "commit", "hook"):
+            assert "batch 7" in " ".join(raised.value.__notes__)
+    assert no_threads_left()
+    done = int(pipeline.state.dense.step)
+    if stage in ("fetch", "write back"):  # rows are lost: the tables stand at an earlier batch than the dense state
+        assert skip or any(
+            same((TrainState((), pipeline.tables), []), (s._replace(dense=()), [])) for s in expected.values()
+        )
+        return
+    assert same((pipeline.state, []), (expected[done], []))
+    with pipeline:  # and it can go on
+        pipeline._update = jax.jit(update_of(SPEC), donate_argnums=0)
+        pipeline._send = jax.device_put
+        for _ in pipeline.run(batches[done:]):
+            pass
+    assert same((pipeline.state, []), (expected[16], []))
+
+
+@pytest.mark.parametrize("place", ["hook", "thread", "update"])
+def test_ctrl_c_leaves_no_thread_and_no_half_batch(place):
+    batches, expected = make_batches(16), {}
+    plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+    ask = {"hook": lambda: signal.raise_signal(signal.SIGINT), "thread": _thread.interrupt_main}.get(place)
+    calls = itertools.count()
+
+    def interrupt(*args):
+        if next(calls) == 7:
+            (ask or (lambda: signal.raise_signal(signal.SIGINT)))()
+        return args[0]
+
+    fetch = lambda tree: jax.tree.map(np.asarray, interrupt(tree) if place == "thread" else tree)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch)
+    if place == "update":  # in the middle of a commit
+        update = pipeline._update
+        pipeline._update = lambda *args: interrupt(update(*args))
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for _ in pipeline.run(batches, [interrupt] if place == "hook" else []):
+            pass
+    assert no_threads_left()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert same((pipeline.state, []), (expected[int(pipeline.state.dense.step)], []))
+
+
+def test_the_window_bounds_what_is_in_flight():
+    """Admission: no batch is gathered before all but the last W are written."""
+    window, seen = 3, []
+
+    class Watched(Pipeline):
+        def _gather(self, item):
+            seen.append(item.number - self._watermark())
+            return super()._gather(item)
+
+    batches = make_batches(20)
+    held = HeldBack(window, 20)
+    with Watched(make_state(), update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
+        for _ in pipeline.run(batches):
+            pass
+    assert max(seen) == window and len(seen) == 20
+
+
+def test_capacities_grow_in_the_middle_and_compilations_are_counted():
+    small, large = make_batches(6, size=8), make_batches(6, size=8, seed=5)
+    # Large batches touch all users at once.
+    rows = np.arange(24, dtype=np.int32).reshape(8, 3)
+    large = [batch._replace(ids={**batch.ids, "bag": rows + 24 * (i % 2)}) for i, batch in enumerate(large)]
+    small = [batch._replace(ids={**batch.ids, "bag": rows * 0}) for batch in small]
+    pipeline, found = train(small + large + small, window=4)
+    assert same(found, plain_loop(small + large + small))
+    again, _ = train(small + large + small, window=4)
+    assert 0 < pipeline.compilations and again.compilations == 0  # the same shapes: nothing new
+
+
+def test_memory_is_what_the_formula_says():
+    """Bytes of live arrays when the window is full, rows held back as long as possible."""
+    window = 6
+    spec = EmbeddingSpec({"t": Table(40_000, 64)}, {"t": Lookup("t")}, shards=4)
+    rng, most = np.random.default_rng(0), 0
+    batches = [
+        Batch({"t": rng.permutation(40_000)[:8192].astype(np.int32)}, np.zeros((8192, 3), np.float32),
+              np.zeros(8192, np.float32), np.ones(8192, np.float32))
+        for _ in range(20)
+    ]  # fmt: skip
+    held = HeldBack(window, len(batches))
+    before = sum(array.nbytes for array in jax.live_arrays())
+
+    def measured(append):
+        def call(*args):
+            nonlocal most
+            most = max(most, sum(array.nbytes for array in jax.live_arrays()) - before)
+            return append(*args)
+
+        return call
+
+    with Pipeline(make_state(spec), update_of(spec), window=window, send=held.send, fetch=held.fetch) as pipeline:
+        pipeline._append = measured(pipeline._append)
+        for _ in pipeline.run(batches):
+            pass
+    expected = memory_bytes(window, spec.shards * pipeline._capacity["width_64"], 128)["device"]
+    assert 0.9 < most / expected < 1.1, (most, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "eventual"}, "must be one of"),
+        ({"window": -1}, "window=-1"),
+        ({"mode": "sync", "window": 2}, "window is 0"),
+        ({"loaders": 0}, "loaders=0"),
+        ({"writers": 5}, "writers=5"),
+        ({"validation": "hope"}, "validation='hope'"),
+        ({"mode": "async", "skip_rewritten": True}, "mode='oac'"),
+        ({"validation": "device", "skip_stale_reads": True}, "validation='planned'"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(make_state(), update_of(SPEC), **options)
+
+
+def test_other_tables_other_shapes_and_two_runs_at_once_are_refused():
+    state = jaxrec.init_state({}, OPTIMIZER, DeviceTables.create(SPEC, sgd(0.1), jaxrec.make_mesh()))
+    with pytest.raises(ValueError, match="HostTables"):
+        Pipeline(state, update_of(SPEC))
+
+    def growing(dense, rows, plan, batch):
+        dense, rows, metrics = update_of(SPEC)(dense, rows, plan, batch)
+        return dense, {name: Rows(jnp.tile(r.value, 2), r.slots) for name, r in rows.items()}, metrics
+
+    before = make_state()
+    with pytest.raises(ValueError, match="changes the shapes of the rows"), Pipeline(make_state(), growing) as pipeline:
+        next(pipeline.run(make_batches(3)))
+    assert same((pipeline.state, []), (before, []))
+    with Pipeline(make_state(), update_of(SPEC)) as pipeline:
+        pipeline.run(make_batches(3))
+        with pytest.raises(ValueError, match="is running"):
+            pipeline.run(make_batches(3))
+        with pytest.raises(ValueError, match="depth=0"):
+            ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, 0)
