@@ -3,11 +3,12 @@
     python experiments/oac_equivalence.py                        1 minute
     python experiments/oac_equivalence.py --soak-minutes 10      random windows, threads, delays and skews until then
 
-Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with one compiled update and
-random delays in both transfers, and through a loop of a few lines without any pipeline. Rows, slots, dense parameters and
-all losses must agree to the last bit. The share of rows that needed repair stands beside its expectation,
-sum_i p_i (1 - (1 - p_i)^W) / sum_i p_i, p_i the chance of row i to be in a batch. Then the mechanism is broken in five
-ways, each of which must be noticed, with write-backs held back as long as admission allows: the delay is not left to luck.
+Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with one compiled update
+and random delays in both transfers, and through a loop of a few lines without any pipeline. Rows, slots, dense
+parameters and all losses must agree to the last bit. The share of rows that needed repair stands beside its
+expectation, sum_i p_i (1 - (1 - p_i)^W) / sum_i p_i, p_i the chance of row i to be in a batch. Then the mechanism is
+broken in five ways, each of which must be noticed, with write-backs held back as long as admission allows: that rows
+are stale is not left to luck.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,10 @@ from contract import Run
 from tqdm import tqdm
 
 import jaxrec
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.oac import Pipeline
-from jaxrec.oac.pipeline import LastWriters
+from jaxrec.oac.flow import Flow
+from jaxrec.oac.stale import LastWriters
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -95,7 +97,10 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
     """Batches of power-law ids; labels are coin flips, for only equality counts here."""
     rng, size = np.random.default_rng(seed), config.batch_size
     chance = chances(config.rows, exponent)
-    draw = lambda *shape: rng.choice(config.rows, shape, p=chance).astype(np.int32)
+
+    def draw(*shape):
+        return np.asarray(rng.choice(config.rows, shape, p=chance), np.int32)
+
     return [
         Batch(
             {"user": draw(size), "items": draw(size, 2)},
@@ -119,10 +124,10 @@ def plain_loop(spec, update, batches):
     step, state, losses, capacity = jax.jit(update, donate_argnums=0), fresh_state(spec), [], None
     dense, tables = state
     for batch in batches:
-        plans = jaxrec.plan(spec, batch.ids, capacity)
+        plans = plan(spec, batch.ids, capacity)
         capacity = {name: p.unique.shape[1] for name, p in plans.items()}
-        dense, rows, metrics = step(dense, jaxrec.read(tables, plans), plans, batch)
-        jaxrec.put(tables, plans, rows)
+        dense, rows, metrics = step(dense, tables.read(plans), plans, batch)
+        tables.put(plans, rows)
         losses.append(np.asarray(metrics["loss"]))
     return TrainState(dense, tables), losses
 
@@ -134,7 +139,7 @@ def same(a, b) -> bool:
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(left, right, strict=True))
 
 
-def train(pipeline: Pipeline, batches):
+def train(pipeline: Pipeline, batches: list[Batch]):
     """Runs a pipeline to its end: (state, losses)."""
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
@@ -198,8 +203,8 @@ class HeldBack:
 class NoReplay(Pipeline):
     """Mutant: stale rows are not repaired."""
 
-    def _repair(self, item, rows, source, place):
-        return rows, super()._repair(item, rows, source, place)[1]
+    def _repair(self, item, rows, source):
+        return rows, super()._repair(item, rows, source)[1]
 
 
 class RingOfOne(Pipeline):
@@ -208,61 +213,81 @@ class RingOfOne(Pipeline):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._depth = 1
-        self._last = LastWriters(self.tables, self.window, self._depth)
+        self._last = LastWriters(self.tables.spec, self.window, self._depth)
 
 
 class SlotsNotPatched(Pipeline):
     """Mutant: embedding rows are repaired, their optimizer slots are not."""
 
-    def _repair(self, item, rows, source, place):
-        right, source = super()._repair(item, rows, source, place)
+    def _repair(self, item, rows, source):
+        right, source = super()._repair(item, rows, source)
         return {name: Rows(right[name].value, rows[name].slots) for name in rows}, source
 
 
+class Unordered(Flow):
+    """Of every two batches the later one is written first; the watermark is honest about it."""
+
+    def wait_to_write(self, writer):
+        """Batches 1, 0, 3, 2, ..."""
+        self.done = self.__dict__.get("done", set())
+        number = self._first_missing()
+        other = self.first + ((number - self.first) ^ 1)
+        with self.changed:
+            if other not in self.done and self._wait_for(other, lambda: other in self.fetched):
+                return other
+        return super().wait_to_write(writer)
+
+    def mark_written(self, writer, number):
+        """Counts the batches from the first on that are written without a gap."""
+        self.done.add(number)
+        self.written[writer] = self._first_missing()
+
+    def _first_missing(self):
+        return next(n for n in itertools.count(self.first) if n not in self.done)
+
+
+class NewestWins(Flow):
+    """The watermark is that of the fastest writer."""
+
+    def watermark(self):
+        """Not contiguous: other writers may still be at earlier batches."""
+        return max(self.written)
+
+
 class UnorderedWriters(Pipeline):
-    """Mutant: of every two batches the later one is written first; the watermark is honest about it."""
+    """Mutant: batches are written in another order."""
 
-    def _next_to_write(self, writer):
-        done = self._done = self.__dict__.get("_done", set())
-        number = next(n for n in itertools.count(self._begin) if n not in done)
-        other = self._begin + ((number - self._begin) ^ 1)
-        self._wait_downstream(other, lambda: other < self._committed and self._items[other].fetched)
-        if other < self._committed and other not in done:
-            return other
-        return super()._next_to_write(writer)
-
-    def _mark_written(self, number, writer):
-        self._done.add(number)
-        self._written[writer] = next(n for n in itertools.count(self._begin) if n not in self._done)
+    flow_type = Unordered
 
 
-class NotContiguous(Pipeline):
-    """Mutant: the watermark is the newest batch that any writer has written; one of two writers is slow."""
+class WatermarkNotContiguous(Pipeline):
+    """Mutant: admission goes by the fastest of two writers; the other one is slow."""
 
+    flow_type = NewestWins
     held: HeldBack
-
-    def _watermark(self):
-        return max(self._written)
 
     def _write(self, item, shards):
         if shards.start == 1:  # until a batch was gathered that should have waited for this write
-            self.held.wait_for_gather(item.number - self._begin + self.window + 1)
+            self.held.wait_for_gather(item.number - self._flow.first + self.window + 1)
         super()._write(item, shards)
+
+
+MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotContiguous)
 
 
 def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
     """Runs every mutant, and the pipeline itself as a control, with rows as late as they may be."""
     expected = plain_loop(spec, update, batches)
     caught = {}
-    for kind in (Pipeline, NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, NotContiguous):
+    kinds: tuple[type[Pipeline], ...] = (Pipeline, *MUTANTS)
+    for kind in kinds:
         held = HeldBack(window, len(batches))
-        options = {"send": held.send, "fetch": held.fetch, "writers": 1, "fetchers": 1}
-        if kind in (UnorderedWriters, NotContiguous):  # these are about writers
-            options |= {"fetch": lambda tree: jax.tree.map(np.asarray, tree)}
-        if kind is NotContiguous:
-            kind = type("NotContiguous", (NotContiguous,), {"held": held})
-            options["writers"] = 2
-        pipeline = kind(fresh_state(spec), update, window=window, **options)
+        about_writers = kind in (UnorderedWriters, WatermarkNotContiguous)
+        fetch = (lambda tree: jax.tree.map(np.asarray, tree)) if about_writers else held.fetch
+        writers = 2 if kind is WatermarkNotContiguous else 1
+        pipeline = kind(fresh_state(spec), update, window=window, send=held.send, fetch=fetch, writers=writers)
+        if isinstance(pipeline, WatermarkNotContiguous):
+            pipeline.held = held
         caught[kind.__name__] = not same(train(pipeline, batches), expected)
     if caught.pop("Pipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
@@ -275,9 +300,9 @@ def check(config: Config, case: Case, number: int, seed: int) -> dict:
     batches = make_batches(config, number, case.exponent, seed)
     expected = plain_loop(spec, update, batches)
     delayed = Delayed(case.longest_delay_ms, seed)
-    threads = {"loaders": case.threads, "fetchers": case.threads, "writers": min(case.threads, spec.shards)}
+    threads: dict[str, Any] = {"loaders": case.threads, "fetchers": case.threads, "writers": case.threads}
     options = threads | {"send": delayed.send, "fetch": delayed.fetch}
-    skips = {"skip_stale_reads": case.skip, "skip_rewritten": case.skip}
+    skips: dict[str, Any] = {"skip_stale_reads": case.skip, "skip_rewritten": case.skip}
     sync = Pipeline(fresh_state(spec), update, mode="sync", **options)
     oac = Pipeline(
         fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation, **options, **skips

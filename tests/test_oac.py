@@ -20,7 +20,7 @@ from strategies import draw_ids, specs
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.oac import Pipeline, memory_bytes, ring
-from jaxrec.oac.pipeline import LastWriters
+from jaxrec.oac.stale import LastWriters
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -174,7 +174,7 @@ def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
     """`validate` over the ring's row numbers against the last-writer table, for any watermark."""
     rng, tables = np.random.default_rng(seed), HostTables.create(SPEC, ROWS)
     capacity = {"width_4": 16, "width_1": 8}
-    held, last, history = None, LastWriters(tables, depth, depth), []
+    held, last, history = None, LastWriters(SPEC, depth, depth), []
     for number in range(rng.integers(1, 9)):
         plans = jaxrec.plan(SPEC, draw_ids(SPEC, 4, int(rng.integers(2**31))), capacity)
         rows = jax.tree.map(jnp.asarray, tables.read(plans))
@@ -204,7 +204,7 @@ def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validat
     capacity = {"width_4": 40, "width_1": 8}
     commit = jax.jit(functools.partial(ring.commit, update_of(SPEC)))
     dense, tables = make_state()
-    last, held, waiting, losses = LastWriters(tables, window, window), None, [], []
+    last, held, waiting, losses = LastWriters(SPEC, window, window), None, [], []
     for number, batch in enumerate(batches):
         plans = jaxrec.plan(SPEC, batch.ids, capacity)
         stale = tables.read(plans)
@@ -278,10 +278,10 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
     plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        with pipeline._changed:  # training fills the window, no more, while this save lasts
-            assert pipeline._changed.wait_for(lambda: pipeline._steps == at + window + 1, timeout=60)
+        with pipeline._flow.changed:  # training fills the window, no more, while this save lasts
+            assert pipeline._flow.changed.wait_for(lambda: pipeline.step == at + window + 1, timeout=60)
         cuts.append(frozen(state))
-        assert pipeline._steps == at + window + 1
+        assert pipeline.step == at + window + 1
 
     skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
     with Pipeline(make_state(), update_of(SPEC), window=window, **skips) as pipeline:
@@ -398,7 +398,7 @@ def test_the_window_bounds_what_is_in_flight():
 
     class Watched(Pipeline):
         def _gather(self, item):
-            seen.append(item.number - self._watermark())
+            seen.append(item.number - self._flow.watermark())
             return super()._gather(item)
 
     batches = make_batches(20)

@@ -3,11 +3,11 @@
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
     planner  `---------------- loaders ----------------'   caller   fetchers  writers            who does it
 
-The planner numbers the rows of each batch and knows their last writers. Loaders gather when all but the last W batches
-are written (admission, the only throttle). The caller's thread commits in batch order: replay what is stale, update,
-append to the ring (`jaxrec.oac.ring`). Writers put final rows in batch order, each its own shards.
+The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather when all but the last
+W batches are written (`flow`, the only throttle). The caller's thread commits in batch order: replay what is stale,
+update, append to the ring (`ring`). Writers put final rows in batch order, each its own shards.
 
-Legend: W window, S shards, U padded unique rows a shard, E embedding width, K slot width, V rows of a stack.
+Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K slot width.
 """
 
 import collections
@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
-from jaxrec.embedding.kernels import last_writers
 from jaxrec.oac import ring as rings
+from jaxrec.oac.flow import Flow
+from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, without_gaps, written_since
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, make_mesh, plan_specs, shardings
 from jaxrec.step import run_hooks
 from jaxrec.types import Plan, TrainState
@@ -36,9 +37,9 @@ MODES = ("sync", "async", "semisync", "oac")
 def memory_bytes(window: int, rows: int, row_floats: int) -> dict[str, int]:
     """How much memory a pipeline needs beside tables, dense state and the update's own scratch memory.
 
-    A batch has `rows` = S U padded rows of `row_floats` = E + K floats. The ring holds W batches with their row numbers;
-    at most W + 1 batches are gathered and not yet written, and a commit holds one of them three times: as it was
-    gathered, as it was repaired, and as the update left it:
+    A batch has `rows` = S U padded rows of `row_floats` = E + K floats. The ring holds W batches with their row
+    numbers; at most W + 1 batches are gathered and not yet written, and a commit holds one of them three times: as it
+    was gathered, as it was repaired, and as the update left it:
 
         device: 4 rows (W (row_floats + 1) + (W + 3) row_floats)      host: 4 rows (W + 1) row_floats
 
@@ -59,7 +60,7 @@ def memory_bytes(window: int, rows: int, row_floats: int) -> dict[str, int]:
 
 @dataclasses.dataclass
 class _Item:
-    """One batch on its way; a stage fills what the next one reads."""
+    """One batch on its way; each stage fills what the next one reads."""
 
     number: int
     batch: Any
@@ -68,42 +69,9 @@ class _Item:
     keep: dict[str, np.ndarray]  # bool[S, U], the rows to write back
     inputs: Any = None  # (plan, batch) on the device
     read: Any = None  # what the gather read, on the host, for `add`
-    rows: Any = None  # (rows, source, place or None) on the device
-    read_version: int = -1
-    loaded: bool = False
-    back: Any = None  # ({stack: Plan}, rows) to write, first on the device, then on the host
-    fetched: bool = False
-
-
-class LastWriters:
-    """The last batch of every row and where the row was in it: 8 bytes a row of host memory.
-
-    Args:
-      tables: whose rows.
-      window: how many batches back a writer counts.
-      depth: slots of the ring, at least the window and 1.
-    """
-
-    def __init__(self, tables: HostTables, window: int, depth: int):
-        self.window, self.depth = window, depth
-        self._tables = {
-            name: (np.full((stack.shards, stack.rows_per_shard), -(2**31), np.int32),
-                   np.empty((stack.shards, stack.rows_per_shard), np.int32))
-            for name, stack in tables.spec.stacks.items()
-        }  # fmt: skip
-
-    def sources(self, plans: dict[str, Plan], number: int) -> dict[str, np.ndarray]:
-        """Where the ring will hold each row of a batch, i32[S, U], -1 where it needs not; call it in batch order."""
-        sources = {}
-        for name, p in plans.items():
-            sources[name] = np.empty(p.unique.shape, np.int32)
-            shards = len(p.unique)
-            for shard, (writer, place) in enumerate(zip(*self._tables[name], strict=True)):
-                last_writers(
-                    p.unique[shard], shards, p.count[shard], number, self.window, self.depth, writer, place,
-                    sources[name][shard],
-                )  # fmt: skip
-        return sources
+    rows: Any = None  # (rows, source, place of each row among those sent) on the device
+    watermark: int = 0  # when the gather began
+    back: Any = None  # (plans, rows) to write: on the device, then on the host
 
 
 class Pipeline:
@@ -144,6 +112,8 @@ class Pipeline:
       ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out of range.
     """
 
+    flow_type = Flow
+
     def __init__(
         self,
         state: TrainState,
@@ -177,37 +147,48 @@ class Pipeline:
             raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
         self.state, self.tables = state, state.tables
         self.counters: collections.Counter = collections.Counter()
-        self._validation, self._skip_reads, self._skip_writes = validation, skip_stale_reads, skip_rewritten
+        self._skip_reads, self._skip_writes = skip_stale_reads, skip_rewritten
         self._send, self._fetch = send or jax.device_put, fetch or _fetch
-        self._threads_of = {"loader": loaders, "fetcher": fetchers, "writer": writers}
+        self._loaders, self._fetchers, self._writers, self._ahead = loaders, fetchers, writers, ahead
         # A write may be skipped only when the batches up to W later are known.
-        self._ahead = ahead + (self.window + 1 if skip_rewritten else 0)
+        self._lookahead = self.window if skip_rewritten else 0
         self._depth = max(1, self.window)
         planned = self._repairs and validation == "planned"
-        self._last = LastWriters(self.tables, self.window, self._depth) if planned else None
+        self._last = LastWriters(self.tables.spec, self.window, self._depth) if planned else None
         mesh = mesh or make_mesh()
-        plans = plan_specs(self.tables.spec.stacks)
-        self._placement = shardings({"inputs": (plans, BATCH), "rows": SPLIT, "number": EVERYWHERE}, mesh)
+        self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
         self._replay, self._append, self._validate, self._take = _programs(mesh, tuple(self.tables.spec.stacks))
         self._compiled_before = 0
         self._compiled_before = self.compilations
         self._ring: rings.Ring | None = None
-        self._ring_shardings = shardings(SPLIT, mesh)
         self._capacity: dict[str, int] | None = None
-        self._travel: dict[tuple[str, str], int] = {}  # (direction, stack) -> rows a shard, without gaps
+        self._travelling: collections.Counter = collections.Counter()  # (direction, stack) -> C
         self._checked: set = set()
-        self._changed = threading.Condition()
         self._cuts: dict[int, Callable] = {}
-        self._first_step = int(state.dense.step)
-        self._run: Generator | None = None
-        self._reset(0)
+        self._running: Generator | None = None
+        self._flow: Any = None
+        self._begin_run()
+
+    def _begin_run(self):
+        # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
+        first = 0 if self._flow is None else self._flow.planned + self.window + 1
+        one_stale, ahead = self.mode == "semisync", self._ahead + self._lookahead
+        self._flow = self.flow_type(self.window, ahead, self._writers, first, one_stale)
+        self._items: dict[int, _Item] = {}
+        self._first_step = int(self.state.dense.step)
+        self._cut_thread: threading.Thread | None = None
 
     @property
     def compilations(self) -> int:
-        """How many programs were compiled so far: one more set whenever a capacity grows."""
-        jitted = (self._update, self._replay, self._append, self._validate, self._take)
+        """How many programs this pipeline has compiled so far: some more whenever a capacity grows."""
+        jitted: Any = (self._update, self._replay, self._append, self._validate, self._take)
         return sum(function._cache_size() for function in jitted) - self._compiled_before
+
+    @property
+    def step(self) -> int:
+        """How many steps the state has seen."""
+        return self._first_step + self._flow.committed - self._flow.first
 
     def run(self, batches: Iterable, hooks: Sequence[Callable] = ()) -> Iterator[tuple[TrainState, dict]]:
         """Trains on all batches.
@@ -218,43 +199,49 @@ class Pipeline:
 
         Yields:
           (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of
-          the update, and in mode 'oac' 'stale_rows'.
+          the update, and where rows are repaired 'stale_rows'.
 
         Errors:
           Whatever a stage raised, with a note that names stage and batch. Batches committed before it are written.
         """
-        if self._run is not None:
-            raise ValueError("this pipeline is running: close the iterator of the run before, or exhaust it.")
-        self._run = self._iterate(batches, hooks)
-        return self._run
+        if self._running is not None:
+            raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
+        self._running = self._iterate(batches, hooks)
+        return self._running
 
     def _iterate(self, batches, hooks):
-        # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
-        self._reset(self._planned + self.window + 1)
-        threads = [self._start(0, "plan", self._plan_all, batches)]
-        threads += [self._start(i, "load", self._load_all) for i in range(self._threads_of["loader"])]
-        threads += [self._start(i, "fetch", self._fetch_all) for i in range(self._threads_of["fetcher"])]
-        threads += [self._start(i, "write back", self._write_all, i) for i in range(self._threads_of["writer"])]
+        self._begin_run()
+        flow = self._flow
+        threads = [self._start("plan", self._plan_all, batches)]
+        threads += [self._start("load", self._load_all) for _ in range(self._loaders)]
+        threads += [self._start("fetch", self._fetch_all) for _ in range(self._fetchers)]
+        threads += [self._start("write back", self._write_all, writer) for writer in range(self._writers)]
         try:
-            while (item := self._next_loaded()) is not None:
+            while (number := flow.wait_to_commit(self._lookahead)) is not None:
+                item = self._items[number]
                 try:
                     metrics = self._commit(item)
-                    step = self._first_step + self._steps
-                    self.state = run_hooks(hooks, self.state, step, item.plan, metrics)
-                    self._begin_cut(step)
+                    self.state = run_hooks(hooks, self.state, self.step, item.plan, metrics)
+                    self._begin_cut()
                 except Exception as error:
-                    error.add_note(self._where("commit", item.number))
+                    error.add_note(self._where("commit", number))
                     raise
                 yield self.state, metrics
         finally:
-            self._finish(threads)
-        self._raise_failure()
+            flow.finish()
+            for thread in [*threads, self._cut_thread]:
+                if thread is not None:
+                    thread.join()
+            if not flow.broken:
+                self._write_rest(self._ring)
+            self._running = None
+        flow.raise_failure()
 
     def close(self) -> None:
         """Ends a run: what is committed is written, what is not is dropped; no thread is left. Then one can go on."""
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -267,33 +254,28 @@ class Pipeline:
 
         Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._watermark() >= self._committed)
-        self._raise_failure()
-        self._write_ring(self._ring)
+        self._flow.drain()
+        self._flow.raise_failure()
+        self._write_rest(self._ring)
         return self.tables
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[HostTables]:
         """Gives the tables to the caller alone, to change them: drains, and afterwards gathers anew what was ahead.
 
-        For the committing thread. Whatever the ring and the last-writer table say of earlier batches is forgotten.
+        For the committing thread. What the ring and the last-writer table say of earlier batches is forgotten.
         """
         self.drain()
-        with self._changed:
-            self._paused = True
-            self._changed.wait_for(lambda: not self._gathering)
+        self._flow.pause()
         try:
             yield self.tables
         finally:
-            with self._changed:
-                self._epoch += 1
-                self._claimed = self._floor = self._committed
-                for item in self._items.values():
-                    item.loaded, item.rows = False, None
-                    item.source = self._newer_than_floor(item.number, item.source)
-                self._paused = False
-                self._changed.notify_all()
+            self._flow.restart(self._void)
+
+    def _void(self):
+        for item in self._items.values():
+            item.rows = None
+            item.source = written_since(item.source, item.number, self.window, self._flow.floor)
 
     def cut(self, step: int, save: Callable[[TrainState], Any]) -> None:
         """Announces a consistent state after a step, to be saved while training goes on.
@@ -309,148 +291,149 @@ class Pipeline:
         Errors:
           ValueError: the step lies behind.
         """
-        if step <= self._first_step + self._steps:
-            raise ValueError(f"step={step} is committed already ({self._first_step + self._steps} are).")
+        if step <= self.step:
+            raise ValueError(f"step={step} is committed already ({self.step} are).")
         self._cuts[step] = save
 
-    # The stages, each the body of a thread; what they share is guarded by self._changed.
+    def _begin_cut(self):
+        if (save := self._cuts.pop(self.step, None)) is not None:
+            number = self._flow.hold_writes()
+            copy = jax.tree.map(jnp.copy, (self.state.dense, self._ring if self._skip_writes else None))
+            self._cut_thread = self._start("cut", self._save_cut, number, *copy, save)
+
+    def _save_cut(self, at, number, dense, ring, save):
+        at[0] = number - 1
+        try:
+            if self._flow.wait_for_hold():
+                self._write_rest(ring)
+                save(TrainState(dense, self.tables))
+        finally:
+            self._flow.release_writes()
+
+    # The stages. Each is the body of a thread but for the commit; at[0] is the batch in work.
 
     def _plan_all(self, at, batches):
-        iterator = iter(batches)
+        batches, flow = iter(batches), self._flow
         while True:
-            number = at[0] = self._planned
-            batch = next(iterator, None)
+            number = at[0] = flow.planned
+            batch = next(batches, None)
             if batch is None:
                 break
-            if not self._wait_upstream(lambda: self._planned < self._committed + self.window + 1 + self._ahead):
+            if not flow.wait_to_plan():
                 return
             plans = plan(self.tables.spec, batch.ids, self._capacity)
             self._capacity = capacity_of(plans)
             source = self._last.sources(plans, number) if self._last else {}
-            keep = {}
-            with self._changed:
-                if number - self.window < self._floor:
-                    source = self._newer_than_floor(number, source)
+            with flow.changed:
+                if number - self.window < flow.floor:
+                    source = written_since(source, number, self.window, flow.floor)
+                keep = {}
                 if self._skip_writes:
-                    keep = {n: np.arange(p.unique.shape[1]) < p.count[:, None] for n, p in plans.items()}
-                    self._mark_rewritten(number, source)
+                    keep = {name: _used(p) for name, p in plans.items()}
+                    mark_rewritten(self._keep_of, source, number, self.window)
                 self._items[number] = _Item(number, batch, plans, source, keep)
-                self._planned += 1
-                self._changed.notify_all()
-        with self._changed:
-            self._end = self._planned
-            self._changed.notify_all()
+                flow.planned += 1
+                flow.changed.notify_all()
+        with flow.changed:
+            flow.end = flow.planned
+            flow.changed.notify_all()
+
+    def _keep_of(self, number):
+        return self._items[number].keep if number >= self._flow.committed and number in self._items else None
 
     def _load_all(self, at):
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stop or (not self._paused and self._claimed < self._planned))
-                if self._stop:
-                    return
-                item, epoch = self._items[self._claimed], self._epoch
-                at[0] = item.number
-                self._claimed += 1
-            if item.inputs is None:
-                item.inputs = self._send((item.plan, item.batch), self._placement["inputs"])
-            with self._changed:
-                admitted = lambda: not self._paused and self._watermark() >= item.number - self.window
-                self._changed.wait_for(lambda: self._stop or self._epoch != epoch or admitted())
-                if self._stop:
-                    return
-                if self._epoch != epoch:
-                    continue
-                self._gathering += 1
-                item.read_version = self._watermark() - 1
+        while (claim := self._flow.claim()) is not None:
+            at[0] = claim[0]
+            self._load(self._items[claim[0]], *claim)
+
+    def _load(self, item, number, epoch):
+        if item.inputs is None:
+            item.inputs = self._send((item.plan, item.batch), self._placement["inputs"])
+        watermark = self._flow.admit(number, epoch)
+        if watermark is not None:
             rows = self._gather(item)
-            with self._changed:
-                self._gathering -= 1
-                if self._epoch == epoch:
-                    item.rows, item.loaded = rows, True
-                self._changed.notify_all()
-            del item, rows  # a waiting thread keeps no batch alive
+
+            def store():
+                item.rows, item.watermark = rows, watermark
+
+            self._flow.tell_loaded(number, epoch, store)
 
     def _gather(self, item):
-        plans, place = item.plan, None
+        plans, place = item.plan, {}
         if self._skip_reads:
-            plans, place = self._without_gaps("to device", item.plan, {n: s < 0 for n, s in item.source.items()})
+            plans, _, place = self._without_gaps("sent", item.plan, {n: s < 0 for n, s in item.source.items()})
         read = self.tables.read(plans)
-        with self._changed:
-            self._gathered = max(self._gathered, item.number)
-            self._changed.notify_all()
+        self._flow.tell_gathered(item.number)
         if self.mode in ("async", "semisync"):
             item.read = read
-        return self._send((read, item.source, place or {}), self._placement["rows"])
+        return self._send((read, item.source, place), self._placement["rows"])
 
     def _commit(self, item):
-        if (shapes := tuple(sorted(capacity_of(item.plan).items()))) not in self._checked:
-            self._check_shapes(item)
-            self._checked.add(shapes)
-        rows, source, place = item.rows
-        plans, batch = item.inputs
+        """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
+        (rows, source, place), (plans, batch) = item.rows, item.inputs
+        self._check_shapes(item)
         with _uninterrupted():
             if self._repairs:
-                rows, source = self._repair(item, rows, source, place)
+                self._fit_ring(item, rows)
+                if self._skip_reads:
+                    rows = self._take(rows, place)
+                rows, source = self._repair(item, rows, source)
             dense, new, metrics = self._update(self.state.dense, rows, plans, batch)
             self.state = TrainState(dense, self.tables)
             if self._repairs:
                 unique = {name: p.unique for name, p in plans.items()}
                 self._ring = self._append(self._ring, unique, new, np.int32(item.number))
-                metrics = {**metrics, "stale_rows": _count_stale(item, source)}
-            item.back = item.plan, new
-            with self._changed:
-                item.rows = item.inputs = None
-                self._committed += 1
-                self._steps += 1
-                self._changed.notify_all()
+                stale = sum((where >= 0).sum() for where in (item.source or source).values())
+                metrics = {**metrics, "stale_rows": stale}
+            item.back, item.rows, item.inputs = (item.plan, new), None, None
+            with self._flow.changed:
+                self._flow.committed += 1
+                self._flow.changed.notify_all()
         return metrics
 
-    def _repair(self, item, rows, source, place):
-        if self._ring is None:
-            whole = {
-                name: jax.tree.map(
-                    lambda leaf, p=p: np.empty((*p.unique.shape, leaf.shape[-1]), np.float32), rows[name]
-                )
-                for name, p in item.plan.items()
-            }
-            self._ring = jax.device_put(rings.init(whole, self._depth), self._ring_shardings)
-        if any(leaf.shape[2] < item.plan[name].unique.shape[1] for name, leaf in self._ring.unique.items()):
-            self._ring = jax.device_put(rings.resize(self._ring, capacity_of(item.plan)), self._ring_shardings)
-        if self._skip_reads:
-            rows = self._take(rows, place)
-        if self._validation == "device":
-            source = self._validate(self._ring, item.inputs[0], np.int32(max(item.read_version, self._floor - 1)))
+    def _repair(self, item, rows, source):
+        if self._last is None:
+            written = max(item.watermark, self._flow.floor) - 1
+            source = self._validate(self._ring, item.inputs[0], np.int32(written))
         return self._replay(self._ring, rows, source), source
 
+    def _fit_ring(self, item, rows):
+        """Makes the ring with the first batch, and widens it when a capacity has grown."""
+        capacity = capacity_of(item.plan)
+        if self._ring is None:
+            whole = lambda name: lambda leaf: np.empty((len(leaf), capacity[name], leaf.shape[2]), leaf.dtype)
+            self._ring = rings.init({name: jax.tree.map(whole(name), rows[name]) for name in rows}, self._depth)
+        elif all(leaf.shape[2] == capacity[name] for name, leaf in self._ring.unique.items()):
+            return
+        self._ring = jax.device_put(rings.resize(self._ring, capacity), self._placement["rows"])
+
     def _fetch_all(self, at):
-        while True:
-            with self._changed:
-                number = self._fetching
-                self._fetching += 1
+        while (number := self._flow.claim_fetch()) is not None:
             at[0] = number
-            if not self._wait_downstream(number, lambda n=number: n < self._committed):
-                return
-            item = self._items[number]
-            plans, rows = item.back
-            if self._skip_writes:
-                plans, index = self._without_gaps("to host", plans, item.keep, packing=True)
-                rows = self._take(rows, self._send(index, self._placement["rows"]))
-            rows = self._fetch(rows)
-            with self._changed:
-                self._count_traffic(item, plans)
-                item.back, item.fetched = (plans, rows), True
-                self._changed.notify_all()
-            del item, plans, rows
+            self._fetch_back(self._items[number])
+
+    def _fetch_back(self, item):
+        plans, rows = item.back
+        if self._skip_writes:
+            plans, index, _ = self._without_gaps("fetched", plans, item.keep)
+            rows = self._take(rows, self._send(index, self._placement["rows"]))
+        rows = self._fetch(rows)
+        with self._flow.changed:
+            self._count(item, plans)
+            item.back = plans, rows
+            self._flow.fetched.add(item.number)
+            self._flow.changed.notify_all()
 
     def _write_all(self, at, writer):
-        shards = range(writer, self.tables.spec.shards, self._threads_of["writer"])
-        while (number := self._next_to_write(writer)) is not None:
+        shards = range(writer, self.tables.spec.shards, self._writers)
+        while (number := self._flow.wait_to_write(writer)) is not None:
             at[0] = number
             self._write(self._items[number], shards)
-            with self._changed:
-                self._mark_written(number, writer)
-                if min(self._written) > number:
+            with self._flow.changed:
+                self._flow.mark_written(writer, number)
+                if min(self._flow.written) > number:
                     self._items.pop(number, None)
-                self._changed.notify_all()
+                self._flow.changed.notify_all()
 
     def _write(self, item, shards):
         plans, rows = item.back
@@ -459,224 +442,72 @@ class Pipeline:
         else:
             self.tables.put(plans, rows, shards)
 
-    def _mark_written(self, number, writer):
-        self._written[writer] = number + 1
+    def _write_rest(self, ring):
+        """Writes what was not written back because a later batch would."""
+        if self._skip_writes and ring is not None:
+            self.tables.put(*newest_rows(ring, self.tables.spec, self._flow.floor))
 
-    def _next_to_write(self, writer):
-        """The batch that a writer writes next, in order, when it is fetched and not held back; None at the end."""
-        number = self._written[writer]
-
-        def ready():
-            fetched = number < self._committed and self._items[number].fetched
-            # One step stale exactly: the batch behind has read before this one writes.
-            read = self.mode != "semisync" or self._gathered > number or number + 1 == self._end or self._stop
-            return fetched and read and number < self._hold
-
-        return number if self._wait_downstream(number, ready) else None
-
-    def _watermark(self):
-        """A + 1: all batches before this one are written, by all writers."""
-        return min(self._written)
-
-    def _begin_cut(self, step):
-        save = self._cuts.pop(step, None)
-        if save is None:
-            return
-        with self._changed:  # one cut at a time
-            self._changed.wait_for(lambda: self._broken or self._hold == np.inf)
-            self._hold = self._committed
-        copy = jax.tree.map(jnp.copy, (self.state.dense, self._ring if self._skip_writes else None))
-        self._cut_thread = self._start(0, "cut", self._save_cut, self._committed, *copy, save)
-
-    def _save_cut(self, at, number, dense, ring, save):
-        at[0] = number - 1
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._watermark() >= number)
-        try:
-            if not self._broken:
-                self._write_ring(ring)
-                save(TrainState(dense, self.tables))
-        finally:
-            with self._changed:
-                self._hold = np.inf
-                self._changed.notify_all()
-
-    def _write_ring(self, ring):
-        """Writes what was not written back because a later batch would: the newest value of every row in the ring."""
-        if not self._skip_writes or ring is None:
-            return
-        ring = jax.tree.map(np.asarray, ring)
-        newest_first = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= self._floor]
-        plans, rows = {}, {}
-        for name, unique in ring.unique.items():
-            flat = unique[:, newest_first].reshape(len(unique), -1)
-            places = [np.unique(shard, return_index=True)[1] for shard in flat]  # of a row's newest value
-            places = [
-                at[shard[at] < self.tables.spec.stacks[name].rows] for at, shard in zip(places, flat, strict=True)
-            ]
-            count = np.array([len(at) for at in places], np.int32)
-            index = np.stack([np.pad(at, (0, flat.shape[1] - len(at))) for at in places])
-            plans[name] = Plan(np.take_along_axis(flat, index, 1), {}, count, np.int32(0))
-            newest = lambda leaf, at=index[..., None]: np.take_along_axis(
-                leaf[:, newest_first].reshape(len(leaf), -1, leaf.shape[-1]), at, 1
-            )
-            rows[name] = jax.tree.map(newest, ring.rows[name])
-        self.tables.put(plans, rows)
-
-    def _mark_rewritten(self, number, source):
-        """This batch will write these rows: the batch that wrote them last, if not committed yet, needs not."""
-        for name, where in source.items():
-            slot, place = np.divmod(where, where.shape[1])
-            slot[where < 0] = -1
-            for back in range(1, self.window + 1):
-                before = self._items.get(number - back)
-                if before is not None and before.number >= self._committed:
-                    shard, at = np.nonzero(slot == before.number % self._depth)
-                    before.keep[name][shard, place[shard, at]] = False
-
-    def _without_gaps(self, direction, plans, keep, packing=False):
-        """Plans of the kept rows alone, and their places: of each row among the kept ones, or the other way round."""
-        smaller, places = {}, {}
+    def _without_gaps(self, direction, plans, keep):
+        """`without_gaps` of every stack, in sizes C that only grow."""
+        found: tuple[dict, dict, dict] = {}, {}, {}
         for name, p in plans.items():
-            mask = keep[name] & (np.arange(p.unique.shape[1]) < p.count[:, None])
-            count = mask.sum(axis=1).astype(np.int32)
-            with self._changed:
-                old = self._travel.get((direction, name), 0)
-                size = old if count.max() <= old else min(bucket(int(1.1 * count.max()) + 1), p.unique.shape[1])
-                self._travel[direction, name] = size = max(size, int(count.max()), 1)
-            unique = np.full((len(mask), size), self.tables.spec.stacks[name].rows, np.int32)
-            index = np.zeros((len(mask), size), np.int32)
-            for shard, row in enumerate(mask):
-                at = np.flatnonzero(row)
-                index[shard, : len(at)], unique[shard, : len(at)] = at, p.unique[shard, at]
-            smaller[name] = Plan(unique, {}, count, np.int32(0))
-            places[name] = index if packing else np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
-        return smaller, places
+            mask = keep[name] & _used(p)
+            most = int(mask.sum(axis=1).max(initial=1))
+            with self._flow.changed:
+                if self._travelling[direction, name] < most:
+                    self._travelling[direction, name] = min(bucket(int(1.1 * most)), p.unique.shape[1])
+                size = self._travelling[direction, name]
+            parts = without_gaps(p, mask, size, self.tables.spec.stacks[name].rows)
+            for tree, part in zip(found, parts, strict=True):
+                tree[name] = part
+        return found
 
-    def _newer_than_floor(self, number, source):
-        """The sources of a batch without those in batches before the floor, which the tables know better."""
-
-        def only_newer(where):
-            base = number - self.window
-            writer = base + (where // where.shape[1] - base) % self._depth  # the one batch of the window in that slot
-            return np.where((where >= 0) & (writer >= self._floor), where, -1).astype(np.int32)
-
-        return {name: only_newer(where) for name, where in source.items()}
-
-    def _count_traffic(self, item, written):
-        rows = {name: int(p.count.sum()) for name, p in item.plan.items()}
-        floats = {name: self._row_floats(name) for name in rows}
-        stale = {name: int((item.source[name] >= 0).sum()) if item.source else 0 for name in rows}
-        back = {name: int(p.count.sum()) for name, p in written.items()}
-        self.counters.update(
-            batches=1,
-            rows=sum(rows.values()),
-            stale_rows=sum(stale.values()),
-            bytes_sent=sum(4 * floats[n] * (rows[n] - self._skip_reads * stale[n]) for n in rows),
-            bytes_fetched=sum(4 * floats[n] * back[n] for n in rows),
-            bytes_without_savings=sum(8 * floats[n] * rows[n] for n in rows),
-        )
-
-    def _row_floats(self, name):
-        return sum(array.shape[1] for array in self.tables.shards[name][0].values())
+    def _count(self, item, written):
+        for name, p in item.plan.items():
+            rows, back = int(p.count.sum()), int(written[name].count.sum())
+            stale = int((item.source[name] >= 0).sum()) if item.source else 0
+            row_bytes = 4 * sum(array.shape[1] for array in self.tables.shards[name][0].values())
+            self.counters.update(
+                rows=rows,
+                stale_rows=stale,
+                bytes_sent=row_bytes * (rows - stale * self._skip_reads),
+                bytes_fetched=row_bytes * back,
+                bytes_without_savings=2 * row_bytes * rows,
+            )
+        self.counters["batches"] += 1
 
     def _check_shapes(self, item):
-        def shapes(tree):
-            return jax.tree.map(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), tree)
-
-        rows = {
-            name: type(r)(
-                *jax.tree.map(
-                    lambda leaf, n=name: jax.ShapeDtypeStruct((*item.plan[n].unique.shape, leaf.shape[-1]), leaf.dtype),
-                    tuple(r),
-                )
-            )
-            for name, r in item.rows[0].items()
-        }
+        """Refuses an update that returns other shapes than it was given, before anything is donated to it."""
+        capacity = capacity_of(item.plan)
+        if (key := tuple(sorted(capacity.items()))) in self._checked:
+            return
+        whole = lambda name: lambda leaf: jax.ShapeDtypeStruct((len(leaf), capacity[name], leaf.shape[2]), leaf.dtype)
+        rows = {name: jax.tree.map(whole(name), stack_rows) for name, stack_rows in item.rows[0].items()}
         dense, new, _ = jax.eval_shape(self._pure_update, self.state.dense, rows, *item.inputs)
         for what, before, after in [("dense state", self.state.dense, dense), ("rows", rows, new)]:
-            if shapes(before) != shapes(after):
+            shapes = [jax.tree.map(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), tree) for tree in (before, after)]
+            if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"the update changes the shapes of the {what}: from {shapes(before)} to {shapes(after)}. A step "
-                    "must return what it was given, in shape and dtype."
+                    f"the update changes the shapes of the {what}: from {shapes[0]} to {shapes[1]}. A step must return "
+                    "what it was given, in shape and dtype."
                 )
+        self._checked.add(key)
 
-    # Threads: start, wait, stop, raise.
-
-    def _reset(self, number):
-        self._items: dict[int, _Item] = {}
-        self._begin = number
-        self._planned = self._claimed = self._committed = self._fetching = self._floor = number
-        self._written = [number] * self._threads_of["writer"]
-        self._gathered, self._end, self._hold = number - 1, None, np.inf
-        self._gathering, self._epoch, self._paused = 0, 0, False
-        self._stop = self._no_more_commits = self._broken = False
-        self._failure: BaseException | None = None
-        self._cut_thread: threading.Thread | None = None
-        self._first_step, self._steps = int(self.state.dense.step), 0
-
-    def _start(self, index, stage, body, *args):
+    def _start(self, stage, body, *args):
         def guarded():
-            at = [self._committed]  # the batch in work, for the note
+            at = [self._flow.first]
             try:
                 body(at, *args)
             except BaseException as error:
                 error.add_note(self._where(stage, at[0]))
-                with self._changed:
-                    self._failure = self._failure or error
-                    self._stop = True
-                    self._broken = self._broken or stage in ("fetch", "write back")
-                    self._changed.notify_all()
+                self._flow.fail(error, rows_are_lost=stage in ("fetch", "write back"))
 
-        thread = threading.Thread(target=guarded, name=f"oac-{stage}-{index}", daemon=True)
+        thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
         thread.start()
         return thread
 
     def _where(self, stage, number):
-        return f"in stage '{stage}' of the pipeline, batch {number - self._begin} of this run"
-
-    def _next_loaded(self):
-        with self._changed:
-            number = self._committed
-            self._changed.wait_for(
-                lambda: (
-                    self._failure is not None
-                    or number == self._end
-                    or (
-                        number in self._items
-                        and self._items[number].loaded
-                        and (not self._skip_writes or self._end is not None or self._planned > number + self.window)
-                    )
-                )
-            )
-            return None if self._failure is not None or number == self._end else self._items[number]
-
-    def _wait_upstream(self, ready):
-        with self._changed:
-            self._changed.wait_for(lambda: self._stop or ready())
-            return not self._stop
-
-    def _wait_downstream(self, number, ready):
-        """Waits for work that must be done even when the run stops, if its batch is committed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._broken or ready() or (self._no_more_commits and number >= self._committed)
-            )
-            return not self._broken and ready()
-
-    def _finish(self, threads):
-        with self._changed:
-            self._stop = self._no_more_commits = True
-            self._changed.notify_all()
-        for thread in [*threads, self._cut_thread]:
-            if thread is not None:
-                thread.join()
-        self._write_ring(None if self._broken else self._ring)
-        self._run = None
-
-    def _raise_failure(self):
-        if self._failure is not None:
-            raise self._failure
+        return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
 
 
 def _check_window(mode, window):
@@ -712,10 +543,8 @@ def _fetch(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def _count_stale(item, source):
-    if item.source:
-        return np.int32(sum(int((where >= 0).sum()) for where in item.source.values()))
-    return sum(jnp.sum(where >= 0) for where in source.values())
+def _used(p: Plan) -> np.ndarray:
+    return np.arange(p.unique.shape[1]) < np.asarray(p.count)[:, None]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""What is stale, known from row numbers alone: last writers, and plans of the rows that need not travel.
+
+Legend: W window, S shards, U padded unique rows a shard, C rows that travel, V rows of a stack.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxrec.embedding.kernels import last_writers
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.oac.ring import Ring
+from jaxrec.types import Plan, Rows
+
+
+class LastWriters:
+    """The last batch of every row and where the row was in it: 8 bytes a row of host memory.
+
+    Args:
+      spec: the tables.
+      window: how many batches back a writer counts.
+      depth: slots of the ring, at least the window and 1.
+    """
+
+    def __init__(self, spec: EmbeddingSpec, window: int, depth: int):
+        self.window, self.depth = window, depth
+        shape = {name: (stack.shards, stack.rows_per_shard) for name, stack in spec.stacks.items()}
+        self._writer = {name: np.full(shape[name], -(2**31), np.int32) for name in shape}
+        self._place = {name: np.empty(shape[name], np.int32) for name in shape}
+
+    def sources(self, plans: dict[str, Plan], number: int) -> dict[str, np.ndarray]:
+        """Where the ring will hold each row of a batch, i32[S, U], -1 where it needs not; call it in batch order."""
+        sources = {}
+        for name, p in plans.items():
+            sources[name] = np.empty(p.unique.shape, np.int32)
+            for shard in range(len(p.unique)):
+                last_writers(
+                    p.unique[shard], len(p.unique), p.count[shard], number, self.window, self.depth,
+                    self._writer[name][shard], self._place[name][shard], sources[name][shard],
+                )  # fmt: skip
+        return sources
+
+
+def written_since(sources: dict[str, np.ndarray], number: int, window: int, floor: int) -> dict[str, np.ndarray]:
+    """The sources of batch `number` that lie in batches from the floor on; -1 in place of the others."""
+
+    def newer(where):
+        slot, base = where // where.shape[1], number - window
+        writer = base + (slot - base) % max(window, 1)  # the one batch of the window in that slot
+        return np.where((where >= 0) & (writer >= floor), where, -1).astype(np.int32)
+
+    return {name: newer(where) for name, where in sources.items()}
+
+
+def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources, number: int, window: int) -> None:
+    """Clears, in the batches of the window, the rows that batch `number` will write again.
+
+    Args:
+      keep: number -> {stack: bool[S, U]} of a batch, changed in place; None if it is too late for it.
+      sources: {stack: i32[S, U]} of batch `number`.
+      number, window: which batch; W.
+    """
+    for before in range(number - window, number):
+        masks = keep(before)
+        for name, where in sources.items() if masks else ():
+            here = (where >= 0) & (where // where.shape[1] == before % window)
+            shard, at = np.nonzero(here)
+            masks[name][shard, where[shard, at] % where.shape[1]] = False  # type: ignore[index]
+
+
+def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
+    """A plan of some of a plan's rows alone.
+
+    Args:
+      plan: of one stack.
+      keep: bool[S, U], which rows to keep.
+      size: C, at least the kept rows of any shard.
+      rows: V.
+
+    Returns:
+      Plan of [S, C]; which row of U each of C is, i32[S, C]; which of C each row of U is, i32[S, U], 0 if not kept.
+    """
+    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
+    for shard, row in enumerate(keep):
+        at = np.flatnonzero(row)
+        index[shard, : len(at)], unique[shard, : len(at)] = at, plan.unique[shard, at]
+    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
+    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
+
+
+def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
+    """The newest value of every row in a ring, from batches from the floor on, as plans and rows to `put`."""
+    ring = jax.tree.map(np.asarray, ring)
+    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]  # newest first
+    plans, rows = {}, {}
+    for name, unique in ring.unique.items():
+        flat = unique[:, slots].reshape(len(unique), -1)
+        first = [np.unique(shard, return_index=True)[1] for shard in flat]
+        used = (flat >= 0) & (flat < spec.stacks[name].rows)
+        places = [at[shard[at]] for at, shard in zip(first, used, strict=True)]
+        index = np.stack([np.pad(at, (0, flat.shape[1] - len(at))) for at in places])
+        count = np.array([len(at) for at in places], np.int32)
+        plans[name] = Plan(np.take_along_axis(flat, index, 1), {}, count, np.int32(0))
+        newest = lambda leaf, at=index[..., None]: np.take_along_axis(
+            leaf[:, slots].reshape(len(leaf), -1, leaf.shape[-1]), at, 1
+        )
+        rows[name] = jax.tree.map(newest, ring.rows[name])
+    return plans, rows
