@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test test-slow lint format setup clean
+.PHONY: train test test-slow soak lint format setup clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
@@ -13,6 +13,9 @@ test: lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+soak: setup
+	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

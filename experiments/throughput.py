@@ -54,35 +54,46 @@ def synthetic(config: Config):
     return clicks, list(clicks.stream(config.batch_size, batches=BATCHES))
 
 
+def reference_work(config: Config):
+    """The job of the benchmark for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
+    from jaxrec.models.dlrm import DLRM
+
+    cardinalities = scaled_cardinalities(config.rows)
+    fields = [f"C{i + 1}" for i in range(len(cardinalities))]
+    spec = EmbeddingSpec(
+        {name: Table(n, config.width) for name, n in zip(fields, cardinalities, strict=True)},
+        {"sparse": Lookup(tuple(fields))},
+    )
+    model = DLRM((512, 256, 64, config.width), (512, 256, 1))
+
+    def loss(params, activations, batch):
+        logit = model.apply(params, batch.dense, activations["sparse"])
+        return optax.sigmoid_binary_cross_entropy(logit, batch.label)
+
+    params = model.init(jax.random.key(0), jnp.zeros((1, 13)), jnp.zeros((1, len(fields), config.width)))
+    return spec, loss, params, optax.sgd(0.01), rowwise_adagrad(0.02)
+
+
 class JaxSide:
     """jaxrec's step as the loop runs it: planned in a thread, one batch after the other."""
 
     def __init__(self, config: Config):
         import jax
-        import jax.numpy as jnp
-        import optax
 
-        from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, rowwise_adagrad
+        from jaxrec.embedding import DeviceTables, HostTables
         from jaxrec.loop import keep_memory
-        from jaxrec.models.dlrm import DLRM
         from jaxrec.sharding import make_mesh
         from jaxrec.step import init_state, make_train_step, make_update
 
         keep_memory()
         clicks, self.batches = synthetic(config)
-        fields = [f"C{i + 1}" for i in range(len(clicks.cardinalities))]
-        self.spec = EmbeddingSpec(
-            {name: Table(n, config.width) for name, n in zip(fields, clicks.cardinalities, strict=True)},
-            {"sparse": Lookup(tuple(fields))},
-        )
-        model = DLRM((512, 256, 64, config.width), (512, 256, 1))
-        mesh, optimizer, rows = make_mesh(), optax.sgd(0.01), rowwise_adagrad(0.02)
-
-        def loss(params, activations, batch):
-            logit = model.apply(params, batch.dense, activations["sparse"])
-            return optax.sigmoid_binary_cross_entropy(logit, batch.label)
-
-        params = model.init(jax.random.key(0), jnp.zeros((1, 13)), jnp.zeros((1, len(fields), config.width)))
+        self.spec, loss, params, optimizer, rows = reference_work(config)
+        mesh = make_mesh()
         tables = (
             HostTables.create(self.spec, rows)
             if config.tables == "host"
@@ -91,7 +102,7 @@ class JaxSide:
         self.state = init_state(params, optimizer, tables, mesh)
         self.step = make_train_step(self.spec, loss, optimizer, rows, mesh)
         self.update = jax.jit(make_update(self.spec, loss, optimizer, rows, mesh))
-        self.gemm = matrix_products(params, config, len(fields))
+        self.gemm = matrix_products(params, config, len(clicks.cardinalities))
         self.capacity: dict[str, int] | None = None
         self.table_bytes = sum(
             4 * s.rows * (s.width + sum(slot.width for slot in rows.init(s.width).values()))

@@ -92,6 +92,34 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
     assert [(row["step"], row["test_auc"]) for row in whole] == [(row["step"], row["test_auc"]) for row in cut]
 
 
+def test_oac_equals_sync_and_its_mutants_do_not(tmp_path):
+    done = run("oac_equivalence", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["bitwise_equal"] and found["mutants_caught"] == found["mutants_total"] == 5
+    assert found["stale_fraction_error_max"] < 0.05
+
+
+@pytest.mark.slow
+def test_oac_throughput_names_its_link(tmp_path):
+    done = run("oac_throughput", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["oac_over_sync"] > 1.2 and found["bytes_saved_percent"] > 20
+    assert found["emulated_link_balanced_link"] is True and found["emulated_link_no_link"] is False
+
+
+@pytest.mark.slow
+def test_oac_takes_less_time_to_the_accuracy_of_sync(tmp_path):
+    done = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["auc_loss_oac_window_4_exponent_1.05"] == 0 < found["auc_loss_async_window_4_exponent_1.05"]
+    assert found["seconds_to_target_oac"] < found["seconds_to_target_sync"]
+    again = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path, "--resume")
+    assert again.returncode == 0 and results(tmp_path) == found  # all arms were there
+
+
 @pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)

@@ -9,17 +9,17 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 # A floor a line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
     ["types"],
-    ["sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels"],
+    ["sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow"],
     [
         "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
-        "models", "data.synthetic", "data.loader", "data.criteo",
+        "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
     ],
     ["embedding"],
     ["step", "checkpoint"],
-    ["loop"],
+    ["loop", "oac"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["checkpoint", "loop", "embedding.host", "data"]
+HOST_FILES = ["checkpoint", "loop", "embedding.host", "data", "oac.flow", "oac.pipeline"]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 
@@ -85,6 +85,9 @@ def test_imports_point_down():
         ("step.py", "import threading"),
         ("metrics.py", "from os import path"),
         ("step.py", "import jaxrec.loop"),
+        ("oac/ring.py", "import jaxrec.oac.pipeline"),
+        ("oac/stale.py", "import threading"),
+        ("loop.py", "from jaxrec.oac import Pipeline"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path, path, line):

@@ -159,8 +159,7 @@ class Pipeline:
         self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
         self._replay, self._append, self._validate, self._take = _programs(mesh, tuple(self.tables.spec.stacks))
-        self._compiled_before = 0
-        self._compiled_before = self.compilations
+        self.compilations = 0  # how many programs its runs have compiled: some more whenever a capacity grows
         self._ring: rings.Ring | None = None
         self._capacity: dict[str, int] | None = None
         self._travelling: collections.Counter = collections.Counter()  # (direction, stack) -> C
@@ -179,11 +178,9 @@ class Pipeline:
         self._first_step = int(self.state.dense.step)
         self._cut_thread: threading.Thread | None = None
 
-    @property
-    def compilations(self) -> int:
-        """How many programs this pipeline has compiled so far: some more whenever a capacity grows."""
+    def _programs_compiled(self):
         jitted: Any = (self._update, self._replay, self._append, self._validate, self._take)
-        return sum(function._cache_size() for function in jitted) - self._compiled_before
+        return sum(f._cache_size() for f in jitted if hasattr(f, "_cache_size"))
 
     @property
     def step(self) -> int:
@@ -211,7 +208,7 @@ class Pipeline:
 
     def _iterate(self, batches, hooks):
         self._begin_run()
-        flow = self._flow
+        flow, compiled_before = self._flow, self._programs_compiled()
         threads = [self._start("plan", self._plan_all, batches)]
         threads += [self._start("load", self._load_all) for _ in range(self._loaders)]
         threads += [self._start("fetch", self._fetch_all) for _ in range(self._fetchers)]
@@ -234,6 +231,7 @@ class Pipeline:
                     thread.join()
             if not flow.broken:
                 self._write_rest(self._ring)
+            self.compilations += self._programs_compiled() - compiled_before
             self._running = None
         flow.raise_failure()
 
