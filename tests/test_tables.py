@@ -1,5 +1,9 @@
 """One harness over both homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
 
+import errno
+import itertools
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,3 +192,25 @@ def test_bags_pool_what_is_present():
         values = {"width_1": plans["width_1"].unique[..., None].astype(np.float32)}  # each row holds its number
         acts = activations(spec, values, plans)["t"]
         assert acts.tolist() == [[expected], [0.0]]
+
+
+def test_a_full_disk_leaves_nothing_behind_and_other_tables_alone(tmp_path, monkeypatch):
+    spec = EmbeddingSpec({"a": Table(50, 4)}, {"a": Lookup("a")}, shards=4)
+    good = HostTables.create(spec, sgd(0.1), tmp_path / "good")
+    before = [parts["value"].copy() for parts in good.shards["width_4"]]
+    calls, allocate = itertools.count(), os.posix_fallocate
+
+    def full(*args):
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*args)
+
+    monkeypatch.setattr("jaxrec.embedding.host.os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        HostTables.create(spec, sgd(0.1), tmp_path / "new")
+    assert "free space there" in raised.value.__notes__[0]
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(ValueError, match="no complete tables"):
+        HostTables.attach(spec, sgd(0.1), tmp_path / "new")
+    for parts, old in zip(HostTables.attach(spec, sgd(0.1), tmp_path / "good").shards["width_4"], before, strict=True):
+        np.testing.assert_array_equal(parts["value"], old)

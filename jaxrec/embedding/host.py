@@ -106,7 +106,7 @@ class HostTables:
 
         Errors:
           ValueError: the directory holds tables already.
-          OSError: the disk is full; nothing is left behind that looks like tables.
+          OSError: there is no room, or no right to write; what was begun is removed.
         """
         layout = {name: row_optimizer.init(stack.width) for name, stack in spec.stacks.items()}
         directory = None if directory is None else Path(directory)
@@ -114,7 +114,17 @@ class HostTables:
             if (directory / _MANIFEST).exists():
                 raise ValueError(f"{directory} holds tables already: attach them, or give another directory.")
             directory.mkdir(parents=True, exist_ok=True)
-        tables = cls(spec, layout, _map_all(spec, layout, directory, create=True), directory)
+        try:
+            tables = cls(spec, layout, _map_all(spec, layout, directory, create=True), directory)
+        except OSError as error:
+            for name, stack in spec.stacks.items():
+                for shard in range(stack.shards):
+                    _path(directory, name, shard).unlink(missing_ok=True)
+            rows = sum(stack.rows for stack in spec.stacks.values())
+            error.add_note(
+                f"while making tables of {rows} rows in {directory}: free space there, or use another directory"
+            )
+            raise
         for name, stack in spec.stacks.items():
             for shard in range(stack.shards):
                 tables.reset_shard(name, shard)
@@ -222,11 +232,15 @@ def _used(plan: Plan):
 def _map_all(spec, layout, directory, create):
     return {
         name: [
-            _map_shard(directory and directory / f"{name}.{shard:03d}", stack, layout[name], create)
+            _map_shard(directory and _path(directory, name, shard), stack, layout[name], create)
             for shard in range(stack.shards)
         ]
         for name, stack in spec.stacks.items()
     }
+
+
+def _path(directory, stack, shard):
+    return directory / f"{stack}.{shard:03d}"
 
 
 def _map_shard(path, stack, slots, create):

@@ -1,0 +1,277 @@
+"""Knowledge graphs as triples: files, batches with shared negatives, and the known tails of filtered ranking.
+
+Every triple (h, r, t) is also learned and asked as its reciprocal (t, r + R, h), so that a model ranks tails only
+(Lacroix et al., arXiv 1806.07297, section 3.2).
+
+Legend: n triples, N entities, R relations (2 R with their reciprocals), B batch, G groups of a batch, K negatives of a
+group.
+"""
+
+import dataclasses
+import functools
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrec.types import Batch
+
+_SPLITS = ("train", "valid", "test")
+_ORDER, _NEGATIVES, _GRAPH = 1, 2, 3  # streams of random numbers
+_MAX_ID = 10**9
+
+
+class Triples(NamedTuple):
+    """A knowledge graph in three parts; ids of entities and of relations begin at 0."""
+
+    train: np.ndarray  # i32[n, 3]: head, relation, tail
+    valid: np.ndarray  # i32[n, 3]
+    test: np.ndarray  # i32[n, 3]
+    entities: int  # N
+    relations: int  # R, without reciprocals
+
+
+def load_triples(directory: Path | str, entities: int | None = None, relations: int | None = None) -> Triples:
+    """Reads DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`, as OpenKE writes them.
+
+    Args:
+      directory: where the three files are.
+      entities: N; one more than the largest id of an entity if None.
+      relations: R; one more than the largest id of a relation if None.
+
+    Returns:
+      Triples, in the order of the files.
+
+    Errors:
+      ValueError: a file is missing, cannot be unpacked or is empty; a line is not of three integers; there are more or
+        fewer triples than the first line says; an id is negative or too large. Names the file and the line.
+    """
+    files = {split: _find(Path(directory), split) for split in _SPLITS}
+    parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
+    n, r = (1 + max(int(part[:, columns].max()) for part in parts.values()) for columns in ([0, 2], [1]))
+    n, r = n if entities is None else entities, r if relations is None else relations
+    for split, part in parts.items():
+        outside = (part >= np.array([n, r, n])).any(axis=1)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise ValueError(
+                f"{files[split]}, line {row + 2}: head, relation, tail are {part[row].tolist()}, but there are {n} "
+                f"entities and {r} relations: give the right numbers or correct the line."
+            )
+    train, valid, test = (part.astype(np.int32) for part in parts.values())
+    return Triples(train, valid, test, n, r)
+
+
+def generate_triples(
+    entities: int = 400, relations: int = 8, clusters: int = 20, tails: int = 4, seed: int = 0
+) -> Triples:
+    """Draws a small graph that can be learned: relation r links the entities of cluster c to those of cluster p_r(c).
+
+    Args:
+      entities: N; entity e is of cluster e % clusters.
+      relations: R; each has a permutation p_r of the clusters.
+      clusters: how many.
+      tails: how many draws of a tail for each entity and relation.
+      seed: of the permutations, the tails and the split into 80 % train, 10 % valid and 10 % test.
+
+    Returns:
+      Triples, all distinct.
+
+    Errors:
+      ValueError: not 1 <= clusters <= entities, or less than ten triples.
+    """
+    if not 1 <= clusters <= entities or entities * relations * tails < 10:
+        raise ValueError(
+            f"entities={entities}, relations={relations}, clusters={clusters}, tails={tails}: need 1 <= clusters <= "
+            "entities and at least ten triples in all."
+        )
+    rng = np.random.default_rng([seed, _GRAPH])
+    permutation = np.stack([rng.permutation(clusters) for _ in range(relations)])
+    head, relation, _ = (a.reshape(-1) for a in np.mgrid[:entities, :relations, :tails])
+    cluster = permutation[relation, head % clusters]
+    members = (entities - cluster + clusters - 1) // clusters
+    tail = cluster + clusters * rng.integers(members)
+    triples = np.unique(np.stack([head, relation, tail], axis=1), axis=0).astype(np.int32)
+    rng.shuffle(triples)
+    train, valid, test = np.split(triples, [len(triples) * 8 // 10, len(triples) * 9 // 10])
+    return Triples(train, valid, test, entities, relations)
+
+
+def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
+    """Puts the reciprocals (t, r + R, h) behind the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
+
+    >>> both_directions(np.array([[5, 1, 7]]), relations=3).tolist()
+    [[5, 1, 7], [7, 4, 5]]
+    """
+    return np.concatenate([triples, triples[:, ::-1] + np.array([0, relations, 0], triples.dtype)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TripleBatches:
+    """Training batches, a pure function of (seed, index), with uniform negatives that many examples share.
+
+    The examples of a batch are cut into G groups of B / G in their order, and each group has K negatives of its own: a
+    batch then means the same on any number of devices that divides G, each with whole groups. The last batch of an
+    epoch is padded with examples of weight 0 whose ids are missing.
+
+    Attributes:
+      triples: i32[n, 3], with reciprocals if they are to be learned.
+      entities: N, from which negatives are drawn.
+      batch_size: B.
+      negatives: K.
+      groups: G, a divisor of B.
+      seed: of the order of each epoch and of the negatives.
+
+    Errors:
+      ValueError: no triples, a size below 1, groups that do not divide the batch, or relations too many for a float.
+    """
+
+    triples: np.ndarray
+    entities: int
+    batch_size: int
+    negatives: int
+    groups: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        sizes = {k: getattr(self, k) for k in ("entities", "batch_size", "negatives", "groups")}
+        if min(sizes.values()) < 1 or self.batch_size % self.groups or not len(self.triples):
+            raise ValueError(
+                f"{len(self.triples)} triples, {sizes}: need at least one of each, and groups that divide the batch."
+            )
+        if self.triples[:, 1].max() >= 2**24:
+            raise ValueError(
+                f"relation {self.triples[:, 1].max()}: ids travel as float32, exact below 2**24: number them densely."
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that hold every triple once."""
+        return -(-len(self.triples) // self.batch_size)
+
+    def batch(self, index: int) -> Batch:
+        """Makes batch `index`, of epoch index // batches_per_epoch.
+
+        Args:
+          index: 0, 1, ...
+
+        Returns:
+          Batch with ids {'head': i32[B], 'tail': i32[B], 'negative': i32[G, K]}, dense f32[B, 1] the relation (see
+          `relation_of`), label f32[B] ones, weight f32[B].
+        """
+        epoch, position = divmod(index, self.batches_per_epoch)
+        start, size = position * self.batch_size, self.batch_size
+        chosen = self.triples[_order(self.seed, epoch, len(self.triples))[start : start + size]]
+        rows = np.full((size, 3), -1, np.int32)
+        rows[: len(chosen)] = chosen
+        real = np.arange(size) < len(chosen)
+        rng = np.random.default_rng([self.seed, _NEGATIVES, index])
+        negative = rng.integers(self.entities, size=(self.groups, self.negatives), dtype=np.int32)
+        ids = {"head": rows[:, 0].copy(), "tail": rows[:, 2].copy(), "negative": negative}
+        relation = np.where(real, rows[:, 1], 0).astype(np.float32)[:, None]
+        return Batch(ids, relation, np.ones(size, np.float32), real.astype(np.float32))
+
+    def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
+        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index `batches`."""
+        index = start
+        while batches is None or index < batches:
+            yield self.batch(index)
+            index += 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownTails:
+    """All tails that a graph knows of each query (h, r), reciprocals included: the filter of filtered ranking.
+
+    Attributes:
+      relations: 2 R.
+      queries: i64[q], sorted, h * 2 R + r of each query that has a tail.
+      starts: i64[q + 1], where in `tails` those of each query begin.
+      tails: i32[m], ascending within a query.
+    """
+
+    relations: int
+    queries: np.ndarray
+    starts: np.ndarray
+    tails: np.ndarray
+
+    @classmethod
+    def of(cls, triples: Triples) -> "KnownTails":
+        """Collects the tails of train, valid and test, in both directions."""
+        relations = 2 * triples.relations
+        both = both_directions(np.concatenate(triples[:3]), triples.relations).astype(np.int64)
+        pairs = np.unique((both[:, 0] * relations + both[:, 1]) * triples.entities + both[:, 2])
+        query, tails = np.divmod(pairs, triples.entities)
+        queries, starts = np.unique(query, return_index=True)
+        return cls(relations, queries, np.append(starts, len(tails)), tails.astype(np.int32))
+
+    def pairs(self, head: np.ndarray, relation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lists the known tails of n queries.
+
+        Args:
+          head: i32[n].
+          relation: i32[n], below 2 R.
+
+        Returns:
+          (position of the query i32[m], tail i32[m]), in the order of the queries; a query never seen has none.
+        """
+        wanted = head.astype(np.int64) * self.relations + relation
+        place = np.minimum(np.searchsorted(self.queries, wanted), len(self.queries) - 1)
+        count = np.where(self.queries[place] == wanted, self.starts[place + 1] - self.starts[place], 0)
+        query = np.repeat(np.arange(len(wanted), dtype=np.int32), count)
+        first = np.repeat(self.starts[place] - (np.cumsum(count) - count), count)
+        return query, self.tails[first + np.arange(len(query))]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The order of an epoch, i64[n]; kept, since each of its batches asks for it."""
+    return np.random.default_rng([seed, _ORDER, epoch]).permutation(n)
+
+
+def _find(directory: Path, split: str) -> Path:
+    names = [f"{split}2id.txt.gz", f"{split}2id.txt"]
+    for name in names:
+        if (directory / name).is_file():
+            return directory / name
+    raise ValueError(
+        f"{directory} holds neither {' nor '.join(names)}: give the directory of the three files, for example of "
+        "FB15k-237 as OpenKE distributes it."
+    )
+
+
+def _read(path: Path) -> np.ndarray:
+    """One file, i64[n, 3] in the order head, relation, tail; its lines count from 1."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = data.decode("ascii").splitlines()
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): fetch it again.") from error
+    if not lines or not lines[0].strip().isdigit():
+        raise ValueError(f"{path}, line 1: {lines[:1]} is not the number of triples: write it there.")
+    if int(lines[0]) != len(lines) - 1 or len(lines) == 1:
+        raise ValueError(
+            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one line a triple, "
+            "and at least one. Fetch the file again or correct the number."
+        )
+    digits_only = not data.translate(None, b"0123456789 \t\r\n")
+    if not digits_only or any(len(line.split()) != 3 for line in lines[1:]):
+        raise _first_bad_line(path, lines)
+    rows = np.fromstring(" ".join(lines[1:]), np.int64, sep=" ").reshape(-1, 3)
+    if rows.max() >= _MAX_ID:
+        raise _first_bad_line(path, lines)
+    return rows[:, [0, 2, 1]]
+
+
+def _first_bad_line(path: Path, lines: list[str]) -> ValueError:
+    def is_good(fields):
+        return len(fields) == 3 and all(field.isdigit() and int(field) < _MAX_ID for field in fields)
+
+    row = next(row for row, line in enumerate(lines) if row and not is_good(line.split()))
+    return ValueError(
+        f"{path}, line {row + 1}: {lines[row]!r} is not `head tail relation`, three integers from 0 to {_MAX_ID - 1}: "
+        "correct the line."
+    )

@@ -1,0 +1,230 @@
+"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with the N3 penalty, filtered ranks.
+
+A relation turns a head into a query, and a tail scores by its dot product with that. Rows of ComplEx are f32[2 C]: C
+real parts, then C imaginary ones.
+
+Legend: B batch, G groups of a batch, K candidates or negatives, E row width, N entities, R relations, Q queries.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Model(NamedTuple):
+    """A factorisation: how a relation acts on a head, and the cube of each coordinate's length."""
+
+    query: Callable  # (head f32[..., E], relation f32[..., E]) -> f32[..., E]
+    cube: Callable  # f32[..., E] -> f32[..., E], or f32[..., C] where coordinates are complex
+
+
+def _complex_query(head, relation):
+    if head.shape[-1] % 2:
+        raise ValueError(f"ComplEx wants rows of an even width, real beside imaginary parts, got {head.shape[-1]}.")
+    (a, b), (c, d) = jnp.split(head, 2, axis=-1), jnp.split(relation, 2, axis=-1)
+    return jnp.concatenate([a * c - b * d, a * d + b * c], axis=-1)
+
+
+def _complex_cube(x):
+    real, imaginary = jnp.split(x, 2, axis=-1)
+    return _cube(jnp.square(real) + jnp.square(imaginary))
+
+
+def _cube(squared):
+    # The constant keeps the gradient of the root finite at 0, where missing ids are.
+    return squared * jnp.sqrt(squared + 1e-30)
+
+
+DISTMULT = Model(lambda head, relation: head * relation, lambda x: _cube(jnp.square(x)))
+COMPLEX = Model(_complex_query, _complex_cube)
+
+
+def distmult(head, relation, tail):
+    """Scores every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1).
+
+    Args:
+      head, relation: f32[B, E].
+      tail: f32[K, E].
+
+    Returns:
+      f32[B, K].
+
+    Errors:
+      ValueError: shapes that do not fit.
+    """
+    return score(DISTMULT, head, relation, tail)
+
+
+def complex_(head, relation, tail):
+    """Scores every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357).
+
+    Args:
+      head, relation: f32[B, 2 C], real parts before imaginary ones.
+      tail: f32[K, 2 C].
+
+    Returns:
+      f32[B, K].
+
+    Errors:
+      ValueError: shapes that do not fit, or an odd width.
+    """
+    return score(COMPLEX, head, relation, tail)
+
+
+def score(model: Model, head, relation, tail):
+    """Scores every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
+    if head.ndim != 2 or head.shape != relation.shape or tail.ndim != 2 or head.shape[1] != tail.shape[1]:
+        raise ValueError(
+            f"a score wants head and relation [B, E] and tail [K, E], got {head.shape}, {relation.shape}, {tail.shape}."
+        )
+    return _products(model.query(head, relation), tail)
+
+
+@jax.custom_vjp
+def _products(query, tail):
+    """query tail^T, f32[B, E] and f32[K, E] -> f32[B, K]; gradients contract last axes too (see models/tower.py)."""
+    return jax.lax.dot_general(query, tail, (((1,), (1,)), ((), ())))
+
+
+def _products_backward(saved, gradient):
+    query, tail = saved
+    by_tail = jax.lax.optimization_barrier(jax.lax.optimization_barrier(query.T) @ gradient)
+    return gradient @ tail, by_tail.T
+
+
+_products.defvjp(lambda query, tail: (_products(query, tail), (query, tail)), _products_backward)
+
+
+def relation_of(batch):
+    """The relation of each example, i32[B], which `data.triples` puts into `dense` f32[B, 1]."""
+    return batch.dense[:, 0].astype(jnp.int32)
+
+
+def make_loss(model: Model, n3: float = 0.0) -> Callable:
+    """Makes the loss of an example (h, r, t): softmax cross-entropy against shared negatives, and the N3 penalty.
+
+    -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3), where k runs over the
+    negatives of the example's group without t itself. The paper's penalty has a factor 1 / 3, which is in the weight
+    here, as in its code (Lacroix et al., arXiv 1806.07297, section 4).
+
+    Args:
+      model: DISTMULT or COMPLEX.
+      n3: weight of the penalty.
+
+    Returns:
+      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
+      'negative': f32[G, K, E]}, Batch) -> f32[B].
+
+    Errors:
+      ValueError: a negative weight; when called, groups that do not divide the batch.
+    """
+    if n3 < 0:
+        raise ValueError(f"n3={n3} must be 0 or more: the weight of a penalty.")
+
+    def loss(params, activations, batch):
+        head, tail, negative = (activations[name] for name in ("head", "tail", "negative"))
+        if len(head) % len(negative):
+            raise ValueError(f"{len(negative)} groups of negatives must divide a batch of {len(head)}.")
+        relation = params["relation"][relation_of(batch)]
+        positive = jnp.sum(model.query(head, relation) * tail, axis=-1)
+        entropy = [
+            _cross_entropy(positive[rows], score(model, head[rows], relation[rows], negative[g]), batch, rows, g)
+            for g, rows in enumerate(_groups(len(head), len(negative)))
+        ]
+        penalty = sum(jnp.sum(model.cube(x), axis=-1) for x in (head, relation, tail))
+        return jnp.concatenate(entropy) + n3 * penalty
+
+    return loss
+
+
+def _groups(batch_size, groups):
+    size = batch_size // groups
+    return [slice(g * size, (g + 1) * size) for g in range(groups)]
+
+
+def _cross_entropy(positive, negatives, batch, rows, group):
+    """log(1 + sum_k exp(s_k - s)), f32[B / G]; a negative that is the tail, or missing, does not count."""
+    ids = batch.ids["negative"][group][None, :]
+    counts = (ids != batch.ids["tail"][rows][:, None]) & (ids >= 0)
+    negatives = jnp.where(counts, negatives, -jnp.inf)
+    highest = jax.lax.stop_gradient(jnp.maximum(positive, jnp.max(negatives, axis=1)))
+    total = jnp.exp(positive - highest) + jnp.sum(jnp.exp(negatives - highest[:, None]), axis=1)
+    return jnp.log(total) + highest - positive
+
+
+def filtered_ranks(model: Model, entities, relations, queries, known: Callable, chunk: int = 512) -> np.ndarray:
+    """Ranks the true tail of each query among all entities that are not known to be true themselves.
+
+    rank = 1 + #{higher} + #{equal} / 2: ties give the mean of their ranks, so that equal scores gain nothing; a score
+    that is not a number counts as higher. The filter is that of Bordes et al., NIPS 2013.
+
+    Args:
+      model: DISTMULT or COMPLEX.
+      entities: f32[N, E].
+      relations: f32[2 R, E].
+      queries: i32[Q, 3]: head, relation, true tail; both directions of a triple are two queries.
+      known: (head i32[q], relation i32[q]) -> (position of the query i32[m], known tail i32[m]), as
+        `data.triples.KnownTails.pairs`.
+      chunk: queries scored at once, in f32[chunk, N].
+
+    Returns:
+      f64[Q], from 1 to N.
+
+    Errors:
+      ValueError: queries of another shape, or a chunk below 1.
+    """
+    queries = np.asarray(queries, np.int32)
+    if queries.ndim != 2 or queries.shape[1] != 3 or chunk < 1:
+        raise ValueError(f"queries have shape {queries.shape}, chunk={chunk}: want [Q, 3] and a chunk of 1 or more.")
+    chunks = [queries[start : start + chunk] for start in range(0, len(queries), chunk)]
+    filters = [known(part[:, 0], part[:, 1]) for part in chunks]
+    longest = max((len(query) for query, _ in filters), default=0)
+    ranks = []
+    for part, (query, tail) in zip(chunks, filters, strict=True):
+        padded = np.pad(part, ((0, chunk - len(part)), (0, 0)))
+        rest = 0, longest - len(query)
+        query, tail = np.pad(query, rest, constant_values=chunk), np.pad(tail, rest)
+        ranks.append(_ranks_of_chunk(model, entities, relations, padded, query, tail)[: len(part)])
+    return np.concatenate([np.zeros(0), *(np.asarray(rank, np.float64) for rank in ranks)])
+
+
+@jax.jit(static_argnums=0)
+def _ranks_of_chunk(model, entities, relations, queries, query, known):
+    """Ranks f32[q] of queries i32[q, 3], with known tails i32[m] of queries i32[m], q where there is none."""
+    head, relation, tail = queries.T
+    scores = score(model, entities[head], relations[relation], entities)
+    own = jnp.take_along_axis(scores, tail[:, None], axis=1)  # f32[q, 1]
+
+    def count(compare):
+        at = jnp.minimum(query, len(queries) - 1)
+        filtered = compare(scores[at, known], own[at, 0]) & (known != tail[at])
+        filtered = jax.ops.segment_sum(filtered.astype(jnp.int32), query, len(queries))
+        return jnp.sum(compare(scores, own), axis=1, dtype=jnp.int32) - filtered
+
+    higher = count(lambda scores, own: ~(scores <= own))
+    equal = count(lambda scores, own: scores == own) - 1  # without the tail itself
+    return 1 + higher + jnp.maximum(equal, 0) / 2
+
+
+def summarize(ranks: np.ndarray) -> dict[str, float]:
+    """Sums ranks up: mean reciprocal rank and Hits@k, the share of ranks up to k.
+
+    Args:
+      ranks: f64[Q], 1 is best.
+
+    Returns:
+      mrr, hits_at_1, hits_at_3, hits_at_10.
+
+    Errors:
+      ValueError: no ranks.
+
+    >>> summarize(np.array([1.0, 2.0, 4.0, 20.0]))
+    {'mrr': 0.45, 'hits_at_1': 0.25, 'hits_at_3': 0.5, 'hits_at_10': 0.75}
+    """
+    if not len(ranks):
+        raise ValueError("there are no ranks to sum up: evaluate at least one query.")
+    hits = {f"hits_at_{k}": float(np.mean(ranks <= k)) for k in (1, 3, 10)}
+    return {"mrr": float(np.mean(1 / ranks)), **hits}

@@ -1,0 +1,349 @@
+"""Link prediction: scores, loss, ranks, files and batches against the plainest code; a small graph is learned."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrec.data import triples as data
+from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples, load_triples
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
+from jaxrec.loop import fit, planned
+from jaxrec.models.link_prediction import (
+    COMPLEX,
+    DISTMULT,
+    Model,
+    complex_,
+    distmult,
+    filtered_ranks,
+    make_loss,
+    relation_of,
+    score,
+    summarize,
+)
+from jaxrec.sharding import make_mesh
+from jaxrec.step import init_state, make_train_step
+
+ROOT = Path(__file__).parent.parent
+GRAPH = generate_triples(entities=60, relations=3, clusters=6, tails=4)
+MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def complex_rows(x):
+    return x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]
+
+
+def naive_score(name, h, r, t):
+    if name == "distmult":
+        return sum(float(a) * float(b) * float(c) for a, b, c in zip(h, r, t, strict=True))
+    h, r, t = (complex_rows(x) for x in (h, r, t))
+    return sum((complex(a) * complex(b) * complex(c).conjugate()).real for a, b, c in zip(h, r, t, strict=True))
+
+
+def naive_cube(name, x):
+    return float(np.sum(np.abs(complex_rows(x) if name == "complex" else x) ** 3))
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize(("name", "function"), [("distmult", distmult), ("complex", complex_)])
+def test_scores_are_those_of_a_loop_over_coordinates(name, function):
+    head, relation, tail = normal(4, 6), normal(4, 6, seed=1), normal(9, 6)
+    found = function(head, relation, tail)
+    wanted = [[naive_score(name, h, r, t) for t in tail] for h, r in zip(head, relation, strict=True)]
+    assert found.shape == (4, 9) and found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_only_complex_tells_a_relation_from_its_inverse():
+    a, b, r = normal(1, 8), normal(1, 8, seed=1), normal(1, 8, seed=2)
+    np.testing.assert_allclose(distmult(a, r, b), distmult(b, r, a), rtol=1e-5)
+    assert abs(complex_(a, r, b) - complex_(b, r, a)).item() > 0.1
+    inverse = np.concatenate([r[:, :4], -r[:, 4:]], axis=1)
+    np.testing.assert_allclose(complex_(a, r, b), complex_(b, inverse, a), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_written_gradient_of_a_score_is_that_of_autodiff(name):
+    inputs, weight = (normal(4, 6), normal(4, 6, seed=1), normal(9, 6)), normal(4, 9)
+    plain = lambda head, relation, tail: MODELS[name].query(head, relation) @ tail.T
+    written = lambda *x: score(MODELS[name], *x)
+    found, wanted = (jax.grad(lambda *x, f=f: jnp.sum(f(*x) * weight), (0, 1, 2))(*inputs) for f in (written, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"wants head and relation \[B, E\]"):
+        distmult(normal(4, 6), normal(4, 6), normal(9, 5))
+    with pytest.raises(ValueError, match="even width"):
+        complex_(normal(4, 5), normal(4, 5), normal(9, 5))
+    with pytest.raises(ValueError, match="n3=-1"):
+        make_loss(COMPLEX, -1)
+
+
+# ---- loss
+
+
+def loss_inputs(groups=2):
+    """A batch with a missing example at its end; in every group, one negative is the tail of an example."""
+    batches = TripleBatches(both_directions(GRAPH.train, 3)[:11], 60, batch_size=12, negatives=5, groups=groups)
+    batch = batches.batch(0)
+    batch.ids["negative"][:, 2] = batch.ids["tail"][:: 12 // groups]
+    rows = np.concatenate([normal(60, 8), np.zeros((1, 8), np.float32)])  # id -1 reads zero
+    return {"relation": normal(6, 8, seed=1)}, {name: rows[ids] for name, ids in batch.ids.items()}, batch
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_a_loop_over_examples(name):
+    params, vectors, batch = loss_inputs()
+    found = make_loss(MODELS[name], 0.01)(params, vectors, batch)
+    for i in range(11):
+        h, t, r = vectors["head"][i], vectors["tail"][i], params["relation"][int(batch.dense[i, 0])]
+        others = zip(batch.ids["negative"][i // 6], vectors["negative"][i // 6], strict=True)
+        scores = [naive_score(name, h, r, t)] + [
+            naive_score(name, h, r, x) for n, x in others if n != batch.ids["tail"][i]
+        ]
+        wanted = np.log(np.sum(np.exp(scores))) - scores[0] + 0.01 * sum(naive_cube(name, x) for x in (h, r, t))
+        assert found[i] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_right_and_finite_where_ids_are_missing(name):
+    params, vectors, batch = loss_inputs()
+    total = jax.jit(lambda p, v: jnp.sum(make_loss(MODELS[name], 0.01)(p, v, batch) * batch.weight))
+    gradients = jax.grad(total, (0, 1))(params, vectors)
+    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    assert not gradients[1]["head"][11].any() and not gradients[1]["tail"][11].any()
+    length = optax.tree.norm(gradients)
+    ahead, behind = (
+        total(*jax.tree.map(lambda x, g, s=s: x + s * g / length, (params, vectors), gradients)) for s in (1e-2, -1e-2)
+    )
+    np.testing.assert_allclose((ahead - behind) / 2e-2, length, rtol=1e-2)  # along the gradient
+
+
+def test_a_loss_with_no_negative_left_is_zero():
+    params, vectors, batch = loss_inputs(groups=12)
+    batch.ids["negative"][:] = batch.ids["tail"][:, None]
+    assert np.abs(make_loss(COMPLEX)(params, vectors, batch)).max() < 1e-5
+
+
+# ---- ranks
+
+
+def brute_force_rank(scores, tail, known):
+    others = [s for e, s in enumerate(scores) if e not in known and e != tail]
+    return 1 + sum(s > scores[tail] for s in others) + sum(s == scores[tail] for s in others) / 2
+
+
+def small_integers(*shape, seed):
+    """Vectors whose scores are exact, and often equal."""
+    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+def test_filtered_ranks_are_those_of_brute_force_with_ties(name, chunk):
+    entities, relations = small_integers(60, 4, seed=0), small_integers(6, 4, seed=1)
+    queries = both_directions(GRAPH.test, 3)
+    found = filtered_ranks(MODELS[name], entities, relations, queries, KnownTails.of(GRAPH).pairs, chunk)
+    facts = {tuple(fact) for fact in both_directions(np.concatenate(GRAPH[:3]), 3).tolist()}
+    ties = 0
+    for (h, r, t), rank in zip(queries.tolist(), found, strict=True):
+        scores = [naive_score(name, entities[h], relations[r], entity) for entity in entities]
+        wanted = brute_force_rank(scores, t, {e for e in range(60) if (h, r, e) in facts})
+        assert rank == wanted
+        ties += wanted % 1 > 0
+    assert ties > 3
+
+
+def test_unknown_queries_equal_scores_and_broken_scores_gain_nothing():
+    zeros, nothing = np.zeros((9, 4), np.float32), lambda head, relation: (np.zeros(0, np.int32),) * 2
+    queries = np.array([[0, 1, 2], [8, 0, 8]])
+    assert filtered_ranks(COMPLEX, zeros, zeros, queries, nothing).tolist() == [5, 5]
+    assert filtered_ranks(COMPLEX, zeros * np.nan, zeros, queries, nothing).tolist() == [10, 10]
+    assert filtered_ranks(COMPLEX, zeros, zeros, np.zeros((0, 3)), nothing).shape == (0,)
+    with pytest.raises(ValueError, match="queries have shape"):
+        filtered_ranks(COMPLEX, zeros, zeros, queries[0], nothing)
+    with pytest.raises(ValueError, match="no ranks"):
+        summarize(np.zeros(0))
+
+
+def test_known_tails_are_those_of_a_dictionary():
+    known, facts = KnownTails.of(GRAPH), {}
+    for h, r, t in np.concatenate(GRAPH[:3]).tolist():
+        facts.setdefault((h, r), set()).add(t)
+        facts.setdefault((t, r + 3), set()).add(h)
+    head, relation = (a.reshape(-1).astype(np.int32) for a in np.mgrid[:60, :6])
+    query, tail = known.pairs(head, relation)
+    found = {
+        (int(h), int(r)): set(tail[query == i].tolist()) for i, (h, r) in enumerate(zip(head, relation, strict=True))
+    }
+    assert {key: tails for key, tails in found.items() if tails} == facts
+    assert len(tail) == sum(map(len, facts.values())) == len(known.tails)
+
+
+# ---- files
+
+
+def write(directory, packed=True, **changed):
+    for split, rows in zip(("train", "valid", "test"), GRAPH[:3], strict=True):
+        lines = [str(len(rows))] + [f"{h} {t} {r}" for h, r, t in rows.tolist()]
+        text = changed.get(split, "\n".join(lines) + "\n").encode()
+        (directory / f"{split}2id.txt{'.gz' * packed}").write_bytes(gzip.compress(text) if packed else text)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_files_come_back_as_they_were_written(tmp_path, packed):
+    write(tmp_path, packed)
+    found = load_triples(tmp_path)
+    for part, wanted in zip(found[:3], GRAPH[:3], strict=True):
+        assert part.dtype == np.int32
+        np.testing.assert_array_equal(part, wanted)
+    assert (found.entities, found.relations) == (60, 3)
+    assert load_triples(tmp_path, entities=100)[3:] == (100, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: .* is not the number of triples"),
+        ("0 1 2\n", "line 1: .* is not the number of triples"),
+        ("0\n", "line 1 says 0 triples"),
+        ("3\n0 1 2\n1 2 0\n", "line 1 says 3 triples, and 2 lines follow"),
+        ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
+        ("2\n0 1\n1 2 0 4\n", "line 2: '0 1' is not"),
+        ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
+        ("2\n0 1 2\n1 x 0\n", "line 3: '1 x 0' is not"),
+        ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),
+        ("2\n0 1 2\n1 60 0\n", r"line 3: head, relation, tail are \[1, 0, 60\], but there are 60 entities"),
+        ("2\n0 1 2\n1 2 3\n", r"line 3: .* 3 relations"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name_and_line(tmp_path, text, message):
+    write(tmp_path, packed=False, valid=text)
+    with pytest.raises(ValueError, match=f"valid2id.txt, {message}"):
+        load_triples(tmp_path, 60, 3)
+
+
+def test_a_missing_or_torn_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds neither train2id.txt.gz nor train2id.txt"):
+        load_triples(tmp_path)
+    write(tmp_path)
+    (tmp_path / "test2id.txt.gz").write_bytes((tmp_path / "test2id.txt.gz").read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"test2id.txt.gz cannot be read"):
+        load_triples(tmp_path)
+
+
+# ---- batches
+
+
+def test_batches_depend_on_their_index_alone():
+    make = lambda **changed: TripleBatches(GRAPH.train, 60, **({"batch_size": 32, "negatives": 7, "seed": 3} | changed))
+    first, last = list(make().stream(0, 40)), make().batches_per_epoch
+    data._order.cache_clear()
+    for index in (39, last, last - 1, 0):
+        jax.tree.map(np.testing.assert_array_equal, make().batch(index), first[index])
+    others = [make(seed=4).batch(0), make().batch(1), make().batch(last)]
+    assert all((other.ids[name] != first[0].ids[name]).any() for other in others for name in ("head", "negative"))
+
+
+def test_an_epoch_holds_every_triple_once_and_pads_its_end():
+    batches = TripleBatches(GRAPH.train, 60, batch_size=32, negatives=7, groups=4)
+    n, per_epoch = len(GRAPH.train), batches.batches_per_epoch
+    assert n % 32 and per_epoch == n // 32 + 1
+    for epoch in range(2):
+        found = []
+        for batch in batches.stream(epoch * per_epoch, (epoch + 1) * per_epoch):
+            assert batch.ids["negative"].shape == (4, 7) and batch.ids["negative"].dtype == np.int32
+            real = batch.weight > 0
+            assert (batch.ids["head"][~real] == -1).all() and (batch.ids["tail"][~real] == -1).all()
+            found.append(np.stack([batch.ids["head"], relation_of(batch), batch.ids["tail"]], axis=1)[real])
+        np.testing.assert_array_equal(np.unique(np.concatenate(found), axis=0), np.unique(GRAPH.train, axis=0))
+        assert sum(map(len, found)) == n
+    assert set(np.concatenate([b.ids["negative"] for b in batches.stream(0, 20)]).reshape(-1)) == set(range(60))
+
+
+@pytest.mark.parametrize("changed", [{"batch_size": 0}, {"negatives": 0}, {"groups": 5}, {"triples": GRAPH.train[:0]}])
+def test_sizes_that_make_no_batch_are_refused(changed):
+    with pytest.raises(ValueError, match="groups that divide the batch"):
+        TripleBatches(**({"triples": GRAPH.train, "entities": 60, "batch_size": 32, "negatives": 7} | changed))
+
+
+def test_a_generated_graph_is_split_distinct_and_follows_its_clusters():
+    whole = np.concatenate(GRAPH[:3])
+    assert len(np.unique(whole, axis=0)) == len(whole) and whole[:, [0, 2]].max() < 60
+    links = np.unique(np.stack([whole[:, 0] % 6, whole[:, 1], whole[:, 2] % 6], axis=1), axis=0)
+    assert len(links) == 6 * 3  # one target for each cluster and relation
+    with pytest.raises(ValueError, match="clusters=9"):
+        generate_triples(entities=8, clusters=9)
+
+
+# ---- training
+
+
+def trained(model: Model, steps, devices=1, groups=1):
+    spec = EmbeddingSpec({"entity": Table(60, 16, 0.1)}, {k: Lookup("entity") for k in ("head", "tail", "negative")})
+    mesh, optimizer, rows = make_mesh(devices=jax.devices()[:devices]), optax.sgd(0.5), adagrad(0.1)
+    state = init_state({"relation": 0.1 * normal(6, 16)}, optimizer, HostTables.create(spec, rows), mesh)
+    batches = TripleBatches(both_directions(GRAPH.train, 3), 60, batch_size=128, negatives=24, groups=groups)
+    step = make_train_step(spec, make_loss(model, 0.01), optimizer, rows, mesh)
+    state = fit(state, planned(spec, batches.stream(0, steps)), step)
+    nothing = np.zeros((0, 1), np.int32)
+    plans = plan(spec, {"head": np.arange(60, dtype=np.int32), "tail": nothing, "negative": nothing})
+    entities = activations(spec, {name: rows.value for name, rows in state.tables.read(plans).items()}, plans)["head"]
+    return np.asarray(entities), np.asarray(state.dense.params["relation"][0])
+
+
+def test_training_means_the_same_on_any_number_of_devices_that_divides_the_groups():
+    steps = -(-2 * len(GRAPH.train) // 128)
+    assert 2 * len(GRAPH.train) % 128  # the last batch is padded
+    wanted, found = trained(COMPLEX, steps, groups=2), trained(COMPLEX, steps, devices=2, groups=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, wanted)
+    start = trained(COMPLEX, 0)  # negative control
+    assert all(np.abs(a - b).max() > 0.1 for a, b in zip(start, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("name", "times"), [("complex", 3), ("distmult", 1.5)])
+def test_a_small_graph_is_learned(name, times):
+    queries, known = both_directions(GRAPH.test, 3), KnownTails.of(GRAPH).pairs
+    before, after = (
+        summarize(filtered_ranks(MODELS[name], *trained(MODELS[name], steps), queries, known))["mrr"]
+        for steps in (0, 200)
+    )
+    assert after > times * before
+
+
+def test_the_experiment_keeps_its_contract(tmp_path):
+    command = [sys.executable, ROOT / "experiments" / "oac_link_prediction.py", "--preset", "smoke", "--epochs", "5"]
+    done = subprocess.run([*command, "--workdir", tmp_path / "run"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert {"test_mrr", "test_hits_at_1", "test_hits_at_3", "test_hits_at_10", "train_seconds"} <= found.keys()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5] and rows[-1]["valid_mrr"] == found["valid_mrr"] > 0.15
+
+
+@pytest.mark.slow
+def test_fb15k_237_reaches_its_rank(real_data, tmp_path):
+    """About 0.338 with the defaults."""
+    command = [
+        sys.executable,
+        ROOT / "experiments" / "oac_link_prediction.py",
+        "--path",
+        real_data / "kg" / "FB15k-237",
+    ]
+    done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["test_mrr"] >= 0.33
