@@ -295,7 +295,7 @@ def test_a_generated_graph_is_split_distinct_and_follows_its_clusters():
 
 def trained(model: Model, steps, devices=1, groups=1):
     spec = EmbeddingSpec({"entity": Table(60, 16, 0.1)}, {k: Lookup("entity") for k in ("head", "tail", "negative")})
-    mesh, optimizer, rows = make_mesh(devices=jax.devices()[:devices]), optax.sgd(0.5), adagrad(0.1)
+    mesh, optimizer, rows = make_mesh(devices=jax.devices()[:devices]), optax.sgd(10.0), adagrad(0.1)
     state = init_state({"relation": 0.1 * normal(6, 16)}, optimizer, HostTables.create(spec, rows), mesh)
     batches = TripleBatches(both_directions(GRAPH.train, 3), 60, batch_size=128, negatives=24, groups=groups)
     step = make_train_step(spec, make_loss(model, 0.01), optimizer, rows, mesh)
@@ -312,7 +312,8 @@ def test_training_means_the_same_on_any_number_of_devices_that_divides_the_group
     wanted, found = trained(COMPLEX, steps, groups=2), trained(COMPLEX, steps, devices=2, groups=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, wanted)
     start = trained(COMPLEX, 0)  # negative control
-    assert all(np.abs(a - b).max() > 0.1 for a, b in zip(start, wanted, strict=True))
+    moved = [float(np.abs(a - b).max()) for a, b in zip(start, wanted, strict=True)]
+    assert min(moved) > 0.1, moved
 
 
 @pytest.mark.parametrize(("name", "times"), [("complex", 3), ("distmult", 1.5)])
@@ -325,25 +326,26 @@ def test_a_small_graph_is_learned(name, times):
     assert after > times * before
 
 
-def test_the_experiment_keeps_its_contract(tmp_path):
-    command = [sys.executable, ROOT / "experiments" / "oac_link_prediction.py", "--preset", "smoke", "--epochs", "5"]
-    done = subprocess.run([*command, "--workdir", tmp_path / "run"], capture_output=True, text=True)
+def run_experiment(directory, *flags):
+    command = [sys.executable, ROOT / "experiments" / "oac_link_prediction.py", "--workdir", directory, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert {"test_mrr", "test_hits_at_1", "test_hits_at_3", "test_hits_at_10", "train_seconds"} <= found.keys()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5] and rows[-1]["valid_mrr"] == found["valid_mrr"] > 0.15
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
+    found = run_experiment(tmp_path, "--preset", "smoke", "--epochs", "5")
+    for mode in ("sync", "async", "oac"):
+        assert {f"{key}_{mode}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
+    assert found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    epochs = [(row["mode"], row["epoch"]) for row in rows]
+    assert epochs == [(mode, epoch) for mode in ("sync", "async", "oac") for epoch in range(1, 6)]
+    assert rows[-1]["valid_mrr"] == found["valid_mrr_oac"] > 0.15
 
 
 @pytest.mark.slow
 def test_fb15k_237_reaches_its_rank(real_data, tmp_path):
-    """About 0.338 with the defaults."""
-    command = [
-        sys.executable,
-        ROOT / "experiments" / "oac_link_prediction.py",
-        "--path",
-        real_data / "kg" / "FB15k-237",
-    ]
-    done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "results.json").read_text())["test_mrr"] >= 0.33
+    """About 0.338 with the defaults, in every mode."""
+    found = run_experiment(tmp_path, "--path", str(real_data / "kg" / "FB15k-237"), "--modes", "oac")
+    assert found["test_mrr_oac"] >= 0.33
