@@ -55,6 +55,25 @@ def update(dense, rows, plan, batch, *, spec, loss, optimizer, row_optimizer, ax
       dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[]}.
     """
 
+    values = {name: stack_rows.value for name, stack_rows in rows.items()}
+    gradient, row_gradients, metrics = gradients(dense.params, values, plan, batch, spec=spec, loss=loss, axes=axes)
+    replicas = jax.lax.axis_size(REPLICA) if axes and row_gradient == "mean" else 1
+    row_gradients = jax.tree.map(lambda g: g / replicas, row_gradients)
+    return step_dense(dense, gradient, optimizer), step_rows(rows, row_gradients, dense.step, row_optimizer), metrics
+
+
+def gradients(params, values, plan, batch, *, spec, loss, axes=False):
+    """The first half of `update`: the gradients of a batch, for those who apply them later (Hogwild).
+
+    Args:
+      params: dense parameters, without a replica axis.
+      values: {stack: f32[S, U, E]}; a device's own shards if `axes`.
+      plan, batch, spec, loss, axes: as for `update`.
+
+    Returns:
+      The gradient by params, by values (summed over replicas), and metrics.
+    """
+
     def objective(params, values):
         if axes:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
@@ -66,23 +85,27 @@ def update(dense, rows, plan, batch, *, spec, loss, optimizer, row_optimizer, ax
         weight = jax.lax.psum(weight, DATA) if axes else weight
         return jnp.sum(per_example * batch.weight) / jnp.where(weight > 0, weight, 1), weight
 
-    values = {name: stack_rows.value for name, stack_rows in rows.items()}
-    (value, weight), (gradient, row_gradients) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(
-        dense.params, values
-    )
     # Under shard_map both gradients are summed already, by autodiff: over the devices of a replica for the dense
     # parameters, over all devices for the rows. A psum here would count them twice.
-    updates, opt_state = optimizer.update(gradient, dense.opt_state, dense.params)
-    replicas = jax.lax.axis_size(REPLICA) if axes and row_gradient == "mean" else 1
-    new_rows = {
-        name: Rows(*row_optimizer.update(row_gradients[name] / replicas, old.value, old.slots, dense.step))
-        for name, old in rows.items()
-    }
+    differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+    (value, weight), (gradient, row_gradients) = differentiate(params, values)
     if axes:
         value = jax.lax.pmean(jax.lax.psum(value, DATA), REPLICA)
         weight = jax.lax.psum(weight, REPLICA)
-    new_dense = DenseState(dense.step + 1, optax.apply_updates(dense.params, updates), opt_state)
-    return new_dense, new_rows, {"loss": value, "weight": weight}
+    return gradient, row_gradients, {"loss": value, "weight": weight}
+
+
+def step_dense(dense: DenseState, gradient, optimizer) -> DenseState:
+    """The dense half of a step: optax on the parameters."""
+    updates, opt_state = optimizer.update(gradient, dense.opt_state, dense.params)
+    return DenseState(dense.step + 1, optax.apply_updates(dense.params, updates), opt_state)
+
+
+def step_rows(rows: dict[str, Rows], row_gradients, step, row_optimizer: RowOptimizer) -> dict[str, Rows]:
+    """The sparse half of a step: the row optimizer on the rows that a batch touched."""
+    return {
+        name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step)) for name, old in rows.items()
+    }
 
 
 def init_state(params, optimizer, tables, mesh=None) -> TrainState:
