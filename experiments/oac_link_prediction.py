@@ -10,8 +10,9 @@ Entities lie in host tables, relations are dense parameters; the negatives of a 
 --path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it a graph is
 generated whose entities fall in clusters that each relation permutes.
 
-Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128 in about 2 minutes;
-the published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
+Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128, 2 to 3 minutes a
+mode; async 0.337, so staleness does not hurt here. WN18RR wants `--n3 0.1 --epochs 20`. The published 0.37 takes rank
+2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
 """
 
 import dataclasses

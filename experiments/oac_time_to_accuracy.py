@@ -1,6 +1,6 @@
 """Time to accuracy of the four modes: does asynchrony hurt, and what does it cost to have neither stale nor slow?
 
-    python experiments/oac_time_to_accuracy.py                      7 minutes
+    python experiments/oac_time_to_accuracy.py                      3 minutes
     python experiments/oac_time_to_accuracy.py --preset paper       more steps and seeds; goes on arm by arm
 
 Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over host tables behind
