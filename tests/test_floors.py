@@ -9,17 +9,22 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 # A floor a line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
     ["types"],
-    ["sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow"],
+    [
+        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
+        "shadowsync.rules",
+    ],
     [
         "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
+        "shadowsync.shadow",
     ],
     ["embedding"],
     ["step", "checkpoint"],
-    ["loop", "oac"],
+    ["loop", "oac", "shadowsync"],
     [""],
 ]  # fmt: skip
 HOST_FILES = ["checkpoint", "loop", "embedding.host", "data", "oac.flow", "oac.pipeline"]
+HOST_FILES += ["shadowsync.shadow", "shadowsync.trainers"]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 
@@ -88,6 +93,10 @@ def test_imports_point_down():
         ("oac/ring.py", "import jaxrec.oac.pipeline"),
         ("oac/stale.py", "import threading"),
         ("loop.py", "from jaxrec.oac import Pipeline"),
+        ("oac/pipeline.py", "from jaxrec.shadowsync import Shadow"),
+        ("shadowsync/rules.py", "import threading"),
+        ("shadowsync/emulate.py", "import time"),
+        ("shadowsync/shadow.py", "from jaxrec.step import update"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path, path, line):

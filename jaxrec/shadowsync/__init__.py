@@ -1,0 +1,12 @@
+"""ShadowSync: replicas of the dense parameters synchronised in the background, and their foreground counterparts."""
+
+from jaxrec.shadowsync.emulate import ALL_REDUCE, Emulation, Script
+from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
+from jaxrec.shadowsync.shadow import AllToAll, Centre, Foreground, Left, Shadow, Transport, spread
+from jaxrec.shadowsync.trainers import Figures, train_freely
+
+__all__ = [
+    "ALL_REDUCE", "AllToAll", "Centre", "Emulation", "Figures", "Foreground", "Left", "Rule", "Script", "Shadow",
+    "Transport",
+    "bmuf", "easgd", "mean_of", "model_averaging", "spread", "train_freely",
+]  # fmt: skip

@@ -1,0 +1,151 @@
+"""The emulation of many trainers: one is plain training, the script is the rules', the order is seeded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrec import Batch, init_state, make_train_step
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
+from jaxrec.shadowsync import ALL_REDUCE, Emulation, Script, bmuf, easgd, model_averaging
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
+PARAMS = {"w": jnp.ones(4)}
+close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+def batches(number, seed=0, size=8):
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        ids, label = rng.integers(0, 40, size).astype(np.int32), rng.integers(0, 2, size)
+        yield Batch({"item": ids}, np.zeros((size, 0), np.float32), label.astype(np.float32), np.ones(size, np.float32))
+
+
+def emulate(number, trainers, workers=1, script=None, dense=None, rows=None, **more):
+    dense, rows = dense or optax.sgd(0.1), rows or sgd(0.1)
+    emulation = Emulation(SPEC, loss, dense, rows, PARAMS, next(batches(1)), trainers, workers, script, **more)
+    return emulation, emulation.run(batches(number))
+
+
+def weights(emulation):
+    return np.asarray(emulation.state.dense.params["w"])
+
+
+def table(emulation):
+    return np.asarray(emulation.state.tables.value["width_4"][0])
+
+
+def test_one_worker_of_one_trainer_is_plain_training():
+    dense, rows = optax.adam(0.01), adagrad(0.1)
+    emulation, losses = emulate(30, 1, dense=dense, rows=rows)
+    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, rows)), make_train_step(SPEC, loss, dense, rows)
+    wanted = []
+    for batch in batches(30):
+        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        wanted.append(metrics["loss"])
+    close(losses, wanted)
+    jax.tree.map(close, emulation.replica().dense, state.dense)
+    close(table(emulation), state.tables.shards["width_4"][0]["value"])
+
+
+@pytest.mark.parametrize("script", [None, Script(easgd(), 3, 2), ALL_REDUCE])
+def test_the_order_is_the_seeds_and_runs_repeat_to_the_bit(script):
+    workers = 1 if script == ALL_REDUCE else 3
+    first, again, other = (emulate(48, 4, workers, script, seed=seed)[0] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(weights(first), weights(again))
+    np.testing.assert_array_equal(table(first), table(again))
+    if script != ALL_REDUCE:
+        assert (weights(first) != weights(other)).any()
+
+
+def test_every_gradient_is_applied_once():
+    """With a loss linear in all parameters, order and age change nothing but rounding."""
+    linear = lambda params, activations, batch: -activations["item"].sum(-1) - params["w"].sum()
+    found = Emulation(SPEC, linear, optax.sgd(1.0), sgd(1.0), PARAMS, next(batches(1)), trainers=3, workers=4)
+    before = table(found)
+    found.run(batches(48))
+    np.testing.assert_array_equal(weights(found), 1 + 16)
+    counts = np.zeros(40)
+    for batch in batches(48):
+        np.add.at(counts, batch.ids["item"], 1 / 8)
+    close(table(found) - before, np.repeat(counts[:, None], 4, axis=1))
+    assert found.ticks == 16 and found.example_level_parallelism == 8 * 3 * 4
+
+
+def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
+    """FR-MA-1 with SGD and all-reduce; rows see sums over trainers, which a learning rate divided by n undoes."""
+    n, dense, rows = 4, optax.sgd(0.1), sgd(0.1 / 4)
+    averaged, _ = emulate(40, n, script=Script(model_averaging(1.0), 1), rows=rows)
+    reduced, _ = emulate(40, n, script=ALL_REDUCE, rows=rows)
+    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, sgd(0.1))), None
+    step = make_train_step(SPEC, loss, dense, sgd(0.1))
+    stream = batches(40)
+    for some in zip(*[stream] * n, strict=True):
+        large = jax.tree.map(lambda *x: np.concatenate(x), *some)
+        state, _ = step(state, plan(SPEC, large.ids), large)
+    close(weights(reduced), np.broadcast_to(state.dense.params["w"], (n, 4)))
+    close(table(reduced), state.tables.shards["width_4"][0]["value"])
+    # Averaging after each step reads rows of other trainers' newer events: near, not equal (test_shadow has equal).
+    np.testing.assert_allclose(weights(averaged).mean(axis=0), weights(reduced)[0], atol=2e-4)
+    alone, _ = emulate(40, n, rows=rows)  # negative control
+    assert np.ptp(weights(alone), axis=0).max() > 3 * np.ptp(weights(averaged), axis=0).max()
+
+
+@pytest.mark.parametrize(
+    "rule", [easgd(0.3), model_averaging(0.5), bmuf(0.5, eta=0.9, momentum=0.4)], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("latency", [0, 2])
+def test_a_script_does_what_the_rules_say(rule, latency):
+    """Beside plain code, with rows that do not move and a dense part that walks by its own constant step."""
+    n, every, ticks = 3, 4, 13
+    walk = lambda params, activations, batch: -params["w"].sum() * (1 + batch.label.mean())
+    found = Emulation(
+        SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, next(batches(1)), n, script=Script(rule, every, latency)
+    )
+    order = list(batches(n * ticks))
+    found.run(order)
+    live, before = [np.ones(4, np.float32) for _ in range(n)], [None] * n
+    shared, rounds = rule.init(np.ones(4, np.float32)), 0
+    for tick in range(1, ticks + 1):
+        if tick > 1:  # what a tick has computed is applied in the next
+            for i in range(n):
+                live[i] = live[i] + 1 + order[(tick - 2) * n + i].label.mean()
+        groups = [[i] for i in range(n)] if rule.has_centre else [list(range(n))]
+        for number, group in enumerate(groups):
+            begins, ends = ((t + number) % every == 0 < t for t in (tick, tick - latency))
+            for phase in ("begin", "end") if latency == 0 else ("end", "begin"):
+                if phase == "begin" and begins:
+                    for i in group:
+                        before[i] = live[i].copy()
+                if phase == "end" and ends:
+                    shared, target = rule.combine(shared, np.mean([before[i] for i in group], axis=0))
+                    for i in group:
+                        live[i], rounds = rule.merge(live[i], before[i], target), rounds + 1
+    live = [w + 1 + order[(ticks - 1) * n + i].label.mean() for i, w in enumerate(live)]
+    close(weights(found), np.stack(live))
+    assert found.average_sync_gap == pytest.approx(ticks * n / rounds)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"trainers": 0}, "must be 1 or more"),
+        ({"workers": 0}, "must be 1 or more"),
+        ({"script": ALL_REDUCE, "workers": 2}, "all_reduce"),
+        ({"script": Script(easgd(), 0)}, "every_ticks=0"),
+        ({"script": Script(easgd(), 2, 3)}, "do not overlap"),
+        ({"spec": EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)}, "shards"),
+    ],
+)
+def test_bad_input_is_refused(changed, message):
+    given = {"spec": SPEC, "trainers": 2, "workers": 1, "script": None} | changed
+    spec = given.pop("spec")
+    with pytest.raises(ValueError, match=message):
+        Emulation(spec, loss, optax.sgd(0.1), sgd(0.1), PARAMS, next(batches(1)), **given)
+    with pytest.raises(ValueError, match="fewer batches"):
+        emulate(2, 3)
