@@ -367,8 +367,16 @@ def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_
     assert same((pipeline.state, []), (expected[16], []))
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler; a job in a shell's background begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("place", ["hook", "thread", "update"])
-def test_ctrl_c_leaves_no_thread_and_no_half_batch(place):
+def test_ctrl_c_leaves_no_thread_and_no_half_batch(place, ctrl_c):
     batches, expected = make_batches(16), {}
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
     ask = {"hook": lambda: signal.raise_signal(signal.SIGINT), "thread": _thread.interrupt_main}.get(place)
