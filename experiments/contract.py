@@ -66,6 +66,23 @@ class Run:
         print(f"run written to {self.directory}")
 
 
+# Student's t, 97.5 %, for 1 to 30 degrees of freedom.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def paired_interval(differences) -> tuple[float, float | None]:
+    """Mean and half width of the 95 % interval of paired differences, one a seed; no width from a single one."""
+    differences = np.asarray(differences, np.float64)
+    n = len(differences)
+    if n < 2:
+        return float(differences.mean()), None
+    t = _T[n - 2] if n - 2 < len(_T) else 1.96
+    return float(differences.mean()), float(t * differences.std(ddof=1) / n**0.5)
+
+
 def environment() -> dict:
     """Versions, commit, device and cores: what a figure depends on beside its configuration."""
     versions: dict[str, str | None] = {}

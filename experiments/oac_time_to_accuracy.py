@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from contract import Run, plot
+from contract import Run, paired_interval, plot
 from oac_throughput import EmulatedLink
 from tqdm import tqdm
 
@@ -186,11 +186,7 @@ def summarize(rows: list[dict], seeds: int) -> dict[str, Any]:
             times = [seconds_to(curves[exponent, arm, seed], targets[seed]) for seed in range(seeds)]
             key = f"{arm}_exponent_{exponent}"
             results[f"test_auc_{key}"] = float(sync.mean() - loss.mean())
-            results[f"auc_loss_{key}"] = float(loss.mean())
-            half = 2.776 if seeds == 5 else 1.96  # Student's t of 4 degrees of freedom
-            results[f"auc_loss_half_interval_{key}"] = (
-                float(half * loss.std(ddof=1) / seeds**0.5) if seeds > 1 else None
-            )
+            results[f"auc_loss_{key}"], results[f"auc_loss_half_interval_{key}"] = paired_interval(loss)
             results[f"seconds_to_target_{key}"] = None if None in times else float(np.mean(times))  # type: ignore[arg-type]
             results[f"seeds_that_reach_target_{key}"] = sum(t is not None for t in times)
             mode = arm.split("_")[0]

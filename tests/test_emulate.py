@@ -28,16 +28,16 @@ def batches(number, seed=0, size=8):
 
 def emulate(number, trainers, workers=1, script=None, dense=None, rows=None, **more):
     dense, rows = dense or optax.sgd(0.1), rows or sgd(0.1)
-    emulation = Emulation(SPEC, loss, dense, rows, PARAMS, next(batches(1)), trainers, workers, script, **more)
+    emulation = Emulation(SPEC, loss, dense, rows, PARAMS, trainers, workers, script, **more)
     return emulation, emulation.run(batches(number))
 
 
 def weights(emulation):
-    return np.asarray(emulation.state.dense.params["w"])
+    return np.stack([dense.params["w"] for dense in emulation.dense])
 
 
 def table(emulation):
-    return np.asarray(emulation.state.tables.value["width_4"][0])
+    return np.asarray(emulation.tables.value["width_4"][0])
 
 
 def test_one_worker_of_one_trainer_is_plain_training():
@@ -66,7 +66,7 @@ def test_the_order_is_the_seeds_and_runs_repeat_to_the_bit(script):
 def test_every_gradient_is_applied_once():
     """With a loss linear in all parameters, order and age change nothing but rounding."""
     linear = lambda params, activations, batch: -activations["item"].sum(-1) - params["w"].sum()
-    found = Emulation(SPEC, linear, optax.sgd(1.0), sgd(1.0), PARAMS, next(batches(1)), trainers=3, workers=4)
+    found = Emulation(SPEC, linear, optax.sgd(1.0), sgd(1.0), PARAMS, trainers=3, workers=4)
     before = table(found)
     found.run(batches(48))
     np.testing.assert_array_equal(weights(found), 1 + 16)
@@ -104,9 +104,7 @@ def test_a_script_does_what_the_rules_say(rule, latency):
     """Beside plain code, with rows that do not move and a dense part that walks by its own constant step."""
     n, every, ticks = 3, 4, 13
     walk = lambda params, activations, batch: -params["w"].sum() * (1 + batch.label.mean())
-    found = Emulation(
-        SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, next(batches(1)), n, script=Script(rule, every, latency)
-    )
+    found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, n, script=Script(rule, every, latency))
     order = list(batches(n * ticks))
     found.run(order)
     live, before = [np.ones(4, np.float32) for _ in range(n)], [None] * n
@@ -146,6 +144,6 @@ def test_bad_input_is_refused(changed, message):
     given = {"spec": SPEC, "trainers": 2, "workers": 1, "script": None} | changed
     spec = given.pop("spec")
     with pytest.raises(ValueError, match=message):
-        Emulation(spec, loss, optax.sgd(0.1), sgd(0.1), PARAMS, next(batches(1)), **given)
+        Emulation(spec, loss, optax.sgd(0.1), sgd(0.1), PARAMS, **given)
     with pytest.raises(ValueError, match="fewer batches"):
         emulate(2, 3)

@@ -1,0 +1,302 @@
+"""What replication costs in quality, and how much of it each way of synchronising gives back.
+
+    python experiments/shadowsync_quality.py                                    8 replicas, synthetic clicks
+    python experiments/shadowsync_quality.py --data criteo --path train.prepared    made by prepare.py
+    python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
+
+One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting (Zheng et al., arXiv
+2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which plays n x m Hogwild workers in a
+seeded order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
+fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
+back to back. Rules: EASGD and model averaging with alpha 0.5, BMUF with alpha 0.5, eta 1 and --block-momentum. All arms
+train with the same rates.
+
+Evaluated is trainer 0, as the paper's patent has it (the last local version of one trainer), against one replica with
+one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share data and
+initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the interval of s_RULE minus its
+best foreground counterpart lies above (true) or below (false) -0.0005 AUC; absent while seeds are too few to say. A run
+goes on arm by arm with --resume.
+"""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from contract import Run, paired_interval, plot
+from tqdm import tqdm
+
+from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
+from jaxrec.loop import evaluate, keep_memory, planned
+from jaxrec.models.dlrm import DLRM
+from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, spread
+from jaxrec.shadowsync.emulate import make_events
+from jaxrec.step import make_eval_step
+from jaxrec.types import Batch
+
+MARGIN = 0.0005  # of AUC
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the experiment; what is not given follows from the preset."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    seeds: int | None = None
+    data: Literal["synthetic", "criteo"] = "synthetic"
+    path: Path | None = None
+    """Prepared Criteo rows, a directory."""
+    examples: int | None = None
+    """Trained on in all, by all trainers together."""
+    rows: int = 100_000
+    """Of all synthetic tables together."""
+    trainers: tuple[int, ...] | None = None
+    workers: int = 1
+    arms: tuple[str, ...] | None = None
+    batch_size: int | None = None
+    shadow_steps: int = 5
+    """Steps of a trainer that a round of its shadow takes: the average sync gap."""
+    block_momentum: float = 0.3
+    learning_rate: float = 0.01
+    row_learning_rate: float = 0.05
+    width: int = 16
+
+
+class Size(NamedTuple):
+    """What a preset decides."""
+
+    examples: int
+    seeds: int
+    trainers: tuple[int, ...]
+    arms: tuple[str, ...]
+
+
+def arms_of(*periods: int) -> tuple[str, ...]:
+    """All arms, the foreground ones with these k."""
+    rules = ("easgd", "ma", "bmuf")
+    foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(rules, periods))
+    return ("none", "all_reduce", *foreground, *(f"s_{rule}" for rule in rules))
+
+
+SIZES = {
+    "smoke": Size(16_000, 2, (4,), ("none", "fr_ma_5", "s_ma", "s_easgd")),
+    "default": Size(200_000, 3, (8,), arms_of(5, 30)),
+    "paper": Size(10_000_000, 5, (1, 5, 10, 15, 20), arms_of(5, 30, 100)),
+}
+
+
+def size_of(config: Config) -> Size:
+    """The preset's sizes, but for those that were given."""
+    given = {name: getattr(config, name) for name in Size._fields}
+    return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def script_of(arm: str, config: Config) -> Script | str | None:
+    """How the replicas of an arm are synchronised.
+
+    Errors:
+      ValueError: there is no such arm.
+    """
+    rules: dict[str, Callable[[], Rule]] = {
+        "easgd": easgd,
+        "ma": model_averaging,
+        "bmuf": lambda: bmuf(momentum=config.block_momentum),
+    }
+    if arm in ("none", "all_reduce"):
+        return ALL_REDUCE if arm == "all_reduce" else None
+    kind, rule, *period = arm.split("_")
+    if rule not in rules or kind not in ("s", "fr") or (kind == "fr") != (len(period) == 1):
+        raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE or fr_RULE_k, RULE one of {', '.join(rules)}.")
+    if kind == "s":
+        return Script(rules[rule](), config.shadow_steps, config.shadow_steps)
+    return Script(rules[rule](), int(period[0]))
+
+
+class Data(NamedTuple):
+    """What is trained and tested on."""
+
+    cardinalities: tuple[int, ...]
+    train: Callable[[int], Iterable[Batch]]  # by seed
+    test: Callable[[int], Iterable[Batch]]
+    batches: int
+
+
+def make_data(config: Config, size: Size) -> Data:
+    """Synthetic clicks, or prepared Criteo rows in their order."""
+    if config.data == "synthetic":
+        batch_size = config.batch_size or 200
+        cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
+        clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
+        test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
+        return Data(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
+    from jaxrec.data.criteo import open_split
+    from jaxrec.data.loader import Loader
+
+    if config.path is None:
+        raise ValueError("--data criteo needs --path: a directory made by prepare.py.")
+    train, tested = open_split(config.path, "train"), open_split(config.path, "test")
+    batch_size = config.batch_size or 128
+    batches = min(sum(train.rows), config.examples or sys.maxsize) // batch_size
+    stream = lambda seed: itertools.islice(Loader(train, batch_size), batches)
+    return Data(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
+
+
+class Job:
+    """The model; each arm of each seed is a fresh emulation of it."""
+
+    def __init__(self, config: Config, data: Data):
+        keep_memory()
+        self.config, self.data = config, data
+        fields = [f"C{i}" for i in range(len(data.cardinalities))]
+        tables = {name: Table(n, config.width) for name, n in zip(fields, data.cardinalities, strict=True)}
+        self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=1, seed=config.seed)
+        self.model = DLRM((64, config.width), (64, 1))
+        self.optimizer = optax.adagrad(config.learning_rate, initial_accumulator_value=0.0)
+        self.row_optimizer = rowwise_adagrad(config.row_learning_rate)
+        self.eval_step = make_eval_step(self.spec, self.predict)
+        self.programs = make_events(self.spec, self.loss, self.optimizer, self.row_optimizer)
+
+    def predict(self, params, activations, batch):
+        """Logits f32[B]."""
+        return self.model.apply(params, batch.dense, activations["sparse"])
+
+    def loss(self, params, activations, batch):
+        """f32[B]."""
+        return optax.sigmoid_binary_cross_entropy(self.predict(params, activations, batch), batch.label)
+
+    def run(self, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
+        """Trains and evaluates one arm of one seed."""
+        example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
+        spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
+        emulation = Emulation(
+            spec, self.loss, self.optimizer, self.row_optimizer, self.model.init(jax.random.key(seed), *example),
+            trainers, workers, script_of(arm, self.config), seed, self.programs,
+        )  # fmt: skip
+        start = time.perf_counter()
+        losses = emulation.run(self.data.train(seed))
+        seconds = time.perf_counter() - start
+        test = planned(self.spec, self.data.test(seed))
+        found = evaluate(emulation.replica(0), test, self.eval_step)
+        gap = emulation.average_sync_gap
+        return {
+            "arm": arm, "trainers": trainers, "workers": workers, "seed": seed, "evaluated": "trainer 0",
+            "regime": "free-running, emulated", "train_loss": float(losses.mean()), "emulation_seconds": seconds,
+            "example_level_parallelism": emulation.example_level_parallelism,
+            "average_sync_gap": gap if np.isfinite(gap) else None,
+            "spread": spread(jax.tree.map(lambda *x: jnp.stack(x), *[dense.params for dense in emulation.dense])),
+            **{f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")},
+        }  # fmt: skip
+
+
+def summarize(rows: list[dict]) -> dict[str, Any]:
+    """What results.json holds, from the arms of all seeds."""
+    found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
+    seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
+    results: dict[str, Any] = {"regime": "free-running, emulated", "evaluated": "trainer 0", "seeds": len(seeds)}
+
+    def values(arm: str, n: int, key: str) -> np.ndarray:
+        return np.array([found[arm, n, seed][f"test_{key}"] for seed in seeds])
+
+    whole = [key for key in dict.fromkeys((a, n) for a, n, _ in found) if all((*key, seed) in found for seed in seeds)]
+    for arm, n in whole:
+        at = f"{arm}_trainers_{n}"
+        auc, entropy = values(arm, n, "auc"), values(arm, n, "normalized_entropy")
+        change, half = paired_interval(auc - values("one_replica", 1, "auc"))
+        base = values("one_replica", 1, "normalized_entropy")
+        relative, relative_half = paired_interval(100 * (entropy - base) / base)
+        results |= {
+            f"test_auc_{at}": float(auc.mean()),
+            f"auc_change_{at}": change,
+            f"auc_change_half_interval_{at}": half,
+        }
+        results |= {f"relative_ne_percent_{at}": relative, f"relative_ne_percent_half_interval_{at}": relative_half}
+        for key in ("average_sync_gap", "example_level_parallelism"):
+            results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
+        results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
+    for (arm, n), rule in ((key, key[0][2:]) for key in whole if key[0].startswith("s_")):
+        twins = [key for key in whole if key[0].startswith(f"fr_{rule}_") and key[1] == n]
+        if twins:
+            best = max(twins, key=lambda key: values(key[0], key[1], "auc").mean())
+            change, half = paired_interval(values(arm, n, "auc") - values(best[0], best[1], "auc"))
+            at = f"{arm}_trainers_{n}"
+            results |= {f"best_foreground_of_{at}": best[0], f"auc_over_foreground_{at}": change}
+            results[f"auc_over_foreground_half_interval_{at}"] = half
+            if half is not None and (change - half > -MARGIN or change + half < -MARGIN):
+                results[f"non_inferior_{at}"] = change - half > -MARGIN
+    return results
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints the paper's table."""
+    print("arm            trainers     ELP  test AUC     change x 1e4      NE change %   gap   spread")
+    for key in results:
+        if key.startswith("test_auc_"):
+            at = key.removeprefix("test_auc_")
+            arm, _, n = at.rpartition("_trainers_")
+            auc, entropy = _with_half("auc_change", 1e4, at, results), _with_half("relative_ne_percent", 1, at, results)
+            gap = results[f"average_sync_gap_{at}"]
+            print(
+                f"{arm:<14} {n:>8} {results[f'example_level_parallelism_{at}']:>7} {results[key]:>9.4f} "
+                f"{auc:>16} {entropy:>16} "
+                f"{'-' if gap is None else f'{gap:.1f}':>5} {results[f'spread_{at}']:>8.4f}"
+            )
+
+
+def _with_half(name, scale, at, results):
+    half = results[f"{name}_half_interval_{at}"]
+    return f"{scale * results[f'{name}_{at}']:+.2f}" + ("" if half is None else f" +-{scale * half:.2f}")
+
+
+def draw(run: Run, results: dict[str, Any]) -> None:
+    """Change of AUC and of normalised entropy over the number of trainers."""
+    panels: dict[str, dict[str, tuple]] = {"change of test AUC": {}, "relative change of NE, %": {}}
+    for label, name in zip(panels, ("auc_change_", "relative_ne_percent_"), strict=True):
+        keys = [
+            key for key in results if key.startswith(name) and "half_interval" not in key and "one_replica" not in key
+        ]
+        for arm in dict.fromkeys(key.removeprefix(name).rpartition("_trainers_")[0] for key in keys):
+            mine = [key for key in keys if key.startswith(f"{name}{arm}_trainers_")]
+            panels[label][arm] = [int(key.rpartition("_")[2]) for key in mine], [results[key] for key in mine]
+    plot(run.directory / "quality_over_trainers.png", panels, "trainers")
+
+
+def main(config: Config) -> dict:
+    """Trains what is missing, arm by arm; returns what results.json holds."""
+    size = size_of(config)
+    for arm in size.arms:
+        script_of(arm, config)
+    run = Run("shadowsync_quality", config, config.workdir, config.resume)
+    job = Job(config, make_data(config, size))
+    arms = [("one_replica", 1, 1)]
+    for n, arm in itertools.product(size.trainers, size.arms):
+        if arm == "all_reduce" and config.workers > 1:
+            continue  # it waits for every worker in every step: there is no Hogwild beside it
+        arms.append((arm, n, config.workers))
+    done = {(row["arm"], row["trainers"], row["workers"], row["seed"]) for row in run.metrics()}
+    todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]
+    for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
+        run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
+    results = summarize(run.metrics())
+    show(results)
+    draw(run, results)
+    run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ValueError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
