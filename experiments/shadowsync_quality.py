@@ -8,8 +8,9 @@ One pass over a fixed number of examples, which n trainers share: ShadowSync's o
 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which plays n x m Hogwild workers in a
 seeded order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
 fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
-back to back. Rules: EASGD and model averaging with alpha 0.5, BMUF with alpha 0.5, eta 1 and --block-momentum. All arms
-train with the same rates.
+back to back. Rules: EASGD and model averaging with alpha 0.5, BMUF with alpha 0.5, eta 1 and --block-momentum.
+s_RULE-delta adds what the mean has moved instead of interpolating, which keeps all that was learned during a round; in
+the foreground the two are the same. All arms train with the same rates.
 
 Evaluated is trainer 0, as the paper's patent has it (the last local version of one trainer), against one replica with
 one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share data and
@@ -87,7 +88,7 @@ def arms_of(*periods: int) -> tuple[str, ...]:
     """All arms, the foreground ones with these k."""
     rules = ("easgd", "ma", "bmuf")
     foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(rules, periods))
-    return ("none", "all_reduce", *foreground, *(f"s_{rule}" for rule in rules))
+    return ("none", "all_reduce", *foreground, *(f"s_{rule}" for rule in (*rules, "ma-delta", "bmuf-delta")))
 
 
 SIZES = {
@@ -113,6 +114,8 @@ def script_of(arm: str, config: Config) -> Script | str | None:
         "easgd": easgd,
         "ma": model_averaging,
         "bmuf": lambda: bmuf(momentum=config.block_momentum),
+        "ma-delta": lambda: model_averaging(form="delta"),
+        "bmuf-delta": lambda: bmuf(momentum=config.block_momentum, form="delta"),
     }
     if arm in ("none", "all_reduce"):
         return ALL_REDUCE if arm == "all_reduce" else None
@@ -225,7 +228,7 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
         for key in ("average_sync_gap", "example_level_parallelism"):
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
-    for (arm, n), rule in ((key, key[0][2:]) for key in whole if key[0].startswith("s_")):
+    for (arm, n), rule in ((key, key[0][2:].removesuffix("-delta")) for key in whole if key[0].startswith("s_")):
         twins = [key for key in whole if key[0].startswith(f"fr_{rule}_") and key[1] == n]
         if twins:
             best = max(twins, key=lambda key: values(key[0], key[1], "auc").mean())

@@ -120,6 +120,43 @@ def test_oac_takes_less_time_to_the_accuracy_of_sync(tmp_path):
     assert again.returncode == 0 and results(tmp_path) == found  # all arms were there
 
 
+@pytest.mark.slow
+def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
+    flags = ("--preset", "smoke", "--workdir", tmp_path)
+    done = run("shadowsync_quality", *flags, "--seeds", 1)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["regime"] == "free-running, emulated" and found["evaluated"] == "trainer 0"
+    assert 0.6 < found["test_auc_none_trainers_4"] < found["test_auc_one_replica_trainers_1"]
+    assert found["spread_fr_ma_5_trainers_4"] < found["spread_none_trainers_4"]
+    first = logged(tmp_path)
+    again = run("shadowsync_quality", *flags, "--resume")  # arm by arm: the first seed is there
+    assert again.returncode == 0 and logged(tmp_path)[: len(first)] == first
+    assert len(logged(tmp_path)) == 2 * len(first) and "auc_over_foreground_s_ma_trainers_4" in results(tmp_path)
+    wrong = run("shadowsync_quality", *flags[:3], tmp_path / "wrong", "--arms", "s_adam")
+    assert wrong.returncode != 0 and "arm 's_adam'" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["ma", "easgd"])
+def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
+    done = run("shadowsync_isolation", "--preset", "smoke", "--rule", rule, "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["foreground_sync_gap"] == 5 and found["average_sync_gap"] >= 1
+    for way in ("shadow", "blocked", "foreground"):
+        assert found[f"{way}_over_no_sync"] > 0
+
+
+def test_shadowsync_stands_stress(tmp_path):
+    done = run("shadowsync_soak", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["torn_values"] == found["threads_left"] == 0 and found["conserved_sum_error_max"] < 1e-5
+    assert found["rounds"] > 20 and found["sets"] >= 4  # every rule
+    assert {row["rule"] for row in logged(tmp_path)} == {"s_easgd", "s_ma", "s_ma_delta", "s_bmuf"}
+
+
 @pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
