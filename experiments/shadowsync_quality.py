@@ -72,6 +72,8 @@ class Config:
     block_momentum: float = 0.3
     learning_rate: float = 0.01
     row_learning_rate: float = 0.05
+    warmup_steps: int = 0
+    """Steps of a trainer over which both rates rise linearly; many examples in flight need it."""
     width: int = 16
 
 
@@ -166,8 +168,9 @@ class Job:
         tables = {name: Table(n, config.width) for name, n in zip(fields, data.cardinalities, strict=True)}
         self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=1, seed=config.seed)
         self.model = DLRM((64, config.width), (64, 1))
-        self.optimizer = optax.adagrad(config.learning_rate, initial_accumulator_value=0.0)
-        self.row_optimizer = rowwise_adagrad(config.row_learning_rate)
+        rise = lambda rate: lambda step: rate * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
+        self.optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
+        self.row_optimizer = rowwise_adagrad(rise(config.row_learning_rate))
         self.eval_step = make_eval_step(self.spec, self.predict)
         self.programs = make_events(self.spec, self.loss, self.optimizer, self.row_optimizer)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxrec.types import PyTree
 
@@ -134,7 +134,7 @@ def mean_of(replicas: list[PyTree]) -> PyTree:
 def check_same(expected: PyTree, found: PyTree, what: str) -> None:
     """Refuses a tree of other structure, shapes or dtypes than expected, naming the first difference."""
     shapes = [
-        {jax.tree_util.keystr(path): (jnp.shape(x), str(jnp.result_type(x))) for path, x in leaves}
+        {jax.tree_util.keystr(path): (np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for path, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, found))
     ]
     for path in {**shapes[0], **shapes[1]}:

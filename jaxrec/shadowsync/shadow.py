@@ -297,7 +297,7 @@ class Shadow:
         start = time.perf_counter()
         before = jax.tree.map(np.asarray, handed)
         target, _ = self._transport.meet(self._trainer, before, False)
-        placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), target, handed)
+        placed = _place(target, handed)
         with self._changed:
             self._result, self._busy = (handed, placed), False
             self._changed.notify_all()
@@ -362,7 +362,7 @@ class Foreground:
         live = state.dense.params
         before = jax.tree.map(np.asarray, live)
         target, _ = self._transport.meet(self._trainer, before, False)
-        placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), target, live)
+        placed = _place(target, live)
         self.rounds += 1
         self.bytes += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(before))
         return state._replace(dense=state.dense._replace(params=self._merge(live, live, placed)))
@@ -398,8 +398,12 @@ def _last_rounds(rule, transport, trainer, params):
 
 
 def _with_params(state, params):
-    placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.dense.params)
-    return state._replace(dense=state.dense._replace(params=placed))
+    return state._replace(dense=state.dense._replace(params=_place(params, state.dense.params)))
+
+
+def _place(new, old):
+    """Numpy arrays to where others are, in one call."""
+    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, old))
 
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))

@@ -1,0 +1,454 @@
+"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the sync gap grows.
+
+    python experiments/shadowsync_scaling.py                       7 minutes
+    python experiments/shadowsync_scaling.py --tensors dlrm        servers hold whole tensors of DLRM-Kaggle, unevenly
+
+Regime: free-running. Three parts, whose figures never share a key:
+
+`measured_*`: trainers train the reference work of throughput.py over shared host tables: `train_freely`, threads of one
+process, n trainers held to n cores and each program to one thread. The base is one trainer on one core that does not
+synchronise; it takes turns with trainers on all cores: none, S-EASGD and S-MA, back to back, no limit to the bandwidth.
+`busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the base's CPU seconds a step over those of
+n trainers, is what free cores would have given, if nobody waits.
+`emulated_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and sleep for the measured
+time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Their parameters and their servers' bandwidth
+are a thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the servers and
+back; the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of model averaging
+is a ring all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow motion, as
+metrics.jsonl says, because its Python work, a millisecond a trainer, shares the cores of one machine.
+`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to 1,000 trainers.
+
+`efficiency` is examples/s over n times the base. FR-EASGD-k makes a round every k steps and waits for it, so its rate
+cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is its highest rate
+over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
+
+Seen on two cores that others used too, step 83 to 90 ms: FR-EASGD-5 flattens at 14 trainers over 2 servers (simulated
+14) and at 27 over 4 (27; at 19 with `--tensors dlrm`: the largest tensor has 39 % of the bytes); efficiency at 64 is
+0.20 and 0.41 for it, 0.97 for FR-EASGD-30, 0.94 to 1.00 for S-EASGD and S-MA. S-EASGD's gap at 64 is 24 over 2 servers
+and 12 over 4, at 1,000 (simulated) 381 and 191; S-MA's is 2. Simulation and sleeping trainers differ by up to 6 % in
+examples/s and 11 to 16 % in the gap (S-MA). Measured, 2 trainers: CPU-time efficiency none 0.88, S-EASGD 0.90, S-MA
+0.90; wall-clock efficiency has not been seen with the cores free.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import simpy
+import throughput
+import tyro
+from contract import Run, plot
+from tqdm import tqdm
+
+from jaxrec.embedding import HostTables
+from jaxrec.loop import keep_memory
+from jaxrec.shadowsync.rules import Rule, easgd, model_averaging
+from jaxrec.shadowsync.shadow import AllToAll, Centre, Foreground, Left, Shadow, pack
+from jaxrec.shadowsync.trainers import train_freely
+from jaxrec.types import DenseState, TrainState
+
+SCALE = 1000  # real parameters over those of a sleeping trainer
+SHORTEST_STEP_S = 0.02  # of a sleeping trainer: two cores wake 64 of them
+ROUND_S = 0.006  # time to give to every trainer's share of an all-to-all round
+
+
+class Way(NamedTuple):
+    """How trainers synchronise."""
+
+    rule: Rule
+    every: int  # steps from one foreground round to the next; 0 is a shadow
+
+
+EASGD, MA = easgd(), model_averaging()
+WAYS = {"s_easgd": Way(EASGD, 0), "fr_easgd_5": Way(EASGD, 5), "fr_easgd_30": Way(EASGD, 30), "s_ma": Way(MA, 0)}
+LINES = [("s_easgd", 2), ("s_easgd", 4), ("fr_easgd_5", 2), ("fr_easgd_5", 4), ("fr_easgd_30", 2), ("s_ma", 0)]
+
+
+class Preset(NamedTuple):
+    """How much is run."""
+
+    emulated: tuple[int, ...]  # trainers
+    simulated: tuple[int, ...]  # trainers, beyond those
+    window: int  # steps that count
+    measured: tuple[str, ...]  # ways beside the base
+    rounds: int  # turns of these
+
+
+PRESETS = {
+    "smoke": Preset((1, 24), (100,), 15, ("s_easgd",), 1),
+    "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", "s_easgd", "s_ma"), 3),
+    "paper": Preset(
+        (1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64), (128, 256, 512, 1000), 300, ("none", "s_easgd", "s_ma"), 15
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the benchmark."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    rows: int = 1_000_000
+    batch_size: int = 2048
+    tensors: Literal["equal", "dlrm"] = "equal"
+    """What servers divide among them: four equal tensors, or those of DLRM-Kaggle."""
+    saturation: float = 14.0
+    """Trainers at which FR-EASGD-5 saturates two servers."""
+
+
+class Point(NamedTuple):
+    """One way to synchronise at one number of trainers."""
+
+    way: str
+    trainers: int
+    servers: int
+    step_s: float
+    jitter: float  # a step takes from 1 - jitter to 1 + jitter of its time
+    seed: int
+    sizes: tuple[int, ...]  # bytes of every tensor
+    bytes_per_s: float  # of each server, and of each link of a ring
+
+    @property
+    def label(self) -> str:
+        """The end of its keys."""
+        return f"{self.way}_trainers_{self.trainers}" + (f"_servers_{self.servers}" if self.servers else "")
+
+    @property
+    def server_s(self) -> list[float]:
+        """Seconds for which a round keeps each server."""
+        load = [0.0] * self.servers
+        for size, server in zip(self.sizes, pack(list(self.sizes), self.servers), strict=True):
+            load[server] += 2 * size / self.bytes_per_s
+        return load
+
+    @property
+    def ring_s(self) -> float:
+        """Seconds of a ring all-reduce: each link carries 2 (n - 1) / n of the parameters."""
+        return 2 * (self.trainers - 1) / self.trainers * sum(self.sizes) / self.bytes_per_s
+
+    @property
+    def warm_up(self) -> int:
+        """Steps until every trainer is past its first round."""
+        return 2 * max(10, WAYS[self.way].every)
+
+    def step_seconds(self, trainer: int) -> Iterator[float]:
+        """Without end: a pause of up to the first period, then every step's time; the same slept and simulated."""
+        random = np.random.default_rng((self.seed, trainer))
+        yield self.step_s * random.uniform(0, max(1, WAYS[self.way].every))
+        while True:
+            yield self.step_s * random.uniform(1 - self.jitter, 1 + self.jitter)
+
+
+class Ring(AllToAll):
+    """All to all, with the time that an all-reduce takes."""
+
+    def __init__(self, rule: Rule, trainers: int, seconds: float):
+        super().__init__(rule, trainers)
+        self.seconds = seconds
+
+    def meet(self, trainer, before, done):
+        """Sleeps when all have come."""
+        result = super().meet(trainer, before, done)
+        time.sleep(self.seconds)
+        return result
+
+
+def emulate(point: Point, window: int) -> dict[str, float]:
+    """Threads that sleep instead of computing and synchronise in earnest; steps and rounds a second of all."""
+    rule, every = WAYS[point.way]
+    slower = 1.0 if rule.has_centre else max(1.0, ROUND_S * point.trainers / point.step_s)
+    point = point._replace(step_s=slower * point.step_s, bytes_per_s=point.bytes_per_s / slower)
+    small = {f"{i:03d}": np.zeros(max(1, size // (4 * SCALE)), np.float32) for i, size in enumerate(point.sizes)}
+    if rule.has_centre:
+        share = sum(leaf.nbytes for leaf in small.values()) / sum(point.sizes)
+        transport: Any = Centre(rule, small, point.servers, share * point.bytes_per_s)
+    else:
+        transport = Ring(rule, point.trainers, point.ring_s)
+    synchronisers: list[Any] = [
+        Foreground(rule, transport, i, every_steps=every) if every else Shadow(rule, transport, i)
+        for i in range(point.trainers)
+    ]
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def train(trainer: int):
+        synchroniser, times = synchronisers[trainer], point.step_seconds(trainer)
+        params = jax.tree.map(lambda leaf: jnp.array(leaf)[None], small)
+        state = TrainState(DenseState(jnp.zeros((), jnp.int32), params, ()), None)
+        try:
+            with contextlib.nullcontext() if every else synchroniser:
+                time.sleep(next(times))
+                while not stop.is_set():
+                    time.sleep(next(times))
+                    state = synchroniser.exchange(state)
+        except BaseException as error:
+            if not (isinstance(error, Left) and stop.is_set()):  # at the end trainers leave one after the other
+                failures.append(error)
+
+    def counts():
+        of_all = [sum(s.steps for s in synchronisers), sum(s.rounds for s in synchronisers)]
+        return np.array([*of_all, time.process_time(), time.perf_counter()])
+
+    threads = [threading.Thread(target=train, args=(i,), daemon=True) for i in range(point.trainers)]
+    for thread in threads:
+        thread.start()
+    time.sleep(point.warm_up * point.step_s)
+    start = counts()
+    time.sleep(window * point.step_s)
+    *done, busy, seconds = (counts() - start).tolist()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    steps_per_s, rounds_per_s = (slower * number / seconds for number in done)
+    found = {"steps_per_s": steps_per_s, "rounds_per_s": rounds_per_s}
+    return found | {"slow_motion": slower, "busy_cores": busy / seconds}
+
+
+def simulate(point: Point, window: int) -> dict[str, float]:
+    """The same protocol as events; steps and rounds a second of all trainers."""
+    rule, every = WAYS[point.way]
+    world = simpy.Environment()
+    servers = [simpy.Resource(world) for _ in range(point.servers)]
+    arrived: list[simpy.Event] = []
+    steps = rounds = 0
+
+    def use(server, seconds):
+        with server.request() as turn:
+            yield turn
+            yield world.timeout(seconds)
+
+    def meet_centre():
+        yield simpy.AllOf(world, [world.process(use(*item)) for item in zip(servers, point.server_s, strict=True)])
+
+    def meet_all():
+        arrived.append(world.event())
+        mine = arrived[-1]
+        if len(arrived) == point.trainers:
+            for event in arrived:
+                event.succeed()
+            arrived.clear()
+        yield mine
+        yield world.timeout(point.ring_s)
+
+    meet = meet_centre if rule.has_centre else meet_all
+
+    def foreground(times):
+        nonlocal steps, rounds
+        yield world.timeout(next(times))
+        while True:
+            for _ in range(every):
+                yield world.timeout(next(times))
+                steps += 1
+            yield from meet()
+            rounds += 1
+
+    def shadow(times):
+        nonlocal steps, rounds
+        in_flight = None
+        yield world.timeout(next(times))
+        while True:
+            yield world.timeout(next(times))
+            steps += 1
+            if in_flight is not None and in_flight.triggered:  # folded in
+                rounds, in_flight = rounds + 1, None
+            if in_flight is None:  # handed over
+                in_flight = world.process(meet())
+
+    for trainer in range(point.trainers):
+        world.process((foreground if every else shadow)(point.step_seconds(trainer)))
+    world.run(until=point.warm_up * point.step_s)
+    before, seconds = (steps, rounds), window * point.step_s
+    world.run(until=world.now + seconds)
+    return {"steps_per_s": (steps - before[0]) / seconds, "rounds_per_s": (rounds - before[1]) / seconds}
+
+
+class Trainers:
+    """A process of n trainers on n cores."""
+
+    def __init__(self, config: Config, trainers: int):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:trainers])
+        of_xla = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={trainers}"
+        os.environ["XLA_FLAGS"] = of_xla
+        jax.config.update("jax_platforms", "cpu")
+        keep_memory()
+        reference = throughput.Config(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
+        self.work = throughput.reference_work(reference)
+        _, self.batches = throughput.synthetic(reference)
+        self.tables = HostTables.create(self.work[0], self.work[-1])
+        self.trainers = trainers
+
+    def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
+        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps."""
+        way, steps = way_and_steps
+        spec, loss, params, optimizer, row_optimizer = self.work
+        synchroniser = None
+        if way != "none":
+            rule, _ = WAYS[way]
+            transport: Any = Centre(rule, params) if rule.has_centre else AllToAll(rule, self.trainers)
+            synchroniser = lambda trainer: Shadow(rule, transport, trainer)
+        clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
+        first = len(self.batches)
+
+        def note(trainer, step, metrics):
+            clocks[trainer].append((time.perf_counter(), time.process_time()))
+
+        def stream(trainer):
+            for batch in itertools.cycle(self.batches[trainer:] + self.batches[:trainer]):
+                if min(map(len, clocks)) > first + steps:
+                    return
+                yield batch
+
+        _, figures = train_freely(
+            spec, loss, optimizer, row_optimizer, params, self.tables, [stream(i) for i in range(self.trainers)],
+            synchroniser, hook=note,
+        )  # fmt: skip
+        start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
+        done = sum(start < clock <= end for each in clocks for clock in each)
+        return {
+            "steps_per_s": done / (end[0] - start[0]),
+            "busy_cores": (end[1] - start[1]) / (end[0] - start[0]),
+            "average_sync_gap": float(np.mean(figures.average_sync_gap)),
+        }
+
+
+def measured(config: Config, run: Run) -> dict[str, Any]:
+    """Trainers that train, all ways in turns."""
+    for row in run.metrics():
+        if row["kind"] == "measured":
+            return row["results"]
+    preset, cores = PRESETS[config.preset], len(os.sched_getaffinity(0))
+    numbers = sorted({1, cores} | {2**i for i in range(10) if 2**i < cores})
+    turns = [("none", 1)] + [(way, n) for way in preset.measured for n in numbers if n > 1]
+    with ThreadPoolExecutor(2) as pool:
+        processes = pool.map(lambda n: throughput.Side(functools.partial(Trainers, config, n)), numbers)
+        sides = dict(zip(numbers, processes, strict=True))
+    found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
+    for _ in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
+        for way, n in turns:
+            found[way, n].append(sides[n].ask("run", (way, preset.window)))
+    for side in sides.values():
+        side.close()
+    of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
+    rate = {turn: config.batch_size * of(turn, "steps_per_s") for turn in turns}
+    cpu_s = {turn: of(turn, "busy_cores") / of(turn, "steps_per_s") for turn in turns}
+    base = turns[0]
+    results: dict[str, Any] = {"measured_cores": cores, "measured_base": "one trainer held to one core, no sync"}
+    results["measured_step_ms"] = 1e3 * config.batch_size / float(np.median(rate[base]))
+    for way, n in turns:
+        end = f"{way}_trainers_{n}"
+        results[f"measured_examples_per_s_{end}"] = float(np.median(rate[way, n]))
+        results[f"measured_busy_cores_{end}"] = float(np.median(of((way, n), "busy_cores")))
+        if n > 1:
+            results |= throughput.ratio(f"measured_efficiency_{end}", rate[way, n] / (n * rate[base]))
+            results |= throughput.ratio(f"measured_cpu_time_efficiency_{end}", cpu_s[base] / cpu_s[way, n])
+        if way != "none":
+            results[f"measured_average_sync_gap_{end}"] = float(np.median(of((way, n), "average_sync_gap")))
+    run.log({"kind": "measured", "results": results})
+    return results
+
+
+def points(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
+    """All lines at these numbers of trainers."""
+    params = jax.eval_shape(lambda: throughput.reference_work(throughput.Config(rows=100))[2])
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
+    sizes = sizes if config.tensors == "dlrm" else [sum(sizes) // 4] * 4
+    of_two = Point("fr_easgd_5", 1, 2, step_s, 0.1, config.seed, tuple(sizes), bytes_per_s=1.0)
+    bytes_per_s = max(of_two.server_s) * (config.saturation - 1) / (5 * step_s)
+    one = of_two._replace(bytes_per_s=bytes_per_s)
+    return [one._replace(way=way, servers=servers, trainers=n) for way, servers in LINES for n in trainers]
+
+
+def run_points(config: Config, run: Run, kind: str, function: Callable, todo: list[Point]) -> dict[Point, dict]:
+    """The rows of metrics.jsonl of these points; a point that is there already is not run again."""
+    known = {row["label"]: row for row in run.metrics() if row["kind"] == kind}
+    rows = {}
+    for point in tqdm(todo, desc=kind, unit="point", disable=None):
+        if point.label not in known:
+            found = function(point, PRESETS[config.preset].window)
+            steps, rounds = found.pop("steps_per_s"), found.pop("rounds_per_s")
+            row = {"kind": kind, "label": point.label, "examples_per_s": config.batch_size * steps}
+            row["efficiency"] = steps * point.step_s / point.trainers
+            row["average_sync_gap"] = float(WAYS[point.way].every) or steps / rounds
+            run.log(row | found)
+            known[point.label] = row | found
+        rows[point] = known[point.label]
+    return rows
+
+
+def flat(kind: str, rows: dict[Point, dict]) -> dict[str, float]:
+    """The keys of results.json of one part."""
+    results: dict[str, float] = {}
+    for figure in ("examples_per_s", "efficiency", "average_sync_gap"):
+        results |= {f"{kind}_{figure}_{p.label}": row[figure] for p, row in rows.items()}
+    for servers in (2, 4):
+        rates = {p.trainers: rows[p]["examples_per_s"] for p in rows if (p.way, p.servers) == ("fr_easgd_5", servers)}
+        results[f"{kind}_flattens_at_trainers_fr_easgd_5_servers_{servers}"] = max(rates.values()) / rates[1]
+    return results
+
+
+def lines(rows: dict[Point, dict], figure: str) -> dict[str, tuple]:
+    """{line: (trainers, values)} of a plot."""
+    found: dict[str, tuple[list, list]] = {}
+    for point, row in rows.items():
+        name = f"{point.way}, {point.servers} servers" if point.servers else point.way
+        for values, value in zip(found.setdefault(name, ([], [])), (point.trainers, row[figure]), strict=True):
+            values.append(value)
+    return dict(found)
+
+
+def largest_error(emulated: dict[Point, dict], simulated: dict[Point, dict], figure: str) -> float:
+    """The largest relative difference over all points that both have."""
+    return max(abs(simulated[p][figure] / emulated[p][figure] - 1) for p in emulated if p in simulated)
+
+
+def main(config: Config) -> dict:
+    """The three parts; returns what results.json holds."""
+    if config.saturation <= 1:
+        raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
+    jax.config.update("jax_platforms", "cpu")
+    run = Run("shadowsync_scaling", config, config.workdir, config.resume)
+    preset = PRESETS[config.preset]
+    if config.preset == "smoke":
+        config = dataclasses.replace(config, rows=20_000, batch_size=256)
+    results: dict[str, Any] = {"regime": "free-running"} | measured(config, run)
+    step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
+    common, more = points(config, step_s, preset.emulated), points(config, step_s, preset.simulated)
+    emulated = run_points(config, run, "emulated", emulate, common)
+    simulated = run_points(config, run, "simulated", simulate, common + more)
+    results |= {"emulated_step_ms": 1e3 * step_s, "emulated_server_bytes_per_s": common[0].bytes_per_s}
+    results["emulated_parameters_bytes"] = sum(common[0].sizes)
+    results["emulated_busy_cores_max"] = max(row["busy_cores"] for row in emulated.values())
+    results |= flat("emulated", emulated) | flat("simulated", simulated)
+    for figure, name in (("examples_per_s", ""), ("average_sync_gap", "_sync_gap")):
+        results[f"simulated_over_emulated{name}_error_max"] = largest_error(emulated, simulated, figure)
+    for kind, rows in (("emulated", emulated), ("simulated", simulated)):
+        panels = {
+            f"examples/s ({kind})": lines(rows, "examples_per_s"),
+            f"average sync gap, steps ({kind})": lines(rows, "average_sync_gap"),
+        }
+        plot(run.directory / f"{kind}.png", panels, "trainers")
+    run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,333 @@
+"""Partial recovery at work: hooks that track rows, save them on schedule, and bring a lost shard back alone.
+
+A shard is what CPR calls an embedding node. When one fails, the others and the dense parameters (which every trainer
+has) go on as they are; the lost one takes its rows from the newest image of each: a whole base, deltas over it, initial
+rows for what was never saved. With full recovery all goes back to the newest whole image, the data position too.
+
+The schedule, in steps:   every save_every_steps a regular save, of everything without a scheme ("vanilla");
+                          with one, every fraction * save_every_steps the rows that it picks, at most that fraction, and
+                          at regular saves all rows of the tables named in `whole`.
+
+Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
+Legend: S shards, V rows of a stack.
+"""
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore, restore_shard
+from jaxrec.cpr.priority import Priority, budget_rows
+from jaxrec.cpr.schedule import Mode, lost_portion
+from jaxrec.embedding import DeviceTables, HostTables
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.types import Plan, RowOptimizer, TrainState
+
+
+class RolledBack(Exception):
+    """Full recovery: the state is that of an earlier step; train on from there.
+
+    Attributes:
+      state: TrainState of that step.
+      step: steps trained; the data goes back to it.
+    """
+
+    def __init__(self, state: TrainState, step: int):
+        super().__init__(f"rolled back to step {step}")
+        self.state, self.step = state, step
+
+
+class Recovery:
+    """Saves a run's embedding rows and restores lost shards; a hook of `fit` and of `Pipeline`.
+
+        with Recovery(directory, spec, rows, save_every_steps=1000, total_steps=10_000, scheme=mfu()) as recovery:
+            state = recovery.begin(state)
+            state = fit(state, batches, step, hooks=[recovery.hook])        # or state = recovery.fail(state, [3])
+
+    Args:
+      directory: of the run's images; made if it does not exist.
+      spec: the tables.
+      row_optimizer: theirs.
+      save_every_steps: T_save.
+      total_steps: of the run, for the portion of lost samples.
+      mode: 'partial' or 'full', as from `plan_recovery`.
+      scheme: which rows go first, from `priority`; None saves everything at regular saves.
+      fraction: r, of the rows that a scheme may save each r T_save.
+      whole: tables that no scheme watches: all their rows are saved at regular saves. CPR's are all but the 7 largest.
+      failures: {step: shards} that fail right after a step, for emulation.
+      pipeline: an OAC `Pipeline` whose hook this is; saves are then taken at announced cuts, and failures drain it.
+      most_deltas: as for `RowCheckpointer`.
+
+    Attributes:
+      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
+      failed: shards lost so far. lost_steps: steps trained again, with full recovery.
+      rows_saved, saves: rows and saves so far.
+
+    Errors:
+      ValueError: a number out of range, an unknown table, a scheme with full recovery.
+      A failed save is raised by the hook at the next one, and on leaving the `with` block; its rows stay to be saved.
+    """
+
+    def __init__(
+        self, directory: str | Path, spec: EmbeddingSpec, row_optimizer: RowOptimizer, save_every_steps: float,
+        total_steps: int, mode: Mode = "partial", scheme: Priority | None = None, fraction: float = 0.125,
+        whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
+        most_deltas: int = 8,
+    ):  # fmt: skip
+        _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole)
+        self.directory, self.spec, self.mode = Path(directory), spec, mode
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
+        self._mini = save_every_steps * fraction if scheme else save_every_steps
+        self._scheme: Any = scheme
+        self._fraction, self._whole = fraction, _ranges(spec, whole)
+        self._failures, self._pipeline = dict(failures or {}), pipeline
+        self._checkpointer = Checkpointer(self.directory, spec)
+        self._deltas = RowCheckpointer(self.directory, spec, most_deltas=most_deltas)
+        self._trackers: dict[str, Any] = {}
+        self._picked: dict[str, Any] = {}  # of the save that is being written
+        self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while a cut is to pick or picks
+        self._lock, self._cuts = threading.Lock(), 0  # cuts that have not picked yet
+        self._regular = self._coming = 0  # step of the last regular save that is committed, and of the newest
+        self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training has waited for saves."""
+        return self._checkpointer.stall_seconds + self._deltas.stall_seconds
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Starts to track; saves the state as a base unless it is fresh, when initial rows are the base.
+
+        With full recovery, which has dense parameters to go back to, a base is always saved.
+        """
+        step = int(state.dense.step)
+        if step or self.mode == "full":
+            self._checkpointer.save(state)
+            self._checkpointer.wait()
+            self._deltas.rebase(images(self.directory)[0])
+        self._regular = self._coming = step
+        if self._scheme:
+            for name in self.spec.stacks:
+                self._trackers[name] = self._scheme.init(_value(state.tables, name), self._budget(name))
+        self._announce(step)
+        return state
+
+    def hook(self, state: TrainState, step: int, plan: dict[str, Plan], metrics) -> TrainState:
+        """Tracks the batch, saves if it is time to, and recovers from the failures of this step."""
+        if self._scheme:
+            with self._lock:
+                self._waiting.append((step, plan))
+                if not self._cuts:
+                    self._touch(step)
+        if self._due(step, self._mini) and self._pipeline is None:
+            self._save(state._replace(dense=state.dense._replace(step=np.int32(step))))
+        self._announce(step)
+        if step in self._failures:
+            state = self.fail(state, self._failures.pop(step), step)
+        return state
+
+    def fail(self, state: TrainState, shards: Sequence[int], step: int | None = None) -> TrainState:
+        """Loses shards and recovers: partial recovery restores them alone, full recovery raises `RolledBack`.
+
+        Args:
+          state: TrainState; its tables change.
+          shards: the ones that fail, of all stacks.
+          step: steps trained.
+
+        Returns:
+          The state to go on with.
+
+        Errors:
+          RolledBack: with full recovery.
+          ValueError: there is no such shard; an image is missing or damaged.
+        """
+        step = int(state.dense.step) if step is None else step
+        if any(not 0 <= shard < self.spec.shards for shard in shards) or len(set(shards)) < len(shards):
+            raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {self.spec.shards - 1}.")
+        if self._pipeline is None:
+            return state._replace(tables=self._recover(state, state.tables, shards, step))
+        with self._pipeline.exclusive() as tables:
+            self._recover(state, tables, shards, step)
+        return state
+
+    def _recover(self, state, tables, shards, step):
+        self._touch(step)
+        self._settle()
+        self.failed += len(shards)
+        if self.mode == "full":
+            self._roll_back(state, step)
+        self.pls += lost_portion(step, self._regular, self._total, self.spec.shards, len(shards))
+        return self._bring_back(tables, shards)
+
+    def _bring_back(self, tables, shards):
+        newest = self._newest()
+        for shard in shards:
+            tables = lose(tables, shard)
+            tables, _ = restore_shard(newest, tables, shard, self.spec, self._rows)
+            for name in self._trackers:
+                value = _value(tables, name)
+                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value)
+        return tables
+
+    def _roll_back(self, state, step):
+        template = state._replace(tables=state.tables)
+        restored, image = restore(images(self.directory)[0], template, self.spec)
+        self.lost_steps += step - image.step
+        raise RolledBack(restored, image.step)
+
+    def _newest(self):
+        if self._scheme:
+            return self._deltas.newest()
+        found = images(self.directory)
+        return found[0] if found else None
+
+    # ---- saving
+
+    def _due(self, step, every):
+        """Whether a multiple of `every`, which need not be whole, lies in (step - 1, step]."""
+        return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
+
+    def _announce(self, step):
+        if self._pipeline is None:
+            return
+        if self._due(step + 1, self._mini):
+            self._pipeline.cut(step + 1, self._save)
+        if step and self._due(step, self._mini):
+            with self._lock:
+                self._cuts += 1  # of this step: batches trained from now on wait until it has picked
+
+    def _touch(self, step):
+        """Tracks what waits, up to a step."""
+        while self._waiting and self._waiting[0][0] <= step:
+            for name, plan in self._waiting.pop(0)[1].items():
+                plan = without_rows(plan, self._whole.get(name, ()), self.spec.stacks[name].rows)
+                self._trackers[name] = self._scheme.touch(self._trackers[name], plan)
+
+    def _settle(self):
+        """Waits for the save that is being written; only what is committed counts as saved."""
+        picked, self._picked = self._picked, {}
+        coming, self._coming = self._coming, self._regular
+        self._checkpointer.wait()
+        self._deltas.wait()
+        for name, pick in picked.items():
+            self._trackers[name] = self._scheme.saved(self._trackers[name], pick)
+        self._regular = self._coming = coming
+
+    def _save(self, state):
+        step = int(state.dense.step)
+        try:
+            self._touch(step)
+            self._settle()
+            regular = self._due(step, self._every)
+            if self._scheme:
+                self._save_rows(state.tables, step, regular)
+            else:
+                self._checkpointer.save(state)
+                self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
+            self.saves += 1
+            self._coming = step if regular else self._coming
+        finally:
+            with self._lock:
+                self._cuts = max(0, self._cuts - 1)
+
+    def _save_rows(self, tables, step, regular):
+        rows: dict[tuple[str, int], np.ndarray] = {}
+        for name in self.spec.stacks:
+            value, budget = _value(tables, name), self._budget(name)
+            self._picked[name], self._trackers[name] = self._scheme.pick(self._trackers[name], budget, value)
+            for shard, mine in enumerate(self._picked[name].rows):
+                all_of = [_shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
+                rows[name, shard] = np.unique(np.concatenate([mine, *all_of])) if regular and all_of else mine
+        self._deltas.save(tables, rows, step)
+        if self._pipeline is not None:
+            self._deltas.wait()  # the cut ends when its rows are copied, and what it raises is raised there
+        self.rows_saved += sum(map(len, rows.values()))
+
+    def _budget(self, name):
+        stack = self.spec.stacks[name]
+        watched = stack.rows - sum(end - first for first, end in self._whole.get(name, ()))
+        return budget_rows(-(-watched // self.spec.shards), self._fraction)
+
+    def __enter__(self) -> "Recovery":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for background in (self._checkpointer, self._deltas):
+            background.__exit__(kind, error, trace)
+
+
+def lose(tables, shard: int):
+    """Makes the rows and slots of one shard NaN in all stacks, as if its node were gone; nothing of it survives.
+
+    Args:
+      tables: host tables change in place; device tables come back changed.
+      shard: from 0 to S - 1.
+
+    Returns:
+      The tables.
+    """
+    if isinstance(tables, HostTables):
+        for shards in tables.shards.values():
+            for part in shards[shard].values():
+                part[:] = np.nan
+        return tables
+    gone = lambda array: array.at[shard].set(np.nan)
+    value = {name: gone(array) for name, array in tables.value.items()}
+    slots = {name: {slot: gone(array) for slot, array in parts.items()} for name, parts in tables.slots.items()}
+    return DeviceTables(value, slots, tables.shards)
+
+
+def without_rows(plan: Plan, ranges: Sequence[tuple[int, int]], absent: int) -> Plan:
+    """A plan on the host that reads nothing of some ranges of rows [first, end) of its stack; V marks no row."""
+    if not ranges:
+        return plan
+    unique, count = np.asarray(plan.unique), np.asarray(plan.count)
+    shards, padded = unique.shape
+    keep = np.arange(padded)[None, :] < count[:, None]
+    for first, end in ranges:
+        keep &= (unique < first) | (unique >= end)
+    place = np.cumsum(keep, axis=1) - 1 + np.arange(shards)[:, None] * padded
+    place = np.append(np.where(keep, place, shards * padded).reshape(-1), shards * padded).astype(np.int32)
+    kept = np.full_like(unique, absent)
+    for shard, mine in enumerate(keep):
+        kept[shard, : mine.sum()] = unique[shard, mine]
+    inverse = {name: place[np.asarray(positions)] for name, positions in plan.inverse.items()}
+    return Plan(kept, inverse, keep.sum(axis=1).astype(np.int32), plan.invalid)
+
+
+def _value(tables, name):
+    """The embedding rows of a stack as trackers take them."""
+    if isinstance(tables, HostTables):
+        return [shard["value"] for shard in tables.shards[name]]
+    return tables.value[name]
+
+
+def _ranges(spec, whole):
+    """{stack: [(first, end)]} of the tables saved whole."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for name, stack in spec.stacks.items():
+        for place, table in enumerate(stack.tables):
+            if table in whole:
+                ranges.setdefault(name, []).append((stack.offsets[place], stack.offsets[place + 1]))
+    return ranges
+
+
+def _shard_rows(first, end, shard, shards):
+    return np.arange(first + (shard - first) % shards, end, shards, dtype=np.int32)
+
+
+def _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole):
+    if save_every_steps <= 0 or total_steps < 1:
+        raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
+    if mode not in ("partial", "full"):
+        raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
+    if scheme and mode == "full":
+        raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
+    unknown = sorted(set(whole) - set(spec.tables))
+    if unknown:
+        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
+    budget_rows(1, fraction)
