@@ -125,11 +125,10 @@ def peer(rule: Rule, transport, params):
         thread.join()
 
 
-def turn(trainer: Trainer, config: Config, way: str, steps: int, pace: float) -> tuple[np.ndarray, float]:
+def turn(trainer: Trainer, config: Config, rule: Rule, way: str, steps: int, pace: float) -> tuple[np.ndarray, float]:
     """One turn of one way: (seconds of each step, average sync gap)."""
     if way == "none":
         return trainer.run(steps), float("inf")
-    rule = RULES[config.rule]()
     transport = transport_of(rule, trainer)
     with peer(rule, transport, trainer.params):
         if way == "foreground":
@@ -148,16 +147,17 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     trainer = Trainer(config)
+    rule = RULES[config.rule]()  # one for all turns: its merge is compiled once
     paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
     ways = [("none", 0.0), ("foreground", 0.0), ("blocked", 0.0)] + [("shadow", pace) for pace in paces]
     for way, pace in ways:
-        turn(trainer, config, way, 3, pace)  # compiles
+        turn(trainer, config, rule, way, 3, pace)  # compiles
     seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     longest: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     gaps: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     for number in tqdm(range(rounds), unit="round", disable=None):
         for way, pace in ways:
-            times, gap = turn(trainer, config, way, steps, pace)
+            times, gap = turn(trainer, config, rule, way, steps, pace)
             seconds[way, pace].append(float(times.mean()))
             longest[way, pace].append(float(times.max() / np.median(times)))
             gaps[way, pace].append(gap)

@@ -187,7 +187,7 @@ class Shadow:
         if pace_seconds < 0:
             raise ValueError(f"pace_seconds={pace_seconds} must be 0 or more.")
         self._rule, self._transport, self._trainer, self._pace = rule, transport, trainer, pace_seconds
-        self._merge = jax.jit(rule.merge, donate_argnums=0)
+        self._merge: Any = None  # compiled by the thread, with the first result
         self._changed = threading.Condition()
         self._handed: Any = None  # a device copy for the thread
         self._result: Any = None  # (that copy, target), both on the device
@@ -298,6 +298,8 @@ class Shadow:
         before = jax.tree.map(np.asarray, handed)
         target, _ = self._transport.meet(self._trainer, before, False)
         placed = _place(target, handed)
+        if self._merge is None:
+            self._merge = jax.jit(self._rule.merge, donate_argnums=0).lower(handed, handed, placed).compile()
         with self._changed:
             self._result, self._busy = (handed, placed), False
             self._changed.notify_all()
