@@ -140,5 +140,29 @@ def plot(path: Path, panels: dict[str, dict[str, tuple]], x_label: str) -> bool:
     return True
 
 
+def stacked_bars(path: Path, bars: dict[str, dict[str, float]], y_label: str) -> bool:
+    """Draws {bar: {part: height}} as stacked bars to a PNG; False if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(1.2 * len(bars) + 2, 3.5))
+    below = np.zeros(len(bars))
+    for part in next(iter(bars.values())):
+        heights = np.array([parts[part] for parts in bars.values()])
+        axis.bar(list(bars), heights, bottom=below, label=part)
+        below += heights
+    axis.set(ylabel=y_label)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
 def _plain(value):
     return value.item() if isinstance(value, np.generic) else str(value)

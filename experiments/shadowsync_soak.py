@@ -108,7 +108,13 @@ def one_set(config: Config, name: str, seed: int) -> dict[str, Any]:
     )  # fmt: skip
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("trainer", "shadow"))]
     torn = transport.torn + sum(not whole(state.params) for state in dense)
-    row = {"rule": name, "steps": sum(figures.steps), "rounds": transport.rounds, "torn": torn, "threads_left": left}
+    row: dict[str, Any] = {
+        "rule": name,
+        "steps": sum(figures.steps),
+        "rounds": transport.rounds,
+        "torn": torn,
+        "threads_left": left,
+    }
     if rule.has_centre:  # what symmetric EASGD keeps: sum of replicas and centre = starts + steps
         total = sum(float(state.params["w"][0, 0]) for state in dense) + float(transport.transport.parameters["w"][0])
         wanted = config.trainers + 1 + RATE * sum(figures.steps)
@@ -121,7 +127,8 @@ def main(config: Config) -> dict:
     run = Run("shadowsync_soak", config, config.workdir)
     if config.preset == "smoke":
         config = dataclasses.replace(config, minutes=0.2, seconds_each=2.5, parameters=20_000)
-    rows, end = [], time.perf_counter() + 60 * config.minutes
+    rows: list[dict[str, Any]] = []
+    end = time.perf_counter() + 60 * config.minutes
     with tqdm(unit="set", disable=None) as bar:
         while time.perf_counter() < end or len(rows) < len(RULES):
             rows.append(one_set(config, list(RULES)[len(rows) % len(RULES)], config.seed + len(rows)))

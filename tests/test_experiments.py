@@ -157,6 +157,31 @@ def test_shadowsync_stands_stress(tmp_path):
     assert {row["rule"] for row in logged(tmp_path)} == {"s_easgd", "s_ma", "s_ma_delta", "s_bmuf"}
 
 
+@pytest.mark.slow
+def test_cpr_overhead_models_emulates_and_measures(tmp_path):
+    done = run("cpr_overhead", "--preset", "smoke", "--seeds", 1, "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    wanted = {"a_full": 8.50, "a_cpr": 0.53, "b_full": 8.20, "b_cpr": 0.68}  # the paper's percentages
+    for key, percent in wanted.items():
+        assert found[f"setting_{key}_percent_modelled"] == pytest.approx(percent, abs=0.01)
+        assert found[f"setting_{key}_percent_emulated"] == pytest.approx(percent, abs=0.2)
+    first = logged(tmp_path)
+    assert [row["scheme"] for row in first] == ["no_failure", "vanilla", "scar", "mfu", "ssu"]
+    assert all(row["shards_failed"] == 2 and row["realized_pls"] > 0 for row in first[1:])
+    again = run("cpr_overhead", "--preset", "smoke", "--seeds", 2, "--workdir", tmp_path, "--resume")
+    assert again.returncode == 0 and logged(tmp_path)[:5] == first and results(tmp_path)["seeds"] == 2
+
+
+@pytest.mark.slow
+def test_cpr_pls_draws_a_line_for_each_scheme(tmp_path):
+    done = run("cpr_pls", "--preset", "smoke", "--schemes", "vanilla", "mfu", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["vanilla_runs"] == found["mfu_runs"] == 4 and found["vanilla_realized_pls_max"] > 0.5
+    assert found["vanilla_slope"] > 0 and found["vanilla_correlation_ne"] > 0.5
+
+
 @pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)

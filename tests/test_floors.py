@@ -11,20 +11,20 @@ FLOORS = [
     ["types"],
     [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
-        "shadowsync.rules",
+        "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
     [
         "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
-        "shadowsync.shadow",
+        "shadowsync.shadow", "cpr.emulate", "cpr.traces", "cpr.listed",
     ],
-    ["embedding"],
+    ["embedding", "cpr.priority"],
     ["step", "checkpoint"],
-    ["loop", "oac", "shadowsync"],
+    ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
 HOST_FILES = ["checkpoint", "loop", "embedding.host", "data", "oac.flow", "oac.pipeline"]
-HOST_FILES += ["shadowsync.shadow", "shadowsync.trainers"]
+HOST_FILES += ["shadowsync.shadow", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 
@@ -97,6 +97,9 @@ def test_imports_point_down():
         ("shadowsync/rules.py", "import threading"),
         ("shadowsync/emulate.py", "import time"),
         ("shadowsync/shadow.py", "from jaxrec.step import update"),
+        ("cpr/priority.py", "import time"),
+        ("cpr/schedule.py", "from jaxrec.cpr.emulate import Replay"),
+        ("cpr/recovery.py", "from jaxrec.oac import Pipeline"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path, path, line):

@@ -7,15 +7,20 @@ load reads only what it has verified.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
+
+# Without OCDBT there is nothing to merge, which Orbax warns of at every save.
+logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 _MANIFEST, _ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
 _CHUNK_BYTES = 1 << 26
@@ -74,7 +79,18 @@ def write_image(path: str | Path, image: Snapshot) -> None:
         raise ValueError(f"{path} exists already: images are never overwritten, give another name.")
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_files(partial, image)
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+        raise
+    _sync(path.parent)
+
+
+def _write_files(partial, image):
+    """Arrays, then the manifest with their checksums, all flushed."""
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in image.arrays}
     with _orbax() as orbax:
         orbax.save((partial / _ARRAYS).resolve(), ocp.args.PyTreeSave(image.arrays, save_args=save_args))
@@ -84,18 +100,60 @@ def write_image(path: str | Path, image: Snapshot) -> None:
     (partial / _MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
     for file in [*files, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
         _sync(file)
-    os.rename(partial, path)
-    _sync(path.parent)
+
+
+def remove_image(path: Path) -> None:
+    """Removes a committed image; a kill on the way leaves no half one under its name."""
+    doomed = path.with_name(path.name + PARTIAL)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def images(directory: str | Path) -> list[Path]:
-    """The committed images of a directory, newest step first."""
-    found = [path for path in Path(directory).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    """The committed images of a directory that are whole by themselves, newest step first."""
+    return _numbered(directory, "step_")
 
 
-def read_manifest(path: str | Path) -> Image:
+def deltas(directory: str | Path) -> list[Path]:
+    """The committed row deltas of a directory, newest first; each needs the images that its manifest names."""
+    return _numbered(directory, "delta_")
+
+
+def _numbered(directory, prefix):
+    found = [path for path in Path(directory).glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name[len(prefix) :]), reverse=True)
+
+
+def needed(directory: str | Path) -> set[str]:
+    """Names of the images that some row delta of a directory needs; what cannot be read needs none."""
+    names = set()
+    for path in deltas(directory):
+        try:
+            names |= set(read_manifest(path, lambda _: "").parents)
+        except ValueError:
+            continue  # the deltas before and after it name the same base
+    return names
+
+
+def older_image(path: Path) -> str:
+    """A sentence that offers the newest older image that is whole."""
+    for other in images(path.parent):
+        if other.name < path.name:
+            try:
+                verify(read_manifest(other))
+            except ValueError:
+                continue
+            return f"The newest older image that is whole is {other}."
+    return "There is no older whole image beside it."
+
+
+def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image) -> Image:
     """Reads and verifies the manifest of an image.
+
+    Args:
+      path: the image.
+      advise: makes of the path the last sentence of an error.
 
     Errors:
       ValueError: there is none, or it is damaged; names the newest older image.
@@ -104,18 +162,19 @@ def read_manifest(path: str | Path) -> Image:
     try:
         body, _, digest = (path / _MANIFEST).read_bytes().rstrip(b"\n").rpartition(b"\n")
     except OSError as error:
-        raise ValueError(f"{path} has no readable manifest ({error.strerror}). {older_image(path)}") from error
+        raise ValueError(f"{path} has no readable manifest ({error.strerror}). {advise(path)}") from error
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise ValueError(f"{path / _MANIFEST} is damaged: its checksum does not fit. {older_image(path)}")
+        raise ValueError(f"{path / _MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
     return Image(path=path, **json.loads(body))
 
 
-def verify(image: Image, leaves=None) -> None:
+def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_image) -> None:
     """Compares the files of an image with its manifest.
 
     Args:
       image: from `read_manifest`.
       leaves: names of the leaves whose files to check; all if None.
+      advise: makes of the image's path the last sentence of an error.
 
     Errors:
       ValueError: a file is missing, or its size or checksum differs; names it, and the newest older image.
@@ -125,14 +184,20 @@ def verify(image: Image, leaves=None) -> None:
             continue  # a file of another leaf; Orbax' own metadata are always checked
         file = image.path / name
         if not file.is_file():
-            raise ValueError(f"{file} is missing. {older_image(image.path)}")
+            raise ValueError(f"{file} is missing. {advise(image.path)}")
         if _checksum(file) != [size, crc]:
-            raise ValueError(f"{file} is damaged: size or checksum differ from the manifest. {older_image(image.path)}")
+            raise ValueError(f"{file} is damaged: size or checksum differ from the manifest. {advise(image.path)}")
 
 
 def _orbax():
-    # Without OCDBT each leaf is a directory of its own: one shard is read, and verified, alone.
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False))
+    # Without OCDBT each leaf is a directory of its own: one shard is read, and verified, alone. Embeddings do not
+    # compress (by a tenth), and trying to doubles the time of a save.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False))
+
+
+def leaves_of(image: Image) -> set[str]:
+    """Names of the arrays in an image."""
+    return {name.split("/")[1] for name in image.files if name.count("/") > 1}
 
 
 def load_arrays(image: Image, leaves) -> dict[str, np.ndarray]:
@@ -143,18 +208,6 @@ def load_arrays(image: Image, leaves) -> dict[str, np.ndarray]:
         return orbax.restore(
             (image.path / _ARRAYS).resolve(), ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
         )
-
-
-def older_image(path):
-    """A sentence that offers the newest older image that is whole."""
-    for other in images(path.parent):
-        if other.name < path.name:
-            try:
-                verify(read_manifest(other))
-            except ValueError:
-                continue
-            return f"The newest older image that is whole is {other}."
-    return "There is no older whole image beside it."
 
 
 def _checksum(path):

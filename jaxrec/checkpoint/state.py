@@ -4,24 +4,24 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 """
 
 import json
-import os
-import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jaxrec.checkpoint.image import (
-    PARTIAL,
     Image,
     Snapshot,
     images,
+    leaves_of,
     load_arrays,
+    needed,
     read_manifest,
+    remove_image,
     verify,
     write_image,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def snapshot(state: TrainState, spec: EmbeddingSpec, extra: Mapping[str, Any] | 
       A Snapshot that shares no memory with the state.
     """
     parts = _table_parts(state.tables)
-    arrays = {_leaf(*key): np.array(array) for key, array in parts.items()}
+    arrays = {leaf_name(*key): np.array(array) for key, array in parts.items()}
     dense = jax.tree_util.tree_leaves_with_path(state.dense)
     described = []
     for number, (path, leaf) in enumerate(dense):
@@ -50,15 +50,16 @@ def snapshot(state: TrainState, spec: EmbeddingSpec, extra: Mapping[str, Any] | 
         described.append([jax.tree_util.keystr(path), list(array.shape), str(array.dtype)])
         if array.size:  # Orbax refuses empty arrays
             arrays[f"dense.{number:04d}"] = array
-    slots: dict[str, dict[str, int]] = {name: {} for name in spec.stacks}
-    for (name, _, part), array in parts.items():
-        if part != "value":
-            slots[name][part] = array.shape[-1]
-    manifest = {
-        "step": int(state.dense.step), "tables": _tables_of(spec), "shards": spec.shards, "slots": slots,
-        "seed": spec.seed, "spec": spec.digest, "dense": described, "extra": dict(extra or {}), "parents": [],
-    }  # fmt: skip
+    manifest = manifest_of(spec, slots_of(state.tables, spec), int(state.dense.step), extra, dense=described)
     return Snapshot(arrays, manifest)
+
+
+def manifest_of(spec: EmbeddingSpec, slots, step: int, extra=None, dense=(), parents=()) -> dict[str, Any]:
+    """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written."""
+    return {
+        "step": step, "tables": _tables_of(spec), "shards": spec.shards, "slots": slots, "seed": spec.seed,
+        "spec": spec.digest, "dense": list(dense), "extra": dict(extra or {}), "parents": list(parents),
+    }  # fmt: skip
 
 
 def restore(path: str | Path, template: TrainState, spec: EmbeddingSpec) -> tuple[TrainState, Image]:
@@ -76,16 +77,15 @@ def restore(path: str | Path, template: TrainState, spec: EmbeddingSpec) -> tupl
       ValueError: the image is damaged, or was made for other tables, slots or another model; says what differs.
     """
     image = read_manifest(path)
-    slots = {name: {} for name in spec.stacks} | _slots_of(template.tables)
-    _refuse_other(image, "tables", _tables_of(spec), image.tables)
-    _refuse_other(image, "row optimizer slots", slots, image.slots)
+    refuse_other(image, "tables", _tables_of(spec), image.tables)
+    refuse_other(image, "row optimizer slots", slots_of(template.tables, spec), image.slots)
     dense, shapes = _check_dense(image, template.dense)
     verify(image)
-    arrays = load_arrays(image, {name.split("/")[1] for name in image.files if name.count("/") > 1})
+    arrays = load_arrays(image, leaves_of(image))
     tables = template.tables
     for name, stack in spec.stacks.items():
         for part in ("value", *image.slots[name]):
-            rows = np.stack([arrays.pop(_leaf(name, shard, part)) for shard in range(image.shards)], axis=1)
+            rows = np.stack([arrays.pop(leaf_name(name, shard, part)) for shard in range(image.shards)], axis=1)
             rows = rows.reshape(-1, rows.shape[-1])[: stack.offsets[-1]]  # all rows in order, padding cut off
             tables = _replace_part(tables, name, part, rows)
     leaves = [arrays.get(f"dense.{n:04d}", np.zeros(shape, dtype)) for n, (shape, dtype) in enumerate(shapes)]
@@ -95,37 +95,58 @@ def restore(path: str | Path, template: TrainState, spec: EmbeddingSpec) -> tupl
     return TrainState(jax.tree.unflatten(jax.tree.structure(template.dense), placed), tables), image
 
 
-def restore_shard(path: str | Path, tables: HostTables, shard: int) -> Image:
-    """Loads one shard of all stacks into host tables of the same number of shards; reads nothing else.
+class Background:
+    """One job at a time in a thread; what it raises is raised by the next call, and on leaving the `with` block."""
 
-    Args:
-      path: the image.
-      tables: as when it was saved; needs no mesh.
-      shard: from 0 to S - 1.
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.stall_seconds = 0.0  # how long training has waited for saves, in all
 
-    Errors:
-      ValueError: the image is damaged or of another spec; there is no such shard.
-    """
-    image, spec = read_manifest(path), tables.spec
-    _refuse_other(image, "spec", spec.digest, image.spec)
-    _refuse_other(image, "row optimizer slots", _slots_of(tables), image.slots)
-    if not 0 <= shard < spec.shards:
-        raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
-    leaves = {_leaf(name, shard, part): (name, part) for name in spec.stacks for part in ("value", *image.slots[name])}
-    verify(image, leaves)
-    for leaf, array in load_arrays(image, list(leaves)).items():
-        name, part = leaves[leaf]
-        tables.shards[name][shard][part][:] = array
-    return image
+    def wait(self) -> None:
+        """Waits until what is being written is committed; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def done(self) -> bool:
+        """Whether nothing is being written; raises what went wrong."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self.wait()
+        return True
+
+    def _begin(self, job: Callable, *args) -> None:
+        def run():
+            try:
+                job(*args)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()
 
 
-class Checkpointer:
+class Checkpointer(Background):
     """Saves images of a run while training goes on; one at a time, in a thread.
 
     Args:
       directory: where the images go, as step_N.
       spec: the tables.
-      keep: how many images to keep; older ones are removed after a newer one is committed.
+      keep: how many images to keep; older ones are removed after a newer one is committed, but for those that row
+        deltas need.
 
     A failed save is raised by the next call, and on leaving the `with` block.
     """
@@ -133,10 +154,8 @@ class Checkpointer:
     def __init__(self, directory: str | Path, spec: EmbeddingSpec, keep: int = 2):
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1.")
+        super().__init__()
         self.directory, self._spec, self._keep = Path(directory), spec, keep
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self.stall_seconds = 0.0  # how long training has waited for saves, in all
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
         """Copies the state and begins to write it; returns the seconds that training waited.
@@ -147,43 +166,20 @@ class Checkpointer:
         self.wait()
         path = self.directory / f"step_{int(state.dense.step):08d}"
         if not path.exists():
-            image = snapshot(state, self._spec, extra)
-            self._thread = threading.Thread(target=self._write, args=(path, image), name="checkpoint")
-            self._thread.start()
+            self._begin(self._write, path, snapshot(state, self._spec, extra))
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
 
-    def wait(self) -> None:
-        """Waits until the image in work is committed; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
     def _write(self, path, image):
-        try:
-            write_image(path, image)
-            for old in images(self.directory)[self._keep :]:
-                doomed = old.with_name(old.name + PARTIAL)  # never half an image under a whole one's name
-                os.rename(old, doomed)
-                shutil.rmtree(doomed)
-        except BaseException as error:
-            self._error = error
-
-    def __enter__(self) -> "Checkpointer":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join()
+        write_image(path, image)
+        for old in images(self.directory)[self._keep :]:
+            if old.name not in needed(self.directory):
+                remove_image(old)
 
 
-def _leaf(stack, shard, part):
+def leaf_name(stack: str, shard: int, part: str) -> str:
+    """Name of the leaf that holds 'value', a slot, or the 'row_ids' of a delta, of one shard."""
     return f"rows.{stack}.{shard:04d}.{part}"
 
 
@@ -222,17 +218,19 @@ def _replace_part(tables, name, part, rows):
     return DeviceTables(tables.value, {**tables.slots, name: {**tables.slots[name], part: placed}}, tables.shards)
 
 
-def _slots_of(tables):
+def slots_of(tables, spec: EmbeddingSpec) -> dict[str, dict[str, int]]:
+    """{stack: {slot: K}} of tables of either home, in the order of the spec."""
     if isinstance(tables, HostTables):
-        return {name: {slot: layout.width for slot, layout in slots.items()} for name, slots in tables.layout.items()}
-    return {name: {slot: array.shape[-1] for slot, array in slots.items()} for name, slots in tables.slots.items()}
+        return {name: {slot: layout.width for slot, layout in tables.layout[name].items()} for name in spec.stacks}
+    return {name: {slot: array.shape[-1] for slot, array in tables.slots[name].items()} for name in spec.stacks}
 
 
 def _tables_of(spec):
     return {name: [table.rows, table.width] for name, table in spec.tables.items()}
 
 
-def _refuse_other(image, what, wanted, found):
+def refuse_other(image: Image, what: str, wanted, found) -> None:
+    """Raises ValueError, with what differs, if an image was saved with something else than wanted."""
     # Tables are compared in order: it decides the row numbers.
     if json.dumps(wanted) != json.dumps(found):
         raise ValueError(
@@ -256,5 +254,5 @@ def _check_dense(image, dense: DenseState):
     for path in wanted:  # an image of one replica fills any number of them
         if path in found and found[path][0][:1] == [1] and found[path][0][1:] == wanted[path][0][1:]:
             wanted[path] = found[path]
-    _refuse_other(image, "dense state", wanted, found)
+    refuse_other(image, "dense state", wanted, found)
     return [leaf for _, leaf in leaves], [(tuple(shape), dtype) for _, shape, dtype in image.dense]

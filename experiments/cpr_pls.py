@@ -1,0 +1,136 @@
+"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR takes it for?
+
+    python experiments/cpr_pls.py                                              synthetic clicks
+    python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5     made by prepare.py
+
+The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most used rows first makes
+the slope smaller. Runs vary the target PLS (the interval between saves), the number of failures and how many of the 8
+nodes each takes; each is paired with the run without failures of its seed. Accuracy is measured on real training with
+real saves and restores, as in cpr_overhead.py; the realised PLS is counted, not expected.
+
+`SCHEME_slope`: AUC lost for each unit of PLS, least squares through the origin; `SCHEME_correlation`: of loss and PLS;
+`SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each a fit of its own. Losses are also given in
+normalised entropy, which is smoother. A run goes on with --resume.
+"""
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from contract import Run, paired_interval, plot
+from cpr_overhead import NODES, SETTINGS, Job, failures_in_steps, make_data
+from tqdm import tqdm
+
+from jaxrec.cpr import place_failures, schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the experiment; what is not given follows from the preset."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    resume: bool = False
+    seed: int = 0
+    seeds: int | None = None
+    data: Literal["synthetic", "criteo"] = "synthetic"
+    path: Path | None = None
+    """Prepared Criteo rows, a directory."""
+    examples: int | None = None
+    rows: int = 200_000
+    batch_size: int | None = None
+    schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
+    fraction: float = 0.125
+    learning_rate: float = 1e-3
+    row_learning_rate: float = 0.02
+    width: int = 16
+
+
+# Of each preset: examples, seeds, target PLS, failures a job, failed nodes a failure.
+SIZES: dict[str, tuple[int, int, tuple[float, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "smoke": (60_000, 1, (0.1,), (2, 8), (1, 4)),
+    "default": (200_000, 2, (0.05, 0.1), (2, 8), (1, 4)),
+    "paper": (1_000_000, 10, (0.02, 0.05, 0.1), (1, 2, 4, 8), (1, 2, 4)),
+}
+
+
+def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
+    """The slope of loss = slope * PLS, least squares."""
+    return float((pls * loss).sum() / (pls * pls).sum())
+
+
+def summarize(rows: list[dict], schemes) -> dict[str, Any]:
+    """Slopes and correlations of all runs that have the run without failures of their seed."""
+    base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
+    results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
+    by_seed: dict[str, np.ndarray] = {}
+    for scheme in schemes:
+        mine = [row for row in rows if row["scheme"] == scheme and row["seed"] in base]
+        pls = np.array([row["realized_pls"] for row in mine])
+        seed = np.array([row["seed"] for row in mine])
+        results |= {f"{scheme}_runs": len(mine), f"{scheme}_realized_pls_max": float(pls.max())}
+        for name, sign in (("auc", 1), ("normalized_entropy", -1)):
+            key = f"test_{name}"
+            loss = np.array([sign * (base[row["seed"]][key] - row[key]) for row in mine])
+            short = {"auc": "", "normalized_entropy": "_ne"}[name]
+            results[f"{scheme}_slope{short}"] = fit_line(pls, loss)
+            results[f"{scheme}_correlation{short}"] = float(np.corrcoef(pls, loss)[0, 1])
+            by_seed[f"{scheme}{short}"] = np.array([fit_line(pls[seed == s], loss[seed == s]) for s in sorted(base)])
+    for scheme, short in itertools.product(schemes, ("", "_ne")):
+        if scheme != "vanilla" and "vanilla" in schemes:
+            over, half = paired_interval(by_seed[f"{scheme}{short}"] - by_seed[f"vanilla{short}"])
+            results[f"{scheme}_slope{short}_minus_vanilla"] = over
+            results[f"{scheme}_slope{short}_minus_vanilla_half_interval"] = half
+            results[f"{scheme}_slope{short}_over_vanilla"] = (
+                results[f"{scheme}_slope{short}"] / results[f"vanilla_slope{short}"]
+            )
+    return results
+
+
+def draw(run: Run, rows: list[dict], schemes) -> None:
+    """Loss over realised PLS, and the lines."""
+    base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
+    panels: dict[str, dict[str, tuple]] = {"AUC lost": {}, "normalised entropy gained": {}}
+    for scheme in schemes:
+        mine = sorted((r for r in rows if r["scheme"] == scheme), key=lambda row: row["realized_pls"])
+        pls = [row["realized_pls"] for row in mine]
+        for panel, key, sign in zip(panels, ("test_auc", "test_normalized_entropy"), (1, -1), strict=True):
+            panels[panel][scheme] = pls, [sign * (base[row["seed"]][key] - row[key]) for row in mine]
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS")
+
+
+def main(config: Config) -> dict:
+    """Trains what is missing, run by run; returns what results.json holds."""
+    examples, seeds, targets, counts, widths = SIZES[config.preset]
+    run = Run("cpr_pls", config, config.workdir, config.resume)
+    job = Job(config, make_data(config, config.examples or examples))
+    costs, steps = SETTINGS["a"], job.data.steps
+    runs: list[tuple] = []
+    for seed in range(config.seeds or seeds):
+        runs.append((None, seed, 0.0, 0, 0))
+        runs += [(s, seed, *rest) for rest in itertools.product(targets, counts, widths) for s in config.schemes]
+    names = ("scheme", "seed", "target_pls", "failures", "failed_nodes")
+    done = {tuple(row[name] for name in names) for row in run.metrics()}
+    for scheme, seed, target, failures, width in tqdm(runs, unit="run", disable=None):
+        if (scheme or "no_failure", seed, target, failures, width) in done:
+            continue
+        placed = place_failures(failures, costs.total_hours, NODES, config.seed + seed, max(1, width))
+        every = min(schedule.partial_interval(costs, target), costs.total_hours) if scheme else costs.total_hours
+        row = job.run(scheme, seed, every / costs.total_hours * steps, failures_in_steps(placed, steps))
+        run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
+    rows = run.metrics()
+    results = summarize(rows, config.schemes)
+    draw(run, rows, config.schemes)
+    run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ValueError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,271 @@
+"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside plain Orbax.
+
+    python experiments/cpr_real_cost.py                       1 GB of tables; 4 minutes
+    python experiments/cpr_real_cost.py --table-mb 4000       needs four times that in memory and six on the disk
+
+CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables of DLRM-Kaggle
+(width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory; accesses of a power law and, so that the
+budget of r = 0.125 is always full, of uniform ids are counted by MFU. All ways save the same state in turns, each into
+a fresh directory on a flushed disk:
+
+    orbax_standard       ocp.StandardCheckpointer, asynchronous, as Orbax advises
+    orbax_pytree         ocp.PyTreeCheckpointer, blocking
+    orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
+    full_blocking        jaxrec: write_image(snapshot(...))
+    rows                 jaxrec: RowCheckpointer of r V / S rows a shard; MFU picks them in a thread, beside training
+
+`*_stall_s` is how long training waits (of `rows`: to copy them, and to take back what the pick saw; `rows_pick_s` is
+the thread's time), `*_save_s` until all is on the disk (`*_flush_s` is what the system had left to
+write). Reads are of files just written, from the system's cache: a full restore verifies and reads everything, one of
+a shard its files of the base and of the deltas over it. Expected: one shard in less than 1/5 of a full restore; rows
+in less than 1/4 of the time of a full Orbax save, with a stall of at most 3 % of a blocking one.
+"""
+
+import dataclasses
+import functools
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import throughput
+import tyro
+from contract import Run, plot
+from tqdm import tqdm
+
+from jaxrec.checkpoint import (
+    Checkpointer,
+    RowCheckpointer,
+    images,
+    restore,
+    restore_shard,
+    snapshot,
+    write_image,
+)  # fmt: skip
+from jaxrec.cpr.priority import budget_rows, mfu, ssu
+from jaxrec.embedding import HostTables, host_plan
+from jaxrec.loop import keep_memory
+from jaxrec.step import init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the benchmark."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    seed: int = 0
+    table_mb: float = 1000
+    """Rows and their slots, in 10^6 bytes."""
+    fraction: float = 0.125
+    """r, of the rows of every shard."""
+    deltas: int = 4
+    """In the chain that a shard is restored from."""
+
+
+def clock(function: Callable, *args) -> tuple[float, Any]:
+    """Seconds that a call takes, and what it returns."""
+    start = time.perf_counter()
+    out = function(*args)
+    return time.perf_counter() - start, out
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files in a directory."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+class Work:
+    """A state to save, its access counts, and all ways to save and restore it."""
+
+    def __init__(self, config: Config, directory: Path):
+        keep_memory()
+        rows = int(config.table_mb * 1e6 / (4 * (16 + 1)))
+        of_reference = throughput.Config(rows=rows, batch_size=2048, seed=config.seed)
+        self.clicks, batches = throughput.synthetic(of_reference)
+        self.spec, _, params, optimizer, row_optimizer = throughput.reference_work(of_reference)
+        self.state = init_state(params, optimizer, HostTables.create(self.spec, row_optimizer))
+        ((self.stack, stack),) = self.spec.stacks.items()
+        self.budget = budget_rows(stack.rows_per_shard, config.fraction)
+        self.directory, self.step = directory, 0
+        self.rng = np.random.default_rng(config.seed)
+        self.plans = [host_plan(self.spec, batch.ids)[self.stack] for batch in batches]
+        self.mfu = mfu()
+        self.tracker = self.mfu.init(self.values(), self.budget)
+        tables = self.state.tables.shards
+        self.orbax_state = {"dense": jax.tree.map(np.asarray, self.state.dense._asdict()), "tables": tables}
+
+    def values(self) -> list[np.ndarray]:
+        """The rows, a shard after the other."""
+        return [parts["value"] for parts in self.state.tables.shards[self.stack]]
+
+    def track_ms(self, scheme) -> float:
+        """Mean milliseconds that tracking a batch takes."""
+        tracker, times = scheme.init(self.values(), self.budget), []
+        for plan in self.plans * 3:
+            start = time.perf_counter()
+            tracker = scheme.touch(tracker, plan)
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.mean(times[2:])
+
+    def train(self) -> None:
+        """Touches and changes rows until any budget is full: batches of the power law, and uniform ones."""
+        self.step += 1
+        for plan in self.plans:
+            self.tracker = self.mfu.touch(self.tracker, plan)
+        limit = self.spec.columns_of("sparse")[1]
+        size = self.spec.stacks[self.stack].rows // len(limit)
+        ids = self.rng.integers(0, limit, (size, len(limit)), dtype=np.int32)
+        self.tracker = self.mfu.touch(self.tracker, host_plan(self.spec, {"sparse": ids})[self.stack])
+        for parts in self.state.tables.shards[self.stack]:
+            for array in parts.values():
+                array += 0.001
+
+    def pick(self):
+        """Rows to save, {(stack, shard): i32[n]}, and the pick."""
+        pick, self.tracker = self.mfu.pick(self.tracker, self.budget, self.values())
+        return {(self.stack, shard): rows for shard, rows in enumerate(pick.rows)}, pick
+
+    def fresh(self, name: str) -> Path:
+        """A directory that does not exist, all before it flushed."""
+        path = self.directory / name
+        shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+        return path
+
+    def measured(self, name: str, stall: float, path: Path, wait: Callable) -> dict[str, float]:
+        """Waits for a save and flushes it: its stall, duration and bytes."""
+        start = time.perf_counter()
+        wait()
+        save = stall + time.perf_counter() - start
+        flush, _ = clock(os.sync)
+        found = {"stall_s": stall, "save_s": save, "flush_s": flush, "mb": size_of(path) / 1e6}
+        return {f"{name}_{key}": value for key, value in found.items()}
+
+    def save_orbax(self, name: str) -> dict[str, float]:
+        """One full save by plain Orbax, and one full restore."""
+        make: dict[str, Callable] = {
+            "orbax_standard": ocp.StandardCheckpointer,
+            "orbax_pytree": ocp.PyTreeCheckpointer,
+            "orbax_pytree_async": lambda: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+        }
+        path = self.fresh(name)
+        with make[name]() as orbax:
+            stall, _ = clock(orbax.save, path.resolve(), self.orbax_state)
+            wait = getattr(orbax, "wait_until_finished", lambda: None)
+            found = self.measured(name, stall, path, wait)
+            found[f"{name}_restore_s"], _ = clock(orbax.restore, path.resolve())
+        shutil.rmtree(path)
+        return found
+
+    def save_full(self, blocking: bool) -> dict[str, float]:
+        """One full save of ours."""
+        if blocking:
+            path = self.fresh("full_blocking")
+            stall, _ = clock(lambda: write_image(path / "step_1", snapshot(self.state, self.spec)))
+            found = self.measured("full_blocking", stall, path, lambda: None)
+            shutil.rmtree(path)
+            return found
+        path = self.fresh("full")
+        with Checkpointer(path, self.spec) as saver:
+            stall = saver.save(self.state)
+            return self.measured("full", stall, path, saver.wait)
+
+    def save_rows(self, number: int) -> dict[str, float]:
+        """Prioritised saves over the image of `save_full`, and restores of it, whole and by shard."""
+        path, found, sums = self.directory / "full", [], {}
+        (base,) = images(path)
+        with ThreadPoolExecutor(1) as pool, RowCheckpointer(path, self.spec, base, most_deltas=number) as saver:
+            for _ in range(number):
+                self.train()
+                os.sync()
+                before = size_of(path)
+                pick_s, (rows, pick) = pool.submit(clock, self.pick).result()
+                stall = saver.save(self.state.tables, rows, self.step)
+                sums = self.measured("rows", stall, path, saver.wait)
+                saved_s, self.tracker = clock(self.mfu.saved, self.tracker, pick)
+                sums |= {"rows_pick_s": pick_s, "rows_copy_s": stall, "rows_stall_s": stall + saved_s}
+                sums |= {"rows_mb": (size_of(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
+                found.append(sums)
+            tip = saver.newest()
+        results = {key: statistics.median(row[key] for row in found) for key in sums}
+        results["full_restore_s"], _ = clock(restore, base, self.state, self.spec)
+        shard = self.step % self.spec.shards
+        results["one_shard_of_base_restore_s"], _ = clock(restore_shard, base, self.state.tables, shard)
+        results["one_shard_restore_s"], _ = clock(restore_shard, tip, self.state.tables, shard)
+        shutil.rmtree(path)
+        return results
+
+
+def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The targets, as ratios within each round: median, least and most."""
+    column = lambda key: np.array([row[key] for row in rows])
+    orbax = np.min([column(f"{name}_save_s") for name in ORBAX], axis=0)
+    blocking = np.minimum(column("orbax_pytree_save_s"), column("full_blocking_save_s"))
+    pairs = {
+        "one_shard_over_full_restore": column("one_shard_restore_s") / column("full_restore_s"),
+        "one_shard_of_base_over_full_restore": column("one_shard_of_base_restore_s") / column("full_restore_s"),
+        "one_shard_over_orbax_restore": column("one_shard_restore_s") / column("orbax_standard_restore_s"),
+        "rows_over_fastest_orbax_save": column("rows_save_s") / orbax,
+        "rows_over_orbax_standard_save": column("rows_save_s") / column("orbax_standard_save_s"),
+        "rows_stall_over_orbax_blocking_save": column("rows_stall_s") / column("orbax_pytree_save_s"),
+        "rows_stall_over_fastest_blocking_save": column("rows_stall_s") / blocking,
+        "rows_stall_with_pick_over_fastest_blocking_save": (column("rows_stall_s") + column("rows_pick_s")) / blocking,
+        "full_stall_over_fastest_blocking_save": column("full_stall_s") / blocking,
+        "full_over_orbax_standard_save": column("full_save_s") / column("orbax_standard_save_s"),
+    }
+    return {key: value for name, values in pairs.items() for key, value in throughput.ratio(name, values).items()}
+
+
+ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")
+
+
+def main(config: Config) -> dict:
+    """Runs all ways in turns; returns what results.json holds."""
+    run = Run("cpr_real_cost", config, config.workdir)
+    rounds = {"smoke": 2, "default": 5, "paper": 20}[config.preset]
+    if config.preset == "smoke":
+        config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
+    directory = run.directory / "files"
+    work = Work(config, directory)
+    results: dict[str, Any] = {
+        "tables_mb": sum(a.nbytes for parts in work.state.tables.shards[work.stack] for a in parts.values()) / 1e6,
+        "rows_of_table": work.spec.stacks[work.stack].rows,
+        "rows_of_a_batch": float(np.mean([plan.count.sum() for plan in work.plans])),
+        "mfu_touch_ms": work.track_ms(mfu()),
+        "ssu_touch_ms": work.track_ms(ssu()),
+    }
+    ways = [functools.partial(work.save_orbax, name) for name in ORBAX]
+    ways += [functools.partial(work.save_full, blocking) for blocking in (True, False)]
+    rows: list[dict[str, float]] = []
+    for number in tqdm(range(rounds + 1), desc="rounds", unit="round", disable=None):
+        work.train()
+        found: dict[str, float] = {}
+        for way in [*ways, functools.partial(work.save_rows, config.deltas)]:
+            found |= way()
+        if number:  # the first one compiles, and fills caches
+            rows.append(found)
+            run.log(found)
+    shutil.rmtree(directory)
+    results |= {key: statistics.median(row[key] for row in rows) for key in rows[0]} | ratios(rows)
+    names = [*ORBAX, "full", "full_blocking", "rows"]
+    panel = {what: (names, [results[f"{name}_{what}_s"] for name in names]) for what in ("save", "stall")}
+    plot(run.directory / "saves.png", {"seconds": panel}, "way")
+    run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,279 @@
+"""Full against partial recovery as a job grows, by the equations and replayed on failures of real clusters.
+
+    python experiments/cpr_scalability.py --traces DIRECTORY                  real traces; under a minute
+    python experiments/cpr_scalability.py                                       failures drawn from the fitted laws
+
+Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes, that of CPR hardly.
+
+No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated` is replayed event by
+event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has four parts:
+
+1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single jobs of 56 h. On the
+   clock of useful time they agree; `wall` lets failures also hit saves, loads and work done again.
+2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8, N_emb = n. Costs do
+   not depend on n; `shard_load` divides the load time of partial recovery by n, as one shard of n is loaded.
+3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause, worst nodes.
+4. Jobs end to end on random n nodes of a trace, on the wall clock, saving at the intervals that the MTBF of these
+   nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node takes the
+   place of a failed one, so that repairs do not count.
+
+Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68,
+emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 / 0.53 and 8.65 / 0.68. Setting A, 64
+nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL
+systems 18, 19 (1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53
+and misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7, 13.8 %.
+"""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from contract import Run, plot
+from tqdm import tqdm
+
+from jaxrec.cpr import schedule
+from jaxrec.cpr.emulate import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
+from jaxrec.cpr.failure import (
+    Failures,
+    draw_failures,
+    independent_mtbf,
+    interruptions,
+    linear_mtbf,
+    mtbf_by_cause,
+    of_nodes,
+    share_of_worst_nodes,
+)
+from jaxrec.cpr.fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from jaxrec.cpr.traces import load_infinitehbd, load_lanl
+
+SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
+MODES: tuple[schedule.Mode, ...] = ("full", "partial")
+COUNTS = (8, 16, 32, 64, 128, 256)
+AGES = np.array([0.0, 1, 2, 4, 8, 16, 32, 64, 128])
+# Gamma laws as part 3 fits them to the real traces: mean gap and shape, nodes, hours.
+FITTED = {"infinitehbd_like": (15.68, 0.490, 400, 8376.0), "lanl_20_like": (13.59, 0.527, 512, 32614.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the experiment."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    seed: int = 0
+    traces: Path | None = None
+    """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures are drawn."""
+    setting: Literal["a", "b"] = "a"
+    """Costs of parts 2 and 4."""
+    target_pls: float = 0.1
+
+
+def intervals(costs: schedule.Costs, target_pls: float) -> dict[schedule.Mode, float]:
+    """The interval of each way of recovery, at most the length of the job."""
+    full, partial = schedule.full_interval(costs), schedule.partial_interval(costs, target_pls)
+    return {"full": min(full, costs.total_hours), "partial": min(partial, costs.total_hours)}
+
+
+def modelled(costs: schedule.Costs, mode: schedule.Mode, every: float) -> schedule.Overhead:
+    """Eq. (1) or (2)."""
+    return schedule.full_overhead(costs, every) if mode == "full" else schedule.partial_overhead(costs, every)
+
+
+def equations(name: str, costs: schedule.Costs, target_pls: float) -> dict[str, float]:
+    """The overheads of one setting and what they are made of."""
+    found: dict[str, float] = {}
+    every = intervals(costs, target_pls)
+    for mode in MODES:
+        overhead = modelled(costs, mode, every[mode])
+        parts = {"": overhead.total, "_save": overhead.save, "_lost_work": overhead.lost_work}
+        parts["_load_and_reschedule"] = overhead.load + overhead.reschedule
+        found |= {f"setting_{name}_{mode}{part}_percent_modelled": 100 * value for part, value in parts.items()}
+        found[f"setting_{name}_{mode}_save_every_hours"] = every[mode]
+    naive = modelled(costs, "partial", every["full"]).total
+    found[f"setting_{name}_partial_at_full_interval_percent_modelled"] = 100 * naive
+    return found | {f"setting_{name}_break_even_pls": schedule.break_even_pls(costs)}
+
+
+def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> dict[str, float]:
+    """Part 1 for one setting: what is replayed beside what the equations say."""
+    found: dict[str, float] = {}
+    long = costs._replace(total_hours=100 * costs.total_hours)
+    drawn, jobs = (
+        [draw_failures(c.mtbf_hours, c.total_hours, c.nodes, config.seed + i).hours for i in range(number)]
+        for c, number in ((long, horizons), (costs, 20 * horizons))
+    )
+    found[f"setting_{name}_failures"] = sum(map(len, drawn))
+    for mode, every in intervals(costs, config.target_pls).items():
+        key, law = f"setting_{name}_{mode}", modelled(costs, mode, every).total
+        replays = [replay_in_useful_time(long, mode, every, hours) for hours in drawn]
+        found |= beside(key, law, [replay.overhead.total for replay in replays])
+        wall = [replay_in_wall_time(costs, mode, every, hours, long.total_hours).overhead.total for hours in drawn]
+        found |= beside(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
+        singles = [replay_in_useful_time(costs, mode, every, hours) for hours in jobs]
+        percent = 100 * np.array([replay.overhead.total for replay in singles])
+        found[f"{key}_one_job_percent_emulated"] = float(percent.mean())
+        found[f"{key}_one_job_standard_deviation_points"] = float(percent.std(ddof=1))
+        found[f"{key}_one_job_standard_error_points"] = float(percent.std(ddof=1) / np.sqrt(len(percent)))
+    found[f"setting_{name}_pls_emulated"] = float(np.mean([replay.pls for replay in replays]))
+    found[f"setting_{name}_pls_modelled"] = schedule.expected_pls(costs, every)
+    found[f"setting_{name}_one_job_pls_emulated"] = float(np.mean([replay.pls for replay in singles]))
+    found[f"setting_{name}_one_job_pls_standard_deviation"] = float(np.std([replay.pls for replay in singles], ddof=1))
+    return found | {f"setting_{name}_one_job_pls_modelled": schedule.expected_pls_of_job(costs, every)}
+
+
+def beside(key: str, law: float, values: list[float]) -> dict[str, float]:
+    """A mean over horizons, its standard error, and its difference from a law, all in percent of useful time."""
+    percent = 100 * np.array(values)
+    return {
+        f"{key}_percent_emulated": float(percent.mean()),
+        f"{key}_standard_error_points": float(percent.std(ddof=1) / np.sqrt(len(percent))),
+        f"{key}_emulated_minus_modelled_points": float(percent.mean() - 100 * law),
+    }
+
+
+def scaling(costs: schedule.Costs, target_pls: float) -> dict[str, dict[str, list[float]]]:
+    """Part 2: {law of MTBF: {line: percent at each of COUNTS}}."""
+    node_hours = costs.mtbf_hours * costs.nodes
+    chance = -np.expm1(np.log1p(-1 / costs.mtbf_hours) / costs.nodes)
+    laws = {"linear": lambda n: linear_mtbf(node_hours, n), "independent": lambda n: independent_mtbf(chance, n)}
+    found: dict[str, dict[str, list[float]]] = {}
+    for law, mtbf in laws.items():
+        found[law] = {"full": [], "full_wall": [], "partial": [], "partial_shard_load": []}
+        for n in COUNTS:
+            here = costs._replace(nodes=n, mtbf_hours=mtbf(n))
+            every = intervals(here, target_pls)
+            found[law]["full"].append(100 * modelled(here, "full", every["full"]).total)
+            found[law]["full_wall"].append(100 * overhead_in_wall_time(here, "full", every["full"]))
+            found[law]["partial"].append(100 * modelled(here, "partial", every["partial"]).total)
+            shard = here._replace(load_hours=here.load_hours / n)
+            found[law]["partial_shard_load"].append(100 * modelled(shard, "partial", every["partial"]).total)
+    return found
+
+
+def sources(config: Config) -> dict[str, Failures]:
+    """Real traces, or failures drawn from the laws that were fitted to two of them."""
+    if config.traces is None:
+        return {
+            name: draw_failures(mtbf, hours, nodes, config.seed, shape)
+            for name, (mtbf, shape, nodes, hours) in FITTED.items()
+        }
+    found = {"infinitehbd": load_infinitehbd(config.traces / "infinitehbd_fault_trace.json.gz")}
+    path = config.traces / "lanl_1996_2005.csv.xz"
+    return found | {f"lanl_{system}": load_lanl(path, system) for system in (18, 19, 20)}
+
+
+def analysis(failures: Failures) -> dict[str, float]:
+    """Part 3 for one source."""
+    gaps = np.diff(interruptions(failures)[0])
+    fits = {"exponential": fit_exponential(gaps), "gamma": fit_gamma(gaps)}
+    gain = fits["gamma"].log_likelihood - fits["exponential"].log_likelihood
+    found = {
+        "failures": len(failures.hours),
+        "interruptions": len(gaps) + 1,
+        "gap_mean_hours": float(gaps.mean()),
+        "gap_median_hours": float(np.median(gaps)),
+        "gap_coefficient_of_variation": float(gaps.std() / gaps.mean()),
+        "gamma_shape": fits["gamma"].shape,
+        "gamma_scale_hours": fits["gamma"].scale_hours,
+        "gamma_over_exponential_log_likelihood": gain,
+        "ks_limit_5_percent": fits["gamma"].ks_limit,
+    }
+    for law, fit in fits.items():
+        found |= {f"{law}_ks_distance": fit.ks_distance, f"{law}_survival_rmse_percent": 100 * fit.survival_rmse}
+    hazard, _ = hazard_by_age(gaps, AGES)
+    for start, end, rate in zip(AGES, AGES[1:], hazard, strict=False):
+        found[f"failures_per_hour_from_{start:g}_to_{end:g}_hours"] = float(rate)
+    for cause, hours in mtbf_by_cause(failures).items():
+        found[f"mtbf_hours_of_{'_'.join(re.findall('[a-z]+', cause.lower()))}"] = hours
+    found["failures_on_worst_5_percent_of_nodes_percent"] = 100 * share_of_worst_nodes(failures, 0.05)
+    return found
+
+
+def replays(failures: Failures, costs: schedule.Costs, config: Config, draws: int) -> list[dict[str, float]]:
+    """Part 4 for one source: a row for each number of nodes, means over random choices of them."""
+    rng, rows = np.random.default_rng(config.seed), []
+    for n in [*(n for n in COUNTS if n < failures.nodes), failures.nodes]:
+        found: dict[str, list[float]] = {}
+        for _ in range(draws if n < failures.nodes else 1):
+            hours, failed = interruptions(of_nodes(failures, rng.permutation(failures.nodes)[:n]))
+            here = costs._replace(nodes=n, mtbf_hours=failures.span_hours / max(1, len(hours)))
+            for mode, every in intervals(here, config.target_pls).items():
+                replay = replay_in_wall_time(here, mode, every, hours, failures.span_hours, failed)
+                found.setdefault(f"{mode}_percent_emulated", []).append(100 * replay.overhead.total)
+                found.setdefault(f"{mode}_percent_modelled", []).append(100 * modelled(here, mode, every).total)
+                if mode == "partial":
+                    found.setdefault("partial_pls_emulated", []).append(replay.pls)
+            found.setdefault("mtbf_hours", []).append(here.mtbf_hours)
+        row = {"nodes": float(n)} | {key: float(np.mean(values)) for key, values in found.items()}
+        if n < failures.nodes:
+            row["full_percent_emulated_standard_deviation"] = float(np.std(found["full_percent_emulated"], ddof=1))
+        rows.append(row)
+    return rows
+
+
+def draw(run: Run, lines: dict, rows: dict[str, list[dict]], traces: dict[str, Failures]) -> None:
+    """Three pictures: the equations over nodes, replays over nodes, and failures over time."""
+    panels: dict[str, dict[str, tuple]] = {}
+    for law, of_law in lines.items():
+        panels[f"modelled %, {law} MTBF"] = {line: (COUNTS, values) for line, values in of_law.items()}
+    plot(run.directory / "scaling.png", panels, "nodes")
+    panels = {}
+    for name, found in rows.items():
+        keys = [f"{mode}_percent_{kind}" for mode in MODES for kind in ("emulated", "modelled")]
+        nodes = [row["nodes"] for row in found]
+        panels[f"overhead % on {name}"] = {
+            key.replace("_percent", ""): (nodes, [r[key] for r in found]) for key in keys
+        }
+    plot(run.directory / "replays.png", panels, "nodes")
+    panels, middle = {}, np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
+    for name, failures in traces.items():
+        gaps = np.sort(np.diff(interruptions(failures)[0]))
+        xs = gaps[: int(0.99 * len(gaps))]
+        panels[f"survival, {name}"] = {"seen": (xs, 1 - np.arange(len(xs)) / len(gaps))}
+        for law, fit in (("exponential", fit_exponential(gaps)), ("gamma", fit_gamma(gaps))):
+            panels[f"survival, {name}"][law] = (xs, 1 - gamma_cdf(fit.shape, xs / fit.scale_hours))
+        panels.setdefault("failures an hour", {})[name] = (middle, hazard_by_age(gaps, AGES)[0])
+    plot(run.directory / "failures.png", panels, "hours since the last failure")
+
+
+def main(config: Config) -> dict:
+    """All four parts; returns what results.json holds."""
+    run = Run("cpr_scalability", config, config.workdir)
+    horizons, draws = {"smoke": (100, 2), "default": (1000, 20), "paper": (10000, 200)}[config.preset]
+    traces, costs = sources(config), SETTINGS[config.setting]
+    results: dict[str, Any] = {
+        "overhead_is": "modelled (equations) or emulated (events), never measured",
+        "failures_are": "drawn" if config.traces is None else "of real traces",
+    }
+    for name, setting in SETTINGS.items():
+        results |= equations(name, setting, config.target_pls) | events(name, setting, config, horizons)
+    lines = scaling(costs, config.target_pls)
+    for law, of_law in lines.items():
+        for place, n in enumerate(COUNTS):
+            row = {f"{line}_percent_modelled": values[place] for line, values in of_law.items()}
+            run.log({"source": f"{law} MTBF", "nodes": n} | row)
+            if n in (8, 64):
+                results |= {f"{law}_mtbf_{n}_nodes_{key}": value for key, value in row.items()}
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name, failures in tqdm(traces.items(), unit="trace", disable=None):
+        seen, rows[name] = analysis(failures), replays(failures, costs, config, draws)
+        for row in [seen, *rows[name]]:
+            run.log({"source": name} | row)
+        kept = {key: value for key, value in seen.items() if not key.startswith(("failures_per", "mtbf"))}
+        causes = [key for key in seen if key.startswith("mtbf")][:3]
+        results |= {f"{name}_{key}": value for key, value in (kept | {key: seen[key] for key in causes}).items()}
+        results |= {f"{name}_all_nodes_{key}": value for key, value in rows[name][-1].items()}
+    draw(run, lines, rows, traces)
+    run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,11 @@
+"""CPR: partial recovery of lost embedding shards from checkpoints that save the most used rows first."""
+
+from jaxrec.cpr.failure import Failures, draw_failures, place_failures
+from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr.recovery import Recovery, RolledBack, lose
+from jaxrec.cpr.schedule import Costs, Overhead, RecoveryPlan, plan_recovery
+
+__all__ = [
+    "Costs", "Failures", "Overhead", "Priority", "Recovery", "RecoveryPlan", "RolledBack",
+    "draw_failures", "lose", "mfu", "place_failures", "plan_recovery", "random", "round_robin", "scar", "ssu",
+]  # fmt: skip

@@ -1,0 +1,157 @@
+"""A job under failures, event by event: saves, failures, loads, work done again, and the PLS that comes of it.
+
+Two clocks on which failures may be given:
+
+  useful time   the clock of the equations of schedule.py: it stands still in saves, recoveries and work done again, so
+                that T_total / T_fail failures come in a job, however long they make it. The means agree with eqs. (1),
+                (2) and (5).
+  wall time     the clock of a trace: failures also hit saves, recoveries and work done again. The means agree with
+                `overhead_in_wall_time`, and are above eqs. (1) and (2) by terms of second order.
+
+Overhead is a fraction of useful time on either clock. Saves stop the training and come each `save_every_hours` of
+useful time; there is a save at 0. Nodes that fail at the same time are one failure, with one recovery.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrec.cpr.schedule import Costs, Mode, Overhead, check
+
+
+class Replay(NamedTuple):
+    """What came of a job."""
+
+    overhead: Overhead  # fractions of the useful time
+    useful_hours: float
+    failures: int
+    saves: int
+    pls: float  # by eq. (4), 0 with full recovery
+
+    @property
+    def wall_hours(self) -> float:
+        """From start to end."""
+        return self.useful_hours * (1 + self.overhead.total)
+
+
+def replay_in_useful_time(
+    costs: Costs, mode: Mode, save_every_hours: float, hours: np.ndarray, failed_nodes: np.ndarray | None = None
+) -> Replay:
+    """Replays a job of T_total useful hours with failures at given hours of useful time.
+
+    Args:
+      costs: of the job; its mean time between failures is not used.
+      mode: 'full' or 'partial' recovery.
+      save_every_hours: T_save.
+      hours: f64[n], of the failures, ascending; those from T_total on never happen.
+      failed_nodes: i32[n], m of each failure; that of the costs if None.
+
+    Returns:
+      Replay. A save at the very end of the job counts.
+
+    Errors:
+      ValueError: a number outside its range; failures not in order.
+    """
+    hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
+    n = int(np.searchsorted(hours, costs.total_hours))
+    hours, failed = hours[:n], failed[:n]
+    since_save = hours % save_every_hours
+    saves = math.floor(costs.total_hours / save_every_hours + 1e-9)
+    total, full = costs.total_hours, mode == "full"
+    lost, pls = (since_save.sum(), 0.0) if full else (0.0, failed @ since_save / (total * costs.nodes))
+    spent = (saves * costs.save_hours, n * costs.load_hours, lost, n * costs.reschedule_hours)
+    return Replay(Overhead(*(float(hour / total) for hour in spent)), total, n, saves, float(pls))
+
+
+def replay_in_wall_time(
+    costs: Costs,
+    mode: Mode,
+    save_every_hours: float,
+    hours: np.ndarray,
+    end_hours: float,
+    failed_nodes: np.ndarray | None = None,
+) -> Replay:
+    """Replays jobs end to end with failures at given hours of the wall clock.
+
+    A recovery is rescheduling, then loading; a failure during it begins it anew. A save that a failure cuts short is
+    lost: its time counts as lost work, and with partial recovery it is the first thing done after the recovery.
+
+    Args:
+      costs: of the job; its mean time between failures and total time are not used.
+      mode: 'full' or 'partial' recovery.
+      save_every_hours: T_save, of useful time.
+      hours: f64[n], of the failures, ascending; those from the end on never happen.
+      end_hours: of the wall clock.
+      failed_nodes: i32[n], m of each failure; that of the costs if None.
+
+    Returns:
+      Replay. Its overhead is infinite if no work was kept, its PLS is over the useful hours.
+
+    Errors:
+      ValueError: a number outside its range; failures not in order.
+    """
+    hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
+    n = int(np.searchsorted(hours, end_hours))
+    cycle, recovery = save_every_hours + costs.save_hours, 0.0
+    useful = since_save = now = load = lost = reschedule = lost_by_nodes = 0.0
+    saves, cut_save = 0, 0.0
+    for at, m in zip([*hours[:n].tolist(), end_hours], [*failed[:n].tolist(), 0], strict=True):
+        recovering = min(at - now, recovery)
+        reschedule += min(recovering, costs.reschedule_hours)
+        load += max(0.0, recovering - costs.reschedule_hours)
+        whole, rest = divmod(since_save + at - now - recovering, cycle)
+        worked, cut_save = min(rest, save_every_hours), max(0.0, rest - save_every_hours)
+        useful += whole * save_every_hours + worked - since_save
+        saves, since_save, now = saves + int(whole), worked, at
+        recovery = costs.reschedule_hours + costs.load_hours
+        if m:
+            lost += cut_save
+            lost_by_nodes += m * since_save
+            if mode == "full":
+                lost, useful, since_save = lost + since_save, useful - since_save, 0.0
+    spent = (saves * costs.save_hours + cut_save, load, lost, reschedule)
+    pls = lost_by_nodes / (useful * costs.nodes) if mode == "partial" and useful else 0.0
+    return Replay(Overhead(*(hour / useful if useful else math.inf for hour in spent)), useful, n, saves, pls)
+
+
+def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> float:
+    """The overhead when failures come at a constant rate of wall-clock time, also during saves, loads and lost work.
+
+    Eqs. (1) and (2) count failures of useful time only. With M = T_fail and R = O_load + O_res, wall time over useful:
+
+      full     e^(R/M) M (e^((T_save + O_save)/M) - 1) / T_save             (Daly, FGCS 22(3), 2006)
+      partial  e^(R/M) (T_save + M (e^(O_save/M) - 1)) / T_save             (derived here)
+
+    Args:
+      costs: of the job; T_fail is of wall-clock time here.
+      mode: 'full' or 'partial'.
+      save_every_hours: T_save, useful time between saves.
+
+    Returns:
+      A fraction of the useful time.
+
+    Errors:
+      ValueError: a number outside its range; another mode.
+    """
+    check(costs, mode, save_every_hours=save_every_hours)
+    mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
+    recovery = math.exp((costs.load_hours + costs.reschedule_hours) / mtbf)
+    if mode == "full":
+        return recovery * mtbf * math.expm1((every + save) / mtbf) / every - 1
+    return recovery * (every + mtbf * math.expm1(save / mtbf)) / every - 1
+
+
+def _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours=1.0):
+    check(costs, mode, save_every_hours=save_every_hours, end_hours=end_hours)
+    hours = np.asarray(hours, np.float64)
+    failed = np.full(hours.shape, costs.failed_nodes) if failed_nodes is None else np.asarray(failed_nodes)
+    if hours.ndim != 1 or failed.shape != hours.shape:
+        raise ValueError(f"hours {hours.shape} and failed_nodes {failed.shape} must be of one length.")
+    if len(hours) and not (hours[0] >= 0 and (np.diff(hours) > 0).all()):
+        raise ValueError(
+            "hours must ascend from 0 on without repeats: merge simultaneous failures with `interruptions`."
+        )
+    if len(hours) and not 1 <= failed.min() <= failed.max() <= costs.nodes:
+        raise ValueError(f"failed_nodes from {failed.min()} to {failed.max()} must be from 1 to nodes={costs.nodes}.")
+    return hours, failed

@@ -1,0 +1,194 @@
+"""When failures come and which nodes they take: drawn, placed, or of a trace; and how often they come on n nodes.
+
+All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Failures(NamedTuple):
+    """Failures of nodes; those at the same time are one failure of the job."""
+
+    hours: np.ndarray  # f64[n] since the start, ascending
+    node: np.ndarray  # i32[n] from 0 to nodes - 1; -1 where it is not known
+    cause: np.ndarray  # i32[n] place in causes
+    causes: tuple[str, ...]
+    nodes: int  # of the whole system, also those that never fail
+    span_hours: float  # how long it was watched
+
+
+def draw_failures(
+    mtbf_hours: float, horizon_hours: float, nodes: int, seed: int, shape: float = 1.0, failed_nodes: int = 1
+) -> Failures:
+    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential law.
+
+    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon / MTBF failures come.
+
+    Args:
+      mtbf_hours: mean gap.
+      horizon_hours: how far to draw.
+      nodes: of the job; each is as likely as any other.
+      seed: of the gaps and of the nodes.
+      shape: of the gamma law; below 1 failures come in bursts.
+      failed_nodes: m distinct nodes that each failure takes.
+
+    Returns:
+      Failures, m entries of the same hour a failure.
+
+    Errors:
+      ValueError: a number outside its range.
+
+    >>> draw_failures(mtbf_hours=28, horizon_hours=56, nodes=8, seed=7).hours.round(1).tolist()
+    [19.8, 48.5]
+    """
+    _check_nodes(nodes, failed_nodes)
+    for name, value in (("mtbf_hours", mtbf_hours), ("horizon_hours", horizon_hours), ("shape", shape)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be above 0 and finite.")
+    rng = np.random.default_rng(seed)
+    hours = np.zeros(1)
+    while hours[-1] < horizon_hours:
+        more = 16 + int(1.1 * (horizon_hours - hours[-1]) / mtbf_hours)
+        hours = np.concatenate([hours, hours[-1] + rng.gamma(shape, mtbf_hours / shape, more).cumsum()])
+    hours = np.unique(hours[1:])  # two within a rounding of each other are one
+    return _on_nodes(rng, hours[hours < horizon_hours], nodes, failed_nodes, horizon_hours)
+
+
+def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, failed_nodes: int = 1) -> Failures:
+    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999 does with two.
+
+    Args:
+      number: of failures.
+      horizon_hours: length of the job.
+      nodes: of the job; each is as likely as any other.
+      seed: of the hours and of the nodes.
+      failed_nodes: m distinct nodes that each failure takes.
+
+    Returns:
+      Failures, m entries of the same hour a failure.
+
+    Errors:
+      ValueError: a number outside its range.
+    """
+    _check_nodes(nodes, failed_nodes)
+    if number < 0 or not 0 < horizon_hours < math.inf:
+        raise ValueError(f"number={number} must be at least 0 and horizon_hours={horizon_hours} above 0 and finite.")
+    rng = np.random.default_rng(seed)
+    return _on_nodes(rng, np.sort(rng.uniform(0, horizon_hours, number)), nodes, failed_nodes, horizon_hours)
+
+
+def interruptions(failures: Failures) -> tuple[np.ndarray, np.ndarray]:
+    """Merges failures of the same time: what a job sees that runs on all nodes.
+
+    Args:
+      failures: of nodes.
+
+    Returns:
+      f64[k] hours, ascending without repeats; i32[k] distinct nodes that fail at each.
+    """
+    pairs = np.unique(np.stack([failures.hours, failures.node]), axis=1)
+    hours, count = np.unique(pairs[0], return_counts=True)
+    return hours, count.astype(np.int32)
+
+
+def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
+    """The failures that a job sees that runs on some of the nodes.
+
+    Args:
+      failures: of all nodes.
+      chosen: i32[k], distinct numbers of nodes.
+
+    Returns:
+      Failures of k nodes, numbered by their place in `chosen`.
+
+    Errors:
+      ValueError: no node, a node twice, or one that there is not.
+    """
+    distinct = np.unique(chosen)
+    if not 0 < len(distinct) == len(chosen) or distinct[0] < 0 or distinct[-1] >= failures.nodes:
+        raise ValueError(f"{len(chosen)} chosen nodes must be one or more, distinct, from 0 to {failures.nodes - 1}.")
+    place = np.full(failures.nodes, -1, np.int32)
+    place[chosen] = np.arange(len(chosen))
+    node = np.where(failures.node >= 0, place[failures.node], -1)
+    kept = node >= 0
+    return failures._replace(hours=failures.hours[kept], node=node[kept], cause=failures.cause[kept], nodes=len(chosen))
+
+
+def mtbf_by_cause(failures: Failures) -> dict[str, float]:
+    """Mean hours between failures of each cause, the most frequent first: the span over their number."""
+    count = np.bincount(failures.cause, minlength=len(failures.causes))
+    order = [int(c) for c in np.argsort(-count, kind="stable") if count[c]]
+    return {failures.causes[c]: float(failures.span_hours / count[c]) for c in order}
+
+
+def share_of_worst_nodes(failures: Failures, portion: float) -> float:
+    """The share of all failures that falls on the worst nodes.
+
+    Args:
+      failures: of known nodes.
+      portion: of all nodes that count as the worst, rounded up.
+
+    Returns:
+      A fraction; it equals the portion if all nodes fail equally often.
+
+    Errors:
+      ValueError: a portion outside (0, 1].
+    """
+    if not 0 < portion <= 1:
+        raise ValueError(f"portion={portion} must be above 0 and at most 1.")
+    count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
+    return float(count[: math.ceil(portion * failures.nodes)].sum() / max(1, count.sum()))
+
+
+def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
+    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail = T_node / n.
+
+    Args:
+      node_mtbf_hours: T_node, above 0.
+      nodes: n, at least 1.
+
+    Returns:
+      Hours.
+
+    Errors:
+      ValueError: a number outside its range.
+    """
+    if not node_mtbf_hours > 0 or nodes < 1:
+        raise ValueError(f"node_mtbf_hours={node_mtbf_hours} must be above 0 and nodes={nodes} at least 1.")
+    return node_mtbf_hours / nodes
+
+
+def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
+    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 - p)^n).
+
+    Args:
+      chance_per_hour: p, that one node fails within an hour, above 0 and below 1.
+      nodes: n, at least 1.
+
+    Returns:
+      Hours, at least 1: time is counted in whole hours.
+
+    Errors:
+      ValueError: a number outside its range.
+    """
+    if not 0 < chance_per_hour < 1 or nodes < 1:
+        raise ValueError(f"chance_per_hour={chance_per_hour} must be between 0 and 1 and nodes={nodes} at least 1.")
+    return -1 / math.expm1(nodes * math.log1p(-chance_per_hour))
+
+
+def _check_nodes(nodes, failed_nodes):
+    if not 1 <= failed_nodes <= nodes:
+        raise ValueError(f"failed_nodes={failed_nodes} must be from 1 to nodes={nodes}.")
+
+
+def _on_nodes(rng, hours, nodes, failed_nodes, span):
+    """Gives each failure its nodes."""
+    if failed_nodes == 1:
+        node = rng.integers(nodes, size=len(hours))
+    else:
+        node = rng.random((len(hours), nodes)).argsort(axis=1)[:, :failed_nodes].reshape(-1)
+    cause = np.zeros(len(node), np.int32)
+    return Failures(np.repeat(hours, failed_nodes), node.astype(np.int32), cause, ("drawn",), nodes, span)

@@ -1,0 +1,213 @@
+"""Which rows to save first: MFU, SSU and SCAR of CPR (arXiv 2011.02999), round-robin and random beside them.
+
+Partial recovery loses what a shard learned since its rows were saved; saving the r V rows that matter most every r T
+instead of all V every T loses less for the same bytes. A tracker watches one stack, shard by shard:
+
+    tracker = scheme.init(value, budget)
+    tracker = scheme.touch(tracker, plan)                    after every step
+    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows a shard
+    tracker = scheme.saved(tracker, pick)                    when they are committed; never, if the save failed
+    tracker = scheme.restored(tracker, shard, value)         a shard was loaded: it equals what is saved
+
+A row is picked only if it was touched (SCAR: if it differs) since it was last saved, and `saved` takes back what the
+pick saw and no more: what is touched between pick and commit stays to be saved. One pick is in flight at a time.
+`value` is f32[V / S, E] a shard in a list (host tables) or a jax array f32[S, V / S, E] (device tables); the tracker
+lives where it does. Trackers in numpy change in place, and picks by counts may run in another thread beside touches;
+trackers in jax are donated, and `touch` may be inside jit.
+
+| | keeps, bytes a row | picks |
+|---|---|---|
+| MFU | accesses since saved, 4 | the most accessed rows |
+| SSU | a list of r V rows of sampled batches, 4 r | the list |
+| SCAR | the rows as last saved, 4 E | the most changed rows, by L2 norm |
+| round-robin, random | as MFU | the next ones; any |
+
+Legend: S shards, V rows of the stack, E embedding width, C entries of a list, n rows of a pick.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrec.cpr import listed, trackers
+from jaxrec.types import Array
+
+
+class Pick(NamedTuple):
+    """Rows to save, and what the tracker saw of them; lists have one array a shard."""
+
+    rows: list[np.ndarray]  # i32[n] rows of the stack, ascending, n <= budget
+    seen: list[np.ndarray]  # accesses i32[n] or values f32[n, E] at the time of the pick; empty for SSU
+
+
+class Priority(NamedTuple):
+    """A scheme as functions of its tracker; see the head of this file."""
+
+    name: str
+    init: Callable[..., Any]  # (value, budget) -> tracker
+    touch: Callable[..., Any]  # (tracker, Plan) -> tracker
+    pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
+    saved: Callable[..., Any]  # (tracker, Pick) -> tracker
+    restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
+
+
+def budget_rows(rows: int, fraction: float) -> int:
+    """Rows a save may write: ceil(r V / S), the budget of a shard; every shard has its own, as every node in CPR.
+
+    Args:
+      rows: V / S.
+      fraction: r, above 0 and at most 1; 0.125 in CPR.
+
+    Errors:
+      ValueError: the fraction is out of range.
+
+    >>> budget_rows(1000, 0.125), budget_rows(30, 0.1), budget_rows(7, 0.125)
+    (125, 3, 1)
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be above 0 and at most 1: CPR saves r = 0.125 of the rows.")
+    return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3
+
+
+class Counts(NamedTuple):
+    """Accesses of every row since it was last saved."""
+
+    count: Array  # i32[S, V / S]
+    turn: np.ndarray  # i32[S] where the next pick of a shard begins; always on the host
+
+
+def mfu(by_access: bool = True) -> Priority:
+    """Most frequently used: a counter a row; the largest are saved, and then what was counted is taken off.
+
+    Args:
+      by_access: count a row as often as a batch reads it, as the paper does; else once a batch. Plans that know no
+        accesses (`inverse` empty) count once.
+    """
+    name = "mfu" if by_access else "mfu_by_batch"
+    return _counted(name, by_access, lambda count, budget, turn, shard: (trackers.largest(count, budget), turn))
+
+
+def round_robin() -> Priority:
+    """The next touched rows behind those picked before, in the order of their numbers."""
+
+    def choose(count, budget, turn, shard):
+        rows = np.flatnonzero(count)
+        first = int(np.searchsorted(rows, turn))
+        picked = rows[(first + np.arange(min(budget, len(rows)))) % max(len(rows), 1)]
+        return np.sort(picked), picked[-1] + 1 if len(picked) else turn
+
+    return _counted("round_robin", False, choose)
+
+
+def random(seed: int = 0) -> Priority:
+    """Any touched rows, drawn from (seed, pick, shard)."""
+
+    def choose(count, budget, turn, shard):
+        draw = 1 - np.random.default_rng([seed, turn, shard]).random(len(count), np.float32)  # above 0
+        return trackers.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
+
+    return _counted("random", False, choose)
+
+
+def _counted(name, by_access, choose):
+    """A scheme on access counts; choose(count, budget, turn, shard) -> rows of the shard, ascending; next turn."""
+
+    def init(value, budget):
+        shards, rows = trackers.shape_of(value)
+        return Counts(trackers.filled(value, rows, 0), np.zeros(shards, np.int32))
+
+    def touch(tracker, plan):
+        return Counts(trackers.add_accesses(tracker.count, plan, by_access), tracker.turn)
+
+    def pick(tracker, budget, value):
+        counts, turn, picked = np.asarray(tracker.count), np.array(tracker.turn), Pick([], [])
+        for shard, count in enumerate(counts):
+            rows, turn[shard] = choose(count, budget, turn[shard], shard)
+            picked.rows.append((rows * len(counts) + shard).astype(np.int32))
+            picked.seen.append(count[rows])
+        return picked, Counts(tracker.count, turn)
+
+    def saved(tracker, pick):
+        return Counts(trackers.subtract(tracker.count, *pick), tracker.turn)
+
+    def restored(tracker, shard, value):
+        return Counts(trackers.set_shard(tracker.count, shard, 0), tracker.turn)
+
+    return Priority(name, init, touch, pick, saved, restored)
+
+
+class Listed(NamedTuple):
+    """A set of rows a shard, see `listed.py`."""
+
+    entry: Array  # i32[S, C]
+    batch: Array  # i32[] batches seen
+
+
+def ssu(every: int = 2) -> Priority:
+    """Sub-sampled used: the rows of every n-th batch go to a list of r V entries, which is what is saved.
+
+    In a full list a row takes the place of a random one, so that what is used often stays.
+
+    Args:
+      every: which batches are sampled; the period is a matter of tuning in CPR.
+
+    Errors:
+      ValueError: every < 1.
+    """
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1: 1 samples all batches, 2 every second one.")
+
+    def init(value, budget):
+        return Listed(trackers.filled(value, listed.entries(budget), listed.EMPTY), np.int32(0))
+
+    def touch(tracker, plan):
+        entry, batch = tracker
+        sampled = batch % every == 0  # traced under jit
+        if not isinstance(sampled, np.bool_) or sampled:
+            entry = listed.insert(entry, plan, batch, sampled)
+        return Listed(entry, batch + np.int32(1))
+
+    def pick(tracker, budget, value):
+        entry, rows = listed.pick(tracker.entry, budget)
+        nothing = [np.zeros(0, np.int32)] * len(rows)
+        return Pick(rows, nothing), tracker._replace(entry=trackers.replaced(tracker.entry, entry))
+
+    def saved(tracker, pick):
+        return tracker._replace(entry=listed.drop_picked(tracker.entry))
+
+    def restored(tracker, shard, value):
+        return tracker._replace(entry=trackers.set_shard(tracker.entry, shard, listed.EMPTY))
+
+    return Priority("ssu", init, touch, pick, saved, restored)
+
+
+class Saved(NamedTuple):
+    """The rows as they were last saved, as much memory as the rows themselves."""
+
+    value: Array  # f32[S, V / S, E]
+
+
+def scar() -> Priority:
+    """The rows that changed most since they were saved, by the L2 norm of the change (SCAR, arXiv 1810.07354)."""
+
+    def init(value, budget):
+        return Saved(trackers.copy(value))
+
+    def touch(tracker, plan):
+        return tracker
+
+    def pick(tracker, budget, value):
+        picked = []
+        for shard, change in enumerate(trackers.changes(value, tracker.value)):
+            picked.append((trackers.largest(change, budget) * len(value) + shard).astype(np.int32))
+        return Pick(picked, trackers.rows_of(value, picked)), tracker
+
+    def saved(tracker, pick):
+        return Saved(trackers.overwrite(tracker.value, *pick))
+
+    def restored(tracker, shard, value):
+        return Saved(trackers.set_shard(tracker.value, shard, value[shard]))
+
+    return Priority("scar", init, touch, pick, saved, restored)

@@ -1,0 +1,239 @@
+"""Arrays of row trackers in both homes: numpy ones change in place, compiled by numba; jax ones are donated.
+
+The first axis of every array is the shards, and row r of the stack is at [r % S, r // S]. On devices, padding rows V
+lie just past the end, where scatters drop them.
+
+Legend: S shards, V rows of the stack, E embedding width, U padded unique rows of a batch, n rows of a pick.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+
+_compiled = numba.njit(cache=True, nogil=True, fastmath=False)
+_summed = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})  # sums in any order: twice as fast
+
+
+def on_host(array) -> bool:
+    """Whether a tracker's array, or a list of shards' rows, is in host memory; under jit none is."""
+    return isinstance(array, (np.ndarray, list, tuple))
+
+
+def shape_of(value) -> tuple[int, int]:
+    """S and V / S of rows in either home."""
+    return (len(value), len(value[0])) if on_host(value) else value.shape[:2]
+
+
+def filled(value, width: int, fill):
+    """i32[S, width] where the rows live, split over the mesh as they are."""
+    shape = (shape_of(value)[0], width)
+    if on_host(value):
+        return np.full(shape, fill, np.int32)
+    return jnp.full(shape, fill, jnp.int32, device=value.sharding)
+
+
+def replaced(old, new: np.ndarray):
+    """An array with the content of another, in the home of the old one."""
+    if not on_host(old):
+        return jax.device_put(new, old.sharding)
+    old[:] = new
+    return old
+
+
+def set_shard(array, shard: int, new):
+    """An array with another content of one shard."""
+    if not on_host(array):
+        return _set_shard(array, shard, new)
+    array[shard] = new
+    return array
+
+
+def add_accesses(count, plan, by_access: bool):
+    """Adds a batch to access counts.
+
+    Args:
+      count: i32[S, V / S].
+      plan: of the batch; one without `inverse` counts each row once.
+      by_access: count a row as often as the batch reads it; else once.
+
+    Returns:
+      i32[S, V / S].
+    """
+    inverse = plan.inverse if by_access else {}
+    if not on_host(count):
+        return _add_accesses(count, plan.unique, inverse)
+    unique, used = np.asarray(plan.unique), np.asarray(plan.count)
+    hits = np.full(unique.size + 1, not inverse, np.int32)  # one more, for missing ids
+    for positions in inverse.values():
+        _count_positions(np.asarray(positions).reshape(-1), hits)
+    for shard, mine in enumerate(hits[:-1].reshape(unique.shape)):
+        _add_hits(unique[shard, : used[shard]], len(unique), mine, count[shard])
+    return count
+
+
+@_compiled
+def _count_positions(positions, hits):
+    for position in positions:
+        hits[position] += 1
+
+
+@_compiled
+def _add_hits(rows, shards, hits, count):
+    for u in range(rows.shape[0]):
+        count[rows[u] // shards] += hits[u]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_accesses(count, unique, inverse):
+    hits = jnp.ones(unique.shape, jnp.int32)
+    if inverse:
+        positions = jnp.concatenate([jnp.ravel(p) for p in inverse.values()])
+        hits = jnp.zeros(unique.size, jnp.int32).at[positions].add(1, mode="drop").reshape(unique.shape)
+    return jax.vmap(lambda c, row, hit: c.at[row].add(hit, mode="drop"))(count, unique // len(count), hits)
+
+
+def subtract(count, rows: Sequence[np.ndarray], seen: Sequence[np.ndarray]):
+    """Takes the counts that a pick saw, i32[n] a shard, from those of its rows, i32[n] of the stack a shard."""
+    if not on_host(count):
+        return _subtract(count, *_padded(rows, seen, count.shape))
+    for shard, (mine, counted) in enumerate(zip(rows, seen, strict=True)):
+        _subtract_rows(mine, len(count), counted, count[shard])
+    return count
+
+
+@_compiled
+def _subtract_rows(rows, shards, seen, count):
+    for i in range(rows.shape[0]):
+        count[rows[i] // shards] -= seen[i]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _subtract(count, rows, seen):
+    return jax.vmap(lambda c, row, s: c.at[row].add(-s, mode="drop"))(count, rows // len(count), seen)
+
+
+def largest(weight: np.ndarray, budget: int) -> np.ndarray:
+    """The rows of the `budget` largest weights above 0, equal ones in the order of a hash.
+
+    Args:
+      weight: i32 or f32[V / S] of one shard.
+      budget: how many rows at most.
+
+    Returns:
+      i32[n], ascending; all rows of a weight above 0 if they are within the budget.
+
+    >>> largest(np.array([5, 0, 9, 9, 3], np.int32), 3).tolist()
+    [0, 2, 3]
+    """
+    bits = weight.view(np.int32)  # floats >= 0 order as their bits do
+    keys = np.empty(len(bits) + 1, np.int64)
+    n = _fill_keys(bits, keys)
+    edge = np.partition(keys[:n], n - budget)[n - budget] if n > budget else np.int64(0)
+    out = np.empty(min(n, budget) + 1, np.int32)
+    return out[: _fill_rows(bits, edge, out)]
+
+
+@_compiled
+def _key(bits, row):
+    # Distinct, as a row times an odd number is: many equal keys make the partition 20 times slower.
+    return (np.int64(bits) << 32) | ((row * 0x9E3779B9) & 0xFFFFFFFF)
+
+
+@_compiled
+def _fill_keys(bits, keys):
+    n = 0
+    for row in range(bits.shape[0]):
+        keys[n] = _key(bits[row], row)
+        n += bits[row] > 0
+    return n
+
+
+@_compiled
+def _fill_rows(bits, edge, out):
+    n, last = 0, out.shape[0] - 1  # the last is for what does not count
+    for row in range(bits.shape[0]):
+        out[min(n, last)] = row
+        n += (bits[row] > 0) & (_key(bits[row], row) >= edge)
+    return min(n, last)
+
+
+def copy(value):
+    """A copy of a stack's rows, f32[S, V / S, E], in their home."""
+    return np.stack(value) if on_host(value) else _copy(value)
+
+
+def changes(new, old):
+    """L2 norm of the change of every row, f32[S, V / S] in numpy, of rows f32[S, V / S, E]; 0 where it is NaN."""
+    if not on_host(new):
+        return np.asarray(_changes(new, old))
+    change = np.empty(shape_of(new), np.float32)
+    for shard, out in enumerate(change):
+        _row_norms(new[shard], old[shard], out)
+    return change
+
+
+@_summed
+def _row_norms(new, old, out):
+    for row in range(new.shape[0]):
+        square = 0.0
+        for c in range(new.shape[1]):
+            difference = np.float64(new[row, c] - old[row, c])
+            square += difference * difference
+        norm = math.sqrt(square)
+        out[row] = norm if norm > 0 else 0  # NaN is nothing to save
+
+
+def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Values f32[n, E] of rows i32[n] of the stack, both one array a shard, copied to the host."""
+    if on_host(value):
+        return [value[shard][mine // len(value)] for shard, mine in enumerate(rows)]
+    padded, _ = _padded(rows, rows, value.shape)
+    return [held[: len(mine)] for held, mine in zip(np.asarray(_gather(value, padded)), rows, strict=True)]
+
+
+def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
+    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array a shard."""
+    if not on_host(value):
+        return _overwrite(value, *_padded(rows, new, value.shape))
+    for shard, (mine, values) in enumerate(zip(rows, new, strict=True)):
+        value[shard, mine // len(value)] = values
+    return value
+
+
+def _padded(rows, values, shape):
+    """[S, K] rows, V behind them, and [S, K, ...] values; K is a power of two, so that few shapes are compiled."""
+    size = 1 << max(0, max(map(len, rows)) - 1).bit_length()
+    out = np.full((shape[0], size), shape[0] * shape[1], np.int32)
+    padded = np.zeros((shape[0], size, *values[0].shape[1:]), values[0].dtype)
+    for shard, (mine, held) in enumerate(zip(rows, values, strict=True)):
+        out[shard, : len(mine)], padded[shard, : len(mine)] = mine, held
+    return out, padded
+
+
+_copy = jax.jit(jnp.copy)
+
+
+@jax.jit
+def _changes(new, old):
+    norm = jnp.linalg.norm(new - old, axis=-1)
+    return jnp.where(norm > 0, norm, 0)  # NaN is nothing to save
+
+
+@jax.jit
+def _gather(value, rows):
+    return jax.vmap(lambda v, row: v.at[row].get(mode="fill", fill_value=0))(value, rows // len(value))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(value, rows, new):
+    return jax.vmap(lambda v, row, n: v.at[row].set(n, mode="drop"))(value, rows // len(value), new)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_shard(array, shard, new):
+    return array.at[shard].set(new)

@@ -1,0 +1,448 @@
+"""One shard comes back bit for bit from base and deltas; what is damaged, deleted, killed or full loses nothing."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_checkpoint import OPTIMIZERS, make, spec_of
+from test_tables import dense_table
+
+from jaxrec.checkpoint import (
+    Checkpointer,
+    RowCheckpointer,
+    chain,
+    compact,
+    deltas,
+    images,
+    newest,
+    restore,
+    restore_shard,
+    save_rows,
+    snapshot,
+    write_image,
+)  # fmt: skip
+from jaxrec.checkpoint.deltas import _load_shard, _overlay
+from jaxrec.embedding import DeviceTables, HostTables
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.sharding import make_mesh
+from jaxrec.types import DenseState, TrainState
+
+ROWS = OPTIMIZERS["rowwise_adagrad"]
+HOMES = {"host": ("host", 1), "device": ("device", 1), "device4": ("device", 4)}
+
+
+def parts_of(tables, spec):
+    """{(stack, part): f32[V, width]} of all rows, in order."""
+    slots = {
+        name: tables.layout[name] if isinstance(tables, HostTables) else tables.slots[name] for name in spec.stacks
+    }
+    return {(n, p): dense_table(tables, n, p).copy() for n in spec.stacks for p in ("value", *slots[n])}
+
+
+def initial(spec):
+    parts = parts_of(HostTables.create(spec, ROWS), spec)
+    row = np.arange(spec.stacks["width_4"].rows)
+    expected = initial_rows(row, 4, spec.row_scale("width_4", row), spec.seed)
+    np.testing.assert_array_equal(parts["width_4", "value"], expected)
+    return parts
+
+
+def draw_rows(spec, seed, most=12):
+    """Random rows of random shards."""
+    rng = np.random.default_rng(seed)
+    rows = {}
+    for name, stack in spec.stacks.items():
+        for shard in range(spec.shards):
+            mine = np.arange(shard, stack.rows, spec.shards)
+            rows[name, shard] = rng.choice(mine, min(len(mine), rng.integers(0, most)), replace=False).astype(np.int32)
+    return rows
+
+
+def random_tables(home, spec, seed):
+    kind, devices = HOMES[home]
+    rng = np.random.default_rng(seed)
+    if kind == "host":
+        tables = HostTables.create(spec, ROWS)
+        for shards in tables.shards.values():
+            for parts in shards:
+                for array in parts.values():
+                    array[:] = rng.standard_normal(array.shape)
+        return tables
+    tables = DeviceTables.create(spec, ROWS, make_mesh(devices=jax.devices()[:devices]))
+    return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), tables)
+
+
+class Saved:
+    """A run that saves rows, and what every row's image should be."""
+
+    def __init__(self, directory, home="host", base=True, shards=8):
+        self.directory, self.home, self.spec = directory, home, spec_of(shards)
+        self.expected, self.path = initial(self.spec), None
+        if base:
+            state = self.state(0)
+            self.path = directory / "step_00000000"
+            write_image(self.path, snapshot(state, self.spec))
+            self.expected = parts_of(state.tables, self.spec)
+
+    def state(self, step):
+        """Random rows, of that step, and next to nothing dense."""
+        return TrainState(DenseState(np.int32(step), {}, {}), random_tables(self.home, self.spec, step))
+
+    def note(self, tables, rows):
+        now = parts_of(tables, self.spec)
+        for (name, _), ids in rows.items():
+            for part in (part for stack, part in now if stack == name):
+                self.expected[name, part][ids] = now[name, part][ids]
+
+    def save(self, step):
+        tables, rows = self.state(step).tables, draw_rows(self.spec, step)
+        self.path = save_rows(self.directory, self.path, rows, tables, step, self.spec)
+        self.note(tables, rows)
+
+    def check(self, path=None, home="host", without=(), shards=None):
+        """One shard after the other: it has its image to the bit, and all others what they had."""
+        for shard in range(self.spec.shards) if shards is None else shards:
+            tables = random_tables(home, self.spec, 99)
+            before = parts_of(tables, self.spec)
+            tables, _ = restore_shard(path or self.path, tables, shard, self.spec, ROWS, without)
+            for key, rows in parts_of(tables, self.spec).items():
+                mine = np.arange(len(rows)) % self.spec.shards == shard
+                np.testing.assert_array_equal(rows[mine], self.expected[key][mine])
+                np.testing.assert_array_equal(rows[~mine], before[key][~mine])
+
+
+@pytest.mark.parametrize("base", [True, False])
+@pytest.mark.parametrize(
+    ("home", "target"),
+    [("host", "host"), ("host", "device4"), ("device", "host"), ("device4", "host"), ("device4", "device")],
+)
+def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
+    run = Saved(tmp_path, home, base)
+    for step in range(1, 4):
+        run.save(step)
+    run.check(home=target, shards=(0, 5))
+    assert newest(tmp_path) == run.path
+    run.check(tmp_path, target, shards=(7,))  # the newest of a directory
+    assert [image.step for image in chain(run.path)] == ([0] if base else []) + [1, 2, 3]
+
+
+@settings(max_examples=8)
+@given(shards=st.sampled_from([1, 3, 8]), steps=st.integers(0, 4), base=st.booleans(), most=st.integers(1, 3))
+def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most):
+    run = Saved(tmp_path_factory.mktemp("chain"), base=base, shards=shards)
+    with RowCheckpointer(run.directory, run.spec, run.path, most_deltas=most) as saver:
+        for step in range(1, steps + 1):
+            tables, rows = run.state(step).tables, draw_rows(run.spec, step)
+            assert saver.save(tables, rows, step) >= 0
+            run.note(tables, rows)
+            saver.wait()
+            assert len(deltas(run.directory)) <= most
+        found = saver.newest()
+        run.path = found
+        tables = random_tables("host", run.spec, 5)
+        restored = [restore_shard(found, tables, shard)[1] for shard in range(shards)]
+    assert all([image.path for image in read] == [image.path for image in restored[0]] for read in restored)
+    for key, rows in parts_of(tables, run.spec).items():
+        np.testing.assert_array_equal(rows, run.expected[key])
+    if steps and found:
+        before = parts_of(tables, run.spec)
+        merged = compact(found)
+        tables = random_tables("host", run.spec, 6)
+        for shard in range(shards):
+            restore_shard(merged, tables, shard)
+        assert all((before[key] == rows).all() for key, rows in parts_of(tables, run.spec).items())
+        assert len(deltas(run.directory)) == 1 and not list(run.directory.glob("*.partial"))
+
+
+def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
+    run = Saved(tmp_path, base=False)
+    tables = run.state(1).tables
+    save_rows(tmp_path, None, {("width_4", 3): np.array([3, 19], np.int32)}, tables, 1)
+    touched = parts_of(tables, run.spec)["width_4", "value"]
+    restore_shard(tmp_path, tables, 3)
+    rows = parts_of(tables, run.spec)["width_4", "value"]
+    assert (rows[[3, 19]] == touched[[3, 19]]).all()
+    assert (rows[[11, 27]] == initial(run.spec)["width_4", "value"][[11, 27]]).all()
+    assert (rows[[11, 27]] != touched[[11, 27]]).all() and (rows[12] == touched[12]).all()
+    restore_shard(None, tables, 3)  # nothing saved yet
+    assert (parts_of(tables, run.spec)["width_4", "value"][3] == initial(run.spec)["width_4", "value"][3]).all()
+
+
+def test_the_order_of_deltas_matters(tmp_path):
+    """Negative control: the same deltas in another order give other rows."""
+    run = Saved(tmp_path, base=False)
+    for step in (1, 2, 3):
+        run.save(step)
+    found = chain(run.path)
+    loaded = [_load_shard(run.path, run.spec, image.slots, 2, image) for image in found]
+    for order, same in ((loaded, True), (loaded[::-1], False)):
+        tables = HostTables.create(run.spec, ROWS)
+        _overlay(run.spec, "width_4", 2, tables.shards["width_4"][2], order)
+        rows, expected = parts_of(tables, run.spec)["width_4", "value"], run.expected["width_4", "value"]
+        assert (rows[2::8] == expected[2::8]).all() == same
+
+
+def test_a_delta_holds_the_rows_of_the_moment_it_was_taken(tmp_path):
+    run = Saved(tmp_path, base=False)
+    tables, rows = run.state(1).tables, draw_rows(run.spec, 1)
+    run.note(tables, rows)
+    with RowCheckpointer(tmp_path, run.spec) as saver:
+        saver.save(tables, rows, 1)
+        for shards in tables.shards.values():
+            for parts in shards:
+                parts["value"][:] = -1
+        for ids in rows.values():
+            ids[:] = -1
+    assert saver.done() and saver.stall_seconds > 0
+    run.check(saver.newest(), shards=(1, 6))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A base and three deltas."""
+    run = Saved(tmp_path_factory.mktemp("four"), shards=2)
+    for step in (1, 2, 3):
+        run.save(step)
+    return run
+
+
+def test_a_flipped_bit_is_found_and_changes_nothing(four, tmp_path):
+    directory, rng = shutil.copytree(four.directory, tmp_path / "copy"), np.random.default_rng(0)
+    files = [file for file in sorted(directory.rglob("*")) if file.is_file() and "dense." not in str(file)]
+    for file in [files[i] for i in rng.choice(len(files), 24, replace=False)] + sorted(
+        directory.glob("*/manifest.json")
+    ):
+        content = file.read_bytes()
+        place = int(rng.integers(len(content)))
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :])
+        tables = random_tables("host", four.spec, 9)
+        before = parts_of(tables, four.spec)
+        with pytest.raises(ValueError, match="damaged|no readable manifest") as caught:
+            for shard in range(2):
+                restore_shard(directory / four.path.name, tables, shard)
+        damaged = file.relative_to(directory).parts[0]
+        assert damaged in str(caught.value) and "Nothing was changed" in str(caught.value)
+        now = parts_of(tables, four.spec)
+        for key in now:  # the first shard may be whole
+            assert (now[key][1::2] == before[key][1::2]).all()
+        file.write_bytes(content)
+    four.check(directory / four.path.name)
+
+
+@pytest.mark.parametrize("lost", ["step_00000000", "delta_000001", "delta_000002", "delta_000003"])
+def test_a_deleted_image_is_named_and_all_else_can_be_had(four, tmp_path, lost):
+    directory = shutil.copytree(four.directory, tmp_path / "copy")
+    shutil.rmtree(directory / lost)
+    tip = directory / "delta_000003"
+    with pytest.raises(ValueError, match=f"{lost} has no readable manifest.*Nothing was changed") as caught:
+        restore_shard(tip, random_tables("host", four.spec, 0), 1)
+    if lost == "delta_000003":
+        assert str(directory / "delta_000002") in str(caught.value)
+        tip = newest(directory)
+    else:
+        assert f"without=['{lost}']" in str(caught.value)
+        with pytest.raises(ValueError, match=lost):
+            compact(tip)
+    other = Saved(tmp_path / "other", base=lost != "step_00000000", shards=2)
+    for step in (1, 2, 3):
+        if lost != f"delta_{step:06d}":
+            other.save(step)
+    other.check(tip, without=[lost])
+    merged = compact(tip, without=[lost])
+    other.check(merged)
+    with RowCheckpointer(directory, four.spec, merged) as saver:
+        saver.save(other.state(7).tables, draw_rows(four.spec, 7), 7)
+    other.note(other.state(7).tables, draw_rows(four.spec, 7))
+    other.check(directory)
+
+
+def test_a_full_disk_is_raised_at_the_next_call_and_loses_nothing(tmp_path, monkeypatch):
+    run = Saved(tmp_path)
+    run.save(1)
+    saver = RowCheckpointer(tmp_path, run.spec, run.path)
+    tables, rows = run.state(2).tables, draw_rows(run.spec, 2)
+    for name, error in (("fsync", errno.ENOSPC), ("rename", errno.EROFS)):
+
+        def fail(*args, error=error):
+            raise OSError(error, os.strerror(error))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fail)
+            saver.save(tables, rows, 2)
+            with pytest.raises(OSError, match=os.strerror(error)):
+                saver.wait()
+        assert saver.newest() == run.path and not list(tmp_path.glob("*.partial"))
+        run.check(tmp_path, shards=(2,))
+    saver.save(tables, rows, 2)
+    run.note(tables, rows)
+    saver.wait()
+    run.check(saver.newest(), shards=(2, 3))
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    run = Saved(tmp_path, base=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        save_rows(tmp_path / "file" / "below", None, draw_rows(run.spec, 1), run.state(1).tables, 1)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(OSError, match="Read-only"), RowCheckpointer(tmp_path / "new", run.spec) as saver:
+        saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "ids", "message"),
+    [
+        (("width_4", 3), [3, 12], "rows of width_4 for shard 3 run from 3 to 12: .* r % 8 == 3"),
+        (("width_4", 3), [3, 43], "0 <= r < 40"),
+        (("width_4", 0), [-8], "from -8 to -8"),
+        (("width_4", 8), [8], "shards 0 to 7"),
+        (("width_9", 0), [8], "stacks are .'width_4', 'width_1'"),
+    ],
+)
+def test_rows_of_another_shard_are_refused(tmp_path, key, ids, message):
+    run = Saved(tmp_path, base=False)
+    with pytest.raises(ValueError, match=message):
+        save_rows(tmp_path, None, {key: np.array(ids)}, run.state(1).tables, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_refused(four, tmp_path):
+    tables = random_tables("host", four.spec, 0)
+    with pytest.raises(ValueError, match="shard=2 must lie between 0 and 1"):
+        restore_shard(four.path, tables, 2)
+    with pytest.raises(ValueError, match="other spec"):
+        restore_shard(four.path, random_tables("host", spec_of(8), 0), 1)
+    with pytest.raises(ValueError, match="other row optimizer slots"):
+        restore_shard(four.path, HostTables.create(four.spec, OPTIMIZERS["sgd"]), 1)
+    with pytest.raises(ValueError, match="give spec"):
+        restore_shard(four.path, random_tables("device", four.spec, 0), 1)
+    with pytest.raises(ValueError, match="give row_optimizer"):
+        restore_shard(four.path, random_tables("device", four.spec, 0), 1, four.spec)
+    with pytest.raises(ValueError, match="must lie in"):
+        save_rows(tmp_path, four.path, {}, tables, 1)
+    with pytest.raises(ValueError, match="most_deltas=0"):
+        RowCheckpointer(tmp_path, four.spec, most_deltas=0)
+    with pytest.raises(ValueError, match="leaves no delta"):
+        compact(four.path, without=[path.name for path in deltas(four.directory)])
+    assert save_rows(four.directory, four.path, {}, tables, 9) == four.path  # nothing to save
+
+
+def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
+    run = Saved(tmp_path, base=False)
+    with Checkpointer(tmp_path, run.spec, keep=1) as whole:
+        whole.save(run.state(1))
+        whole.wait()
+        with RowCheckpointer(tmp_path, run.spec, newest(tmp_path)) as small:
+            small.save(run.state(2).tables, draw_rows(run.spec, 2), 2)
+            small.wait()
+            whole.save(run.state(3))
+            whole.wait()
+            assert [path.name for path in images(tmp_path)] == ["step_00000003", "step_00000001"]
+            assert newest(tmp_path) == images(tmp_path)[0]
+            small.save(run.state(4).tables, draw_rows(run.spec, 4), 4)  # newer than the image that is taken over
+            small.wait()
+            small.rebase(images(tmp_path)[0])
+            small.wait()
+            assert [image.path.name for image in chain(newest(tmp_path))] == ["step_00000003", "delta_000003"]
+            small.save(run.state(5).tables, draw_rows(run.spec, 5), 5)
+            small.wait()
+        names = [image.path.name for image in chain(small.newest())]
+        assert names == ["step_00000003", "delta_000003", "delta_000004"] and len(deltas(tmp_path)) == 2
+        run.expected = parts_of(run.state(3).tables, run.spec)
+        for step in (4, 5):
+            run.note(run.state(step).tables, draw_rows(run.spec, step))
+        run.check(small.newest(), shards=(0, 4))
+
+
+def test_a_base_that_is_gone_is_not_saved_over(tmp_path):
+    run = Saved(tmp_path)
+    saver = RowCheckpointer(tmp_path, run.spec, run.path)
+    shutil.rmtree(run.path)
+    saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
+    with pytest.raises(ValueError, match="step_00000000.* are gone.*save a whole image"):
+        saver.wait()
+
+
+def rows_of_step(spec, step):
+    return draw_rows(spec, step, most=4)
+
+
+def _save_rows_for_ever(directory, die_at):
+    """Goes on saving rows where the directory ends, and kills itself at a call that changes the disk."""
+    count = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
+    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    spec, base = spec_of(2), newest(directory)
+    tables = HostTables.create(spec, ROWS)
+    first = 1 + (chain(base)[-1].step if base else 0)
+    with RowCheckpointer(directory, spec, base, most_deltas=2) as saver:
+        for step in range(first, first + 6):
+            for shards in tables.shards.values():
+                for parts in shards:
+                    for array in parts.values():
+                        array[:] = step
+            saver.save(tables, rows_of_step(spec, step), step)
+
+
+def kill_often(directory, instants):
+    """After every kill the newest chain holds exactly what was saved up to its step, and never less than before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
+    spec, step, killed = spec_of(2), 0, 0
+    expected, tables = initial(spec), HostTables.create(spec, ROWS)
+    for die_at in instants:
+        child = context.Process(target=_save_rows_for_ever, args=(directory, die_at))
+        child.start()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
+        path = newest(directory)
+        for shard in range(spec.shards):
+            restore_shard(path, tables, shard)
+        last = chain(path)[-1].step if path else 0
+        assert last >= step
+        for now in range(step + 1, last + 1):
+            for (name, _), ids in rows_of_step(spec, now).items():
+                for part in (part for stack, part in expected if stack == name):
+                    expected[name, part][ids] = now
+        step = last
+        for key, rows in parts_of(tables, spec).items():
+            np.testing.assert_array_equal(rows, expected[key])
+    assert killed >= len(instants) // 2
+    assert len(deltas(directory)) <= 4
+
+
+def test_kill_9_while_saving_rows_leaves_a_committed_state(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(1).integers(1, 250, 5).tolist())
+
+
+@pytest.mark.slow
+def test_kill_9_at_100_instants(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 100).tolist())
+
+
+def test_a_delta_is_no_image_of_the_whole_state(four):
+    with pytest.raises(ValueError, match="other dense state"):
+        restore(four.path, make("host", four.spec), four.spec)

@@ -1,0 +1,259 @@
+"""Recovery: survivors do not notice, the victim is what was saved, no failure is no difference; both homes and OAC."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrec import Batch, init_state, make_mesh, make_train_step
+from jaxrec.checkpoint import deltas, images
+from jaxrec.cpr import Recovery, RolledBack, lose, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr.recovery import without_rows
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
+from jaxrec.loop import fit, planned
+from jaxrec.oac import Pipeline
+from jaxrec.step import make_update
+
+TABLES = {"big": Table(90, 4), "small": Table(7, 4), "wide": Table(40, 8)}
+SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("big", "small")), "wide": Lookup("wide")}, shards=4)
+ROWS, DENSE = adagrad(0.1), optax.adam(0.01)
+SCHEMES = {
+    "vanilla": None,
+    "mfu": mfu(),
+    "ssu": ssu(1),
+    "scar": scar(),
+    "round_robin": round_robin(),
+    "random": random(),
+}
+STEPS = 40
+
+
+def loss(params, activations, batch):
+    logit = activations["pair"].sum((1, 2)) + activations["wide"].sum(-1) * params["w"].sum()
+    return optax.sigmoid_binary_cross_entropy(logit, batch.label)
+
+
+STEP = make_train_step(SPEC, loss, DENSE, ROWS)
+CAPACITY = {"width_4": 16, "width_8": 12}  # as much as any batch needs, so that each home compiles once
+
+
+def batches(start=0, stop=STEPS, size=12):
+    for index in range(start, stop):
+        rng = np.random.default_rng(index)
+        pair = np.stack([rng.zipf(1.5, size) % 90, rng.integers(0, 7, size)], axis=1).astype(np.int32)
+        ids = {"pair": pair, "wide": (rng.zipf(1.3, size) % 40).astype(np.int32)}
+        label = rng.integers(0, 2, size).astype(np.float32)
+        yield Batch(ids, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+
+
+def fresh(home):
+    tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS, make_mesh())
+    return init_state({"w": jnp.ones(3)}, DENSE, tables)
+
+
+def rows_of(state, shard):
+    """Copies of all rows and slots of one shard."""
+    tables = state.tables
+    if isinstance(tables, HostTables):
+        return {
+            (name, part): array.copy() for name in SPEC.stacks for part, array in tables.shards[name][shard].items()
+        }
+    every = {name: {"value": tables.value[name], **tables.slots[name]} for name in SPEC.stacks}
+    return {(name, part): np.array(array[shard]) for name in SPEC.stacks for part, array in every[name].items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def train(home, recovery=None, hooks=(), state=None, start=0):
+    state = state or fresh(home)
+    if recovery is not None and not start:
+        state = recovery.begin(state)
+    hooks = [*([recovery.hook] if recovery else []), *hooks]
+    return fit(state, planned(SPEC, batches(start), CAPACITY), STEP, hooks)
+
+
+def make(directory, scheme="vanilla", **more):
+    given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
+    return Recovery(directory, SPEC, ROWS, **given)
+
+
+BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
+
+
+@pytest.mark.parametrize(("home", "scheme"), BOTH)
+def test_without_failures_nothing_changes(tmp_path, home, scheme):
+    with make(tmp_path, scheme, fraction=0.25) as recovery:
+        state = train(home, recovery)
+    plain = train(home)
+    assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
+    assert recovery.pls == 0 and recovery.saves == (5 if scheme == "vanilla" else 20)
+
+
+@pytest.mark.parametrize(("home", "scheme"), [pair for pair in BOTH if pair[1] != "ssu"])
+def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home, scheme):
+    """With fraction 1 a scheme saves every touched row, so that the victim is the table at the last save."""
+    kept = {}
+
+    def keep(state, step, plan, metrics):
+        if step in (16, 21):
+            kept[step] = [rows_of(state, shard) for shard in range(4)]
+        return state
+
+    def look(state, step, plan, metrics):
+        if step == 21:
+            after = [rows_of(state, shard) for shard in range(4)]
+            assert same(after[0], kept[21][0]) and same(after[2], kept[21][2])
+            assert same(after[1], kept[16][1]) and same(after[3], kept[16][3])
+            assert not same(kept[21][1], kept[16][1])  # negative control: training had gone on
+            kept["seen"] = True
+        return state
+
+    more = {} if scheme == "vanilla" else {"fraction": 1.0}
+    with make(tmp_path, scheme, failures={21: [1, 3]}, **more) as recovery:
+        state = train_with(home, recovery, [keep, recovery.hook, look])
+    assert kept["seen"] and all(np.isfinite(array).all() for s in range(4) for array in rows_of(state, s).values())
+    assert recovery.pls == pytest.approx(2 * (21 - 16) / (STEPS * 4)) and recovery.failed == 2
+
+
+def train_with(home, recovery, hooks):
+    return fit(recovery.begin(fresh(home)), planned(SPEC, batches(), CAPACITY), STEP, hooks)
+
+
+@pytest.mark.parametrize("scheme", ["mfu", "ssu", "scar"])
+def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme):
+    lost = {}
+
+    def look(state, step, plan, metrics):
+        if step in (29, 30):
+            lost[step] = rows_of(state, 2)
+        return state
+
+    with make(tmp_path, scheme, fraction=0.25, whole=["small"], failures={30: [2]}) as recovery:
+        train_with("host", recovery, [look, recovery.hook, lambda s, n, p, m: look(s, n, p, m)])
+    assert recovery.saves == 20
+    budget = (
+        sum(recovery._budget(name) for name in SPEC.stacks) * 4 * 20 + 7 * 5
+    )  # and the small table at regular saves
+    assert 0 < recovery.rows_saved <= budget
+    initial = rows_of(fresh("host"), 2)
+    distance = lambda rows: sum(float(np.abs(rows[key] - lost[29][key]).sum()) for key in rows if key[1] == "value")
+    assert distance(lost[30]) < 0.7 * distance(initial)
+
+
+def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_path):
+    row = 4 * 17 + 1  # of shard 1
+    ids = {"pair": np.array([[row, -1]], np.int32), "wide": np.array([-1], np.int32)}
+    once = Batch(ids, np.zeros((1, 0), np.float32), np.ones(1, np.float32), np.ones(1, np.float32))
+    with make(tmp_path, "mfu", save_every_steps=1000.0) as recovery:
+        state = recovery.begin(fresh("host"))
+        value = state.tables.shards["width_4"][1]["value"]
+        before = value[17].copy()
+        state = fit(state, planned(SPEC, [once]), STEP, [recovery.hook])
+        assert (value[17] != before).all()
+        recovery.fail(state, [1])
+    np.testing.assert_array_equal(value[17], before)
+
+
+def test_full_recovery_trains_again_to_the_same_bits(tmp_path):
+    for home in ("host", "device"):
+        with make(tmp_path / home, mode="full", failures={13: [0], 30: [2]}) as recovery:
+            state, start = recovery.begin(fresh(home)), 0
+            while start < STEPS:
+                try:
+                    state = train(home, recovery, state=state, start=start) if start else train(home, recovery)
+                    start = STEPS
+                except RolledBack as back:
+                    state, start = back.state, back.step
+        assert recovery.lost_steps == (13 - 8) + (30 - 24) and recovery.pls == 0
+        plain = train(home)
+        assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
+        np.testing.assert_array_equal(state.dense.params["w"], plain.dense.params["w"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme):
+    more = {"save_every_steps": 12, "fraction": 0.5, "failures": {15: [1], 33: [0, 2]}}
+    with make(tmp_path / "plain", scheme, **more) as plain:
+        wanted = train("host", plain)
+    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
+    with make(tmp_path / "oac", scheme, pipeline=pipeline, **more) as recovery, pipeline:
+        recovery.begin(pipeline.state)
+        for _ in pipeline.run(batches(), [recovery.hook]):
+            pass
+    found = pipeline.state
+    assert all(same(rows_of(found, shard), rows_of(wanted, shard)) for shard in range(4))
+    assert (recovery.pls, recovery.saves, recovery.rows_saved) == (plain.pls, plain.saves, plain.rows_saved)
+    calm = train("host")  # negative control: the failures did something
+    assert not all(same(rows_of(found, shard), rows_of(calm, shard)) for shard in range(4))
+
+
+def test_rows_of_a_save_that_failed_stay_to_be_saved(tmp_path, monkeypatch):
+    recovery = make(tmp_path, "mfu", fraction=1.0)
+    state, fails = recovery.begin(fresh("host")), [True]
+    write = recovery._deltas._commit
+
+    def commit(image):
+        if fails.pop() if fails else False:
+            raise OSError(28, "No space left on device")
+        write(image)
+
+    monkeypatch.setattr(recovery._deltas, "_commit", commit)
+    with pytest.raises(OSError, match="No space"):
+        fit(state, planned(SPEC, batches(), CAPACITY), STEP, [recovery.hook])  # saves at 8 fail, found at 16
+    assert not deltas(tmp_path)
+    state = fit(fresh("host"), planned(SPEC, batches(0, 16), CAPACITY), STEP)
+    wanted = rows_of(state, 1)
+    recovery._save(state)
+    recovery.fail(state, [1])
+    assert same(rows_of(state, 1), wanted)
+
+
+def test_the_data_position_and_a_base_are_kept_when_a_run_begins_in_the_middle(tmp_path):
+    state = fit(fresh("host"), planned(SPEC, batches(0, 10), CAPACITY), STEP)
+    with make(tmp_path, "mfu") as recovery:
+        state = recovery.begin(state)
+        wanted = rows_of(state, 3)
+        assert [path.name for path in images(tmp_path)] == ["step_00000010"]
+        state = recovery.fail(state, [3])
+    assert same(rows_of(state, 3), wanted)
+
+
+def test_lost_shards_are_gone():
+    for home in ("host", "device"):
+        state = fresh(home)
+        before = [rows_of(state, shard) for shard in range(4)]
+        state = state._replace(tables=lose(state.tables, 2))
+        assert all(np.isnan(array).all() for array in rows_of(state, 2).values())
+        assert all(same(rows_of(state, shard), before[shard]) for shard in (0, 1, 3))
+
+
+def test_a_plan_without_some_rows_reads_all_others():
+    for batch in batches(0, 5):
+        for whole, plans in ((range(90, 97), plan(SPEC, batch.ids)), (range(3, 50), plan(SPEC, batch.ids))):
+            old = plans["width_4"]
+            new = without_rows(old, [(whole.start, whole.stop)], SPEC.stacks["width_4"].rows)
+            flat = np.append(old.unique.reshape(-1), -1)
+            again = np.append(new.unique.reshape(-1), -1)
+            a, b = flat[old.inverse["pair"]], again[new.inverse["pair"]]
+            np.testing.assert_array_equal(b, np.where(np.isin(a, list(whole)), -1, a))
+            assert new.count.sum() == len(np.unique(b[b >= 0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"save_every_steps": 0}, "save_every_steps=0"),
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"mode": "some"}, "mode='some'"),
+        ({"mode": "full", "scheme": mfu()}, "scheme='mfu' must be None"),
+        ({"fraction": 0.0}, "fraction=0.0"),
+        ({"whole": ["huge"]}, "unknown tables"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path, changed, message):
+    with pytest.raises(ValueError, match=message):
+        Recovery(tmp_path, SPEC, ROWS, **({"save_every_steps": 8, "total_steps": 40} | changed))
+    with make(tmp_path) as recovery, pytest.raises(ValueError, match="must be distinct"):
+        recovery.fail(recovery.begin(fresh("host")), [4])

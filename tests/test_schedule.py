@@ -1,0 +1,212 @@
+"""The overhead model of CPR: its equations among each other, and against jobs replayed event by event."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxrec.cpr import schedule
+from jaxrec.cpr.emulate import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
+from jaxrec.cpr.failure import draw_failures
+from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
+
+HOURS = st.floats(0.01, 100)
+COSTS = st.builds(
+    Costs, HOURS, st.floats(0, 1), st.floats(0, 1), st.floats(1, 1000), st.floats(1, 1000), st.integers(4, 64),
+    st.integers(1, 4),
+)  # fmt: skip
+
+
+def best(costs, mode):
+    return schedule.full_interval(costs) if mode == "full" else schedule.partial_interval(costs, 0.1)
+
+
+def law(costs, mode, every):
+    return (schedule.full_overhead if mode == "full" else schedule.partial_overhead)(costs, every).total
+
+
+@pytest.mark.parametrize(("costs", "full", "partial"), [(SETTING_A, 8.50, 0.53), (SETTING_B, 8.20, 0.68)])
+def test_reference_settings_give_the_overheads_of_the_abstract(costs, full, partial):
+    assert abs(100 * law(costs, "full", best(costs, "full")) - full) < 0.01
+    assert abs(100 * law(costs, "partial", best(costs, "partial")) - partial) < 0.01
+    assert best(costs, "partial") == pytest.approx(44.8)
+    plan = schedule.plan_recovery(costs, 0.1)
+    assert plan.mode == "partial" and plan.expected_pls == pytest.approx(0.1)
+    assert plan.expected_overhead == schedule.partial_overhead(costs, plan.save_every_hours)
+
+
+@given(costs=COSTS, factor=st.sampled_from([0.3, 0.9, 1.1, 3.0]))
+def test_full_recovery_is_cheapest_at_its_interval(costs, factor):
+    every = schedule.full_interval(costs)
+    assert law(costs, "full", every) < law(costs, "full", factor * every)
+    lost = schedule.full_overhead(costs, every).lost_work  # there, saving costs as much as what is lost
+    assert lost == pytest.approx(schedule.full_overhead(costs, every).save)
+
+
+@given(costs=COSTS)
+def test_another_loss_has_its_minimum_elsewhere(costs):
+    """Negative control: with all of an interval lost instead of half, a shorter interval is cheaper."""
+    wrong = lambda every: law(costs, "full", every) + schedule.full_overhead(costs, every).lost_work
+    assert wrong(schedule.full_interval(costs) / math.sqrt(2)) < wrong(schedule.full_interval(costs))
+
+
+@given(costs=COSTS, pls=st.floats(1e-4, 1))
+def test_interval_and_expected_pls_are_inverse(costs, pls):
+    every = schedule.partial_interval(costs, pls)
+    assert schedule.expected_pls(costs, every) == pytest.approx(pls)
+    assert schedule.partial_interval(costs._replace(failed_nodes=1), pls) == pytest.approx(every * costs.failed_nodes)
+
+
+@given(costs=COSTS)
+def test_break_even_has_partial_recovery_above_and_full_recovery_below(costs):
+    even = schedule.break_even_pls(costs)
+    assume(even < 0.99)
+    above, below = (schedule.plan_recovery(costs, factor * even) for factor in (1.01, 0.99))
+    assert above.mode == "partial" and below.mode == "full"
+    assert above.expected_pls > 0 and below.expected_pls == 0
+    assert max(above.save_every_hours, below.save_every_hours) <= costs.total_hours
+    if schedule.full_interval(costs) <= costs.total_hours:
+        closed = costs.failed_nodes * math.sqrt(2 * costs.save_hours / costs.mtbf_hours) / (4 * costs.nodes)
+        assert even == pytest.approx(closed)
+
+
+@given(costs=COSTS, every=HOURS, whole=st.integers(1, 20))
+def test_pls_of_a_job_of_whole_intervals_is_that_of_the_paper(costs, every, whole):
+    job = costs._replace(total_hours=whole * every)
+    assume(whole * every // every == whole)  # no rounding
+    assert schedule.expected_pls_of_job(job, every) == pytest.approx(schedule.expected_pls(job, every))
+    cut = costs._replace(total_hours=(whole + 0.5) * every)
+    assert schedule.expected_pls_of_job(cut, every) < schedule.expected_pls(cut, every)
+
+
+@pytest.mark.parametrize("every", [2.2, 11, 22.4, 44.8])
+@pytest.mark.parametrize("failed", [1, 4])
+def test_pls_of_random_jobs(every, failed):
+    costs = SETTING_A._replace(failed_nodes=failed)
+    jobs = [draw_failures(28, 56, 8, seed, failed_nodes=failed) for seed in range(4000)]
+    seen = np.array([replay_in_useful_time(costs, "partial", every, np.unique(job.hours)).pls for job in jobs])
+    error = seen.std() / math.sqrt(len(seen))
+    assert abs(seen.mean() - schedule.expected_pls_of_job(costs, every)) < 4 * error
+    if every == 44.8:  # negative control: eq. (5) is above what a job of 56 hours can lose
+        assert seen.mean() < schedule.expected_pls(costs, every) - 4 * error
+
+
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("costs", [SETTING_A, SETTING_B])
+def test_replays_agree_with_the_equations(costs, mode):
+    """100 jobs end to end, 200 times over: on the clock of useful time with the paper, on the wall clock with Daly."""
+    horizon, every = 100 * costs.total_hours, best(costs, mode)
+    drawn = [draw_failures(costs.mtbf_hours, horizon, costs.nodes, seed).hours for seed in range(200)]
+    assert sum(map(len, drawn)) >= 20_000
+    long = costs._replace(total_hours=horizon)
+    useful = [100 * replay_in_useful_time(long, mode, every, hours).overhead.total for hours in drawn]
+    wall = [100 * replay_in_wall_time(costs, mode, every, hours, horizon).overhead.total for hours in drawn]
+    assert abs(np.mean(useful) - 100 * law(costs, mode, every)) < 0.1
+    assert abs(np.mean(wall) - 100 * overhead_in_wall_time(costs, mode, every)) < 0.1
+    if mode == "full":  # negative control: it matters which clock failures are on
+        assert np.mean(wall) - 100 * law(costs, mode, every) > 0.3
+
+
+def test_a_job_by_hand():
+    """Saves of 1 h after each 10 h, recovery 0.5 + 1.5 h; failures at 14 and 25 h."""
+    costs = Costs(1.0, 1.5, 0.5, 20.0, 30.0, nodes=8)
+    full = replay_in_useful_time(costs, "full", 10, [14, 25])
+    assert full.saves == 3 and full.failures == 2 and full.pls == 0
+    np.testing.assert_allclose(30 * np.array(full.overhead), [3, 3, 4 + 5, 1])
+    partial = replay_in_useful_time(costs, "partial", 10, [14, 25], np.array([1, 4]))
+    np.testing.assert_allclose(30 * np.array(partial.overhead), [3, 3, 0, 1])
+    assert partial.pls == pytest.approx((1 * 4 + 4 * 5) / (8 * 30))
+    # Wall clock: work to 10, save to 11, work to 14; recovery to 16; work from 10 again to 25, where it is 19.
+    wall = replay_in_wall_time(costs, "full", 10, [14, 25], 25.5)
+    assert wall.useful_hours == 10 and wall.saves == 1 and wall.wall_hours == pytest.approx(25.5)
+    np.testing.assert_allclose(10 * np.array(wall.overhead), [1, 1.5, 3 + 9, 0.5 + 0.5])
+    # Partial: 3 hours stand after the save at 11; from 16 on work to 23, then a save that is cut at 23.5.
+    wall = replay_in_wall_time(costs, "partial", 10, [14, 23.5], 26.5, [1, 2])
+    assert wall.useful_hours == pytest.approx(20) and wall.pls == pytest.approx((3 + 2 * 10) / (8 * 20))
+    np.testing.assert_allclose(20 * np.array(wall.overhead), [1 + 1, 3, 0.5, 1])
+
+
+def step_by_step(costs, mode, every, hours, end):
+    """The wall clock in the plainest way, one phase after the other: (useful, saves, load, lost, reschedule, PLS)."""
+    length = {"work": every, "save": costs.save_hours, "load": costs.load_hours, "reschedule": costs.reschedule_hours}
+    spent, done, saved, lost, pls = dict.fromkeys(length, 0.0), 0.0, 0.0, 0.0, 0.0
+    phase, left, now, then = "work", every, 0.0, ("work", every)
+    failures = [*hours, math.inf]
+    while now < end:
+        until = min(now + left, failures[0], end)
+        spent[phase] += until - now
+        done += until - now if phase == "work" else 0
+        left, now, broken = left - (until - now), until, until == failures[0]
+        if broken:
+            failures.pop(0)
+            pls += done - saved
+            if phase == "save":
+                lost, spent["save"] = lost + costs.save_hours - left, spent["save"] - costs.save_hours + left
+            if phase in ("work", "save"):
+                then = (phase, left) if phase == "work" else ("save", costs.save_hours)
+            if mode == "full":
+                lost, spent["work"], done = lost + done - saved, spent["work"] - (done - saved), saved
+                then = ("work", every)
+            phase, left = "reschedule", costs.reschedule_hours
+        elif until < end:
+            saved = done if phase == "save" else saved
+            following = {"work": ("save", costs.save_hours), "save": ("work", every), "load": then}
+            phase, left = following.get(phase, ("load", costs.load_hours))
+    return done, spent["save"], spent["load"], lost, spent["reschedule"], pls / costs.nodes if mode == "partial" else 0
+
+
+@given(
+    seed=st.integers(0, 9999), mode=st.sampled_from(["full", "partial"]), every=st.floats(0.5, 5),
+    save=st.floats(0.1, 2), load=st.floats(0.1, 2), reschedule=st.floats(0.1, 2),
+)  # fmt: skip
+def test_the_wall_clock_step_by_step(seed, mode, every, save, load, reschedule):
+    """Dense failures, so that they hit saves, loads and work; and no hour is counted twice or left out."""
+    costs = Costs(save, load, reschedule, 3.0, 50.0, nodes=4)
+    hours = draw_failures(3.0, 50.0, 4, seed).hours
+    found = replay_in_wall_time(costs, mode, every, hours, 50.0)
+    useful, *spent, pls = step_by_step(costs, mode, every, hours.tolist(), 50.0)
+    assert found.useful_hours == pytest.approx(useful, abs=1e-9)
+    if useful:
+        np.testing.assert_allclose(useful * np.array(found.overhead), spent, atol=1e-9)
+        assert found.wall_hours == pytest.approx(50.0) and found.pls == pytest.approx(pls / useful, abs=1e-12)
+    else:
+        assert found.overhead.total == math.inf
+
+
+@given(costs=COSTS, every=st.floats(0.5, 5), mode=st.sampled_from(["full", "partial"]))
+def test_without_failures_only_saves_cost(costs, every, mode):
+    found = replay_in_useful_time(costs, mode, every, [])
+    assert found.overhead[1:] == (0, 0, 0) and found.pls == 0
+    assert found.saves * every <= costs.total_hours * (1 + 1e-9) and (found.saves + 1) * every > costs.total_hours
+    wall = replay_in_wall_time(costs, mode, every, [], costs.total_hours)
+    assert wall.overhead[1:] == (0, 0, 0) and wall.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: schedule.full_overhead(SETTING_A, 0), "save_every_hours=0"),
+        (lambda: schedule.full_interval(SETTING_A._replace(save_hours=-1)), "save_hours=-1"),
+        (lambda: schedule.full_interval(SETTING_A._replace(mtbf_hours=math.nan)), "mtbf_hours=nan"),
+        (lambda: schedule.full_interval(SETTING_A._replace(total_hours=math.inf)), "total_hours=inf"),
+        (lambda: schedule.full_interval(SETTING_A._replace(load_hours=-0.1)), "load_hours=-0.1"),
+        (lambda: schedule.full_interval(SETTING_A._replace(reschedule_hours=-1)), "reschedule_hours=-1"),
+        (lambda: schedule.expected_pls(SETTING_A._replace(failed_nodes=9), 1), "failed_nodes=9 must be from 1 to"),
+        (lambda: schedule.partial_interval(SETTING_A, 0), "target_pls=0"),
+        (lambda: schedule.plan_recovery(SETTING_A, 1.5), "target_pls=1.5"),
+        (lambda: schedule.lost_portion(1, 2, 10, 8), "saved=2, seen=1"),
+        (lambda: schedule.lost_portion(2, 1, 10, 8, failed_nodes=9), "failed_nodes=9"),
+        (lambda: overhead_in_wall_time(SETTING_A, "none", 1), "mode='none'"),
+        (lambda: replay_in_useful_time(SETTING_A, "half", 1, [1]), "mode='half'"),
+        (lambda: replay_in_useful_time(SETTING_A, "full", 1, [2, 1]), "must ascend"),
+        (lambda: replay_in_useful_time(SETTING_A, "full", 1, [-1]), "must ascend from 0"),
+        (lambda: replay_in_useful_time(SETTING_A, "full", 1, [1], [9]), "failed_nodes from 9 to 9"),
+        (lambda: replay_in_wall_time(SETTING_A, "full", 1, [1], 5, [1, 2]), "one length"),
+        (lambda: replay_in_wall_time(SETTING_A, "full", 1, [1], 0), "end_hours=0"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
