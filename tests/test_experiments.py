@@ -148,6 +148,7 @@ def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
         assert found[f"{way}_over_no_sync"] > 0
 
 
+@pytest.mark.slow
 def test_shadowsync_stands_stress(tmp_path):
     done = run("shadowsync_soak", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr

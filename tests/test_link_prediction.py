@@ -333,6 +333,7 @@ def run_experiment(directory, *flags):
     return json.loads((directory / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
     found = run_experiment(tmp_path, "--preset", "smoke", "--epochs", "5")
     for mode in ("sync", "async", "oac"):
