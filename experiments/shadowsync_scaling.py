@@ -7,7 +7,7 @@ Regime: free-running. Three parts, whose figures never share a key:
 
 `measured_*`: trainers train the reference work of throughput.py over shared host tables: `train_freely`, threads of one
 process, n trainers held to n cores and each program to one thread. The base is one trainer on one core that does not
-synchronise; it takes turns with trainers on all cores: none, S-EASGD and S-MA, back to back, no limit to the bandwidth.
+synchronise; it takes turns with trainers on all cores: none, S-EASGD and S-MA at --pace-seconds, bandwidth unlimited.
 `busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the base's CPU seconds a step over those of
 n trainers, is what free cores would have given, if nobody waits.
 `emulated_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and sleep for the measured
@@ -22,12 +22,12 @@ metrics.jsonl says, because its Python work, a millisecond a trainer, shares the
 cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is its highest rate
 over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 
-Seen on two cores that others used too, step 83 to 90 ms: FR-EASGD-5 flattens at 14 trainers over 2 servers (simulated
-14) and at 27 over 4 (27; at 19 with `--tensors dlrm`: the largest tensor has 39 % of the bytes); efficiency at 64 is
-0.20 and 0.41 for it, 0.97 for FR-EASGD-30, 0.94 to 1.00 for S-EASGD and S-MA. S-EASGD's gap at 64 is 24 over 2 servers
-and 12 over 4, at 1,000 (simulated) 381 and 191; S-MA's is 2. Simulation and sleeping trainers differ by up to 6 % in
-examples/s and 11 to 16 % in the gap (S-MA). Measured, 2 trainers: CPU-time efficiency none 0.88, S-EASGD 0.90, S-MA
-0.90; wall-clock efficiency has not been seen with the cores free.
+Seen on two cores, step 83 to 96 ms: FR-EASGD-5 flattens at 14 trainers over 2 servers (simulated 14) and at 27 over 4
+(27; at 19 with `--tensors dlrm`: the largest tensor has 39 % of the bytes); efficiency at 64 is 0.20 and 0.41 for it,
+0.97 for FR-EASGD-30, 0.94 to 1.00 for S-EASGD and S-MA. S-EASGD's gap at 64 is 24 over 2 servers and 12 over 4, at
+1,000 (simulated) 381 and 191; S-MA's is 2. Simulation and sleeping trainers differ by up to 9 % in examples/s and 8 to
+16 % in the gap (S-MA). Measured, 2 trainers on both cores, against twice one on one core: none 0.87 (0.77 to 0.95; they
+share caches and memory), S-EASGD 0.84 at a gap of 3.3, S-MA 0.96 at 3.7; back to back (gap 1) 0.80 and 0.79.
 """
 
 import contextlib
@@ -109,6 +109,8 @@ class Config:
     """What servers divide among them: four equal tensors, or those of DLRM-Kaggle."""
     saturation: float = 14.0
     """Trainers at which FR-EASGD-5 saturates two servers."""
+    pace_seconds: float = 0.3
+    """Of the measured shadows: the least time from one round to the next; 0 is back to back."""
 
 
 class Point(NamedTuple):
@@ -291,7 +293,7 @@ class Trainers:
         self.work = throughput.reference_work(reference)
         _, self.batches = throughput.synthetic(reference)
         self.tables = HostTables.create(self.work[0], self.work[-1])
-        self.trainers = trainers
+        self.trainers, self.pace_seconds = trainers, config.pace_seconds
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
         """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps."""
@@ -301,7 +303,7 @@ class Trainers:
         if way != "none":
             rule, _ = WAYS[way]
             transport: Any = Centre(rule, params) if rule.has_centre else AllToAll(rule, self.trainers)
-            synchroniser = lambda trainer: Shadow(rule, transport, trainer)
+            synchroniser = lambda trainer: Shadow(rule, transport, trainer, self.pace_seconds)
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
         first = len(self.batches)
 

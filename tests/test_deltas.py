@@ -122,7 +122,7 @@ class Saved:
 @pytest.mark.parametrize("base", [True, False])
 @pytest.mark.parametrize(
     ("home", "target"),
-    [("host", "host"), ("host", "device4"), ("device", "host"), ("device4", "host"), ("device4", "device")],
+    [("host", "host"), ("host", "device4"), ("device4", "host"), ("device", "device")],
 )
 def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
     run = Saved(tmp_path, home, base)
@@ -134,7 +134,7 @@ def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
     assert [image.step for image in chain(run.path)] == ([0] if base else []) + [1, 2, 3]
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(shards=st.sampled_from([1, 3, 8]), steps=st.integers(0, 4), base=st.booleans(), most=st.integers(1, 3))
 def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most):
     run = Saved(tmp_path_factory.mktemp("chain"), base=base, shards=shards)
