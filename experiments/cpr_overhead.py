@@ -16,8 +16,8 @@ same bits as no_failure (tests/test_recovery.py); its accuracy is that, and is n
 share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the
 interval of the loss lies below 0.0005 (true) or above (false); absent while seeds are too few to say.
 
-Seen on the Criteo sample of 110,000 rows, 25 seeds: AUC lost by vanilla 0.00032 +- 0.00026, SCAR 0.00039 +- 0.00015, MFU
-0.00017 +- 0.00021, SSU 0.00035 +- 0.00020, at a realised PLS of 0.079 on average. 6 seconds an arm.
+Seen on the Criteo sample of 110,000 rows, 25 seeds, AUC lost: vanilla 0.00032 +- 0.00026, SCAR 0.00039 +- 0.00015,
+MFU 0.00017 +- 0.00021, SSU 0.00035 +- 0.00020, at a realised PLS of 0.079 on average. 6 seconds an arm.
 """
 
 import dataclasses
