@@ -19,8 +19,8 @@ best foreground counterpart lies above (true) or below (false) -0.0005 AUC; abse
 goes on arm by arm with --resume.
 
 Seen on the Criteo sample, 8 trainers of 89 steps each, 5 seeds, change of AUC in 1e-4: none -90 +- 20, all_reduce
--29 +- 12, FR-EASGD-5 -69, FR-MA-5 -62, FR-BMUF-5 -57, S-EASGD -74, S-MA -96, S-BMUF -88, S-MA-delta -66, S-BMUF-delta -60:
-interpolation keeps half of what was learned in a round, which shows when trainers make few steps.
+-29 +- 12, FR-EASGD-5 -69, FR-MA-5 -62, FR-BMUF-5 -57, S-EASGD -74, S-MA -96, S-BMUF -88, S-MA-delta -66, S-BMUF-delta
+-60: interpolation keeps half of what was learned in a round, which shows when trainers make few steps.
 """
 
 import dataclasses
