@@ -54,7 +54,6 @@ def update(dense, rows, plan, batch, *, spec, loss, optimizer, row_optimizer, ax
     Returns:
       dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[]}.
     """
-
     values = {name: stack_rows.value for name, stack_rows in rows.items()}
     gradient, row_gradients, metrics = gradients(dense.params, values, plan, batch, spec=spec, loss=loss, axes=axes)
     replicas = jax.lax.axis_size(REPLICA) if axes and row_gradient == "mean" else 1
@@ -151,10 +150,10 @@ def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="s
 
     def local(dense, rows, plan, batch):
         new, rows, metrics = update(
-            _without_replica(dense), rows, plan, batch, spec=spec, loss=loss, optimizer=optimizer,
+            without_replica(dense), rows, plan, batch, spec=spec, loss=loss, optimizer=optimizer,
             row_optimizer=row_optimizer, axes=True, row_gradient=row_gradient,
         )  # fmt: skip
-        return _with_replica(new), rows, metrics
+        return with_replica(new), rows, metrics
 
     return jax.shard_map(
         local,
@@ -289,11 +288,13 @@ def run_hooks(hooks: Iterable[Callable], state, step: int, plan, metrics):
     return state
 
 
-def _without_replica(dense: DenseState) -> DenseState:
+def without_replica(dense: DenseState) -> DenseState:
+    """The dense state of one replica from leaves [1, ...]."""
     one = lambda leaf: leaf[0]
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))
 
 
-def _with_replica(dense: DenseState) -> DenseState:
+def with_replica(dense: DenseState) -> DenseState:
+    """The dense state of one replica as leaves [1, ...]."""
     one = lambda leaf: leaf[None]
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))

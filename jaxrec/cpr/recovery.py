@@ -174,8 +174,7 @@ class Recovery:
         return tables
 
     def _roll_back(self, state, step):
-        template = state._replace(tables=state.tables)
-        restored, image = restore(images(self.directory)[0], template, self.spec)
+        restored, image = restore(images(self.directory)[0], state, self.spec)
         self.lost_steps += step - image.step
         raise RolledBack(restored, image.step)
 

@@ -25,7 +25,7 @@ from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.shadowsync.rules import Rule, mean_of
 from jaxrec.sharding import make_mesh
-from jaxrec.step import gradients, step_dense, step_rows
+from jaxrec.step import gradients, step_dense, step_rows, with_replica
 from jaxrec.types import Batch, DenseState, Plan, PyTree, TrainState
 
 ALL_REDUCE = "all_reduce"
@@ -107,8 +107,7 @@ class Emulation:
 
     def replica(self, number: int = 0) -> TrainState:
         """One trainer's dense state with the shared tables, as a train or evaluation step takes them."""
-        step, *rest = self.dense[number]
-        return TrainState(DenseState(step, *jax.tree.map(lambda x: x[None], rest)), self.tables)
+        return TrainState(with_replica(self.dense[number]), self.tables)
 
     def run(self, batches: Iterable[Batch]) -> np.ndarray:
         """Trains on all batches, n a tick, until every gradient is applied; a last part of a tick is left out.

@@ -165,7 +165,46 @@ def pack(sizes: list[int], bins: int) -> list[int]:
     return place
 
 
-class Shadow:
+class Synchroniser:
+    """What `Shadow` and `Foreground` have in common: a trainer's place among the others, and its figures."""
+
+    def __init__(self, rule: Rule, transport: Transport, trainer: int):
+        self._rule, self._transport, self._trainer = rule, transport, trainer
+        self.steps = self.rounds = self.bytes = 0
+
+    @property
+    def average_sync_gap(self) -> float:
+        """Steps of this trainer for each round that it has folded in."""
+        return self.steps / max(1, self.rounds)
+
+    def exchange(self, state):
+        """Synchronises a TrainState, now or in the background; returns the one to train on."""
+        raise NotImplementedError
+
+    def hook(self, state, step, plan, metrics):
+        """`exchange` as a hook of `fit` or `Pipeline`."""
+        return self.exchange(state)
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this trainer any more: it fails."""
+        self._transport.leave(self._trainer)
+
+    def _meet(self, before):
+        """One round on parameters in numpy: where they should move to."""
+        target, _ = self._transport.meet(self._trainer, before, False)
+        self.bytes += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(before))
+        return target
+
+    def _last_rounds(self, params):
+        """Rounds of a trainer that is done, on parameters in numpy, until all are."""
+        last = False
+        while not last:
+            target, last = self._transport.meet(self._trainer, params, True)
+            params = self._rule.merge(params, params, target)
+        return params
+
+
+class Shadow(Synchroniser):
     """Synchronises a trainer's dense parameters in the background.
 
         with Shadow(rule, transport) as shadow:
@@ -186,7 +225,8 @@ class Shadow:
     def __init__(self, rule: Rule, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
         if pace_seconds < 0:
             raise ValueError(f"pace_seconds={pace_seconds} must be 0 or more.")
-        self._rule, self._transport, self._trainer, self._pace = rule, transport, trainer, pace_seconds
+        super().__init__(rule, transport, trainer)
+        self._pace = pace_seconds
         self._merge: Any = None  # compiled by the thread, with the first result
         self._changed = threading.Condition()
         self._handed: Any = None  # a device copy for the thread
@@ -195,7 +235,6 @@ class Shadow:
         self._final: Any = None  # host parameters of a trainer that is done
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
-        self.steps = self.rounds = self.bytes = 0
 
     def __enter__(self) -> "Shadow":
         self._thread.start()
@@ -206,15 +245,10 @@ class Shadow:
             self._stopped = True
             self._changed.notify_all()
         if self._final is None:  # not finished: the others must not wait for this one
-            self._transport.leave(self._trainer)
+            self.leave()
         self._thread.join()
         if error is None:
             self._raise_failure()
-
-    @property
-    def average_sync_gap(self) -> float:
-        """Steps of this trainer for each round that it has folded in."""
-        return self.steps / max(1, self.rounds)
 
     def exchange(self, state):
         """Folds the newest result in and hands a copy over, if there is one and if the thread is free; never waits.
@@ -244,14 +278,6 @@ class Shadow:
                 self._changed.notify_all()
         return state._replace(dense=state.dense._replace(params=params))
 
-    def hook(self, state, step, plan, metrics):
-        """`exchange` as a hook of `fit` or `Pipeline`."""
-        return self.exchange(state)
-
-    def leave(self) -> None:
-        """Tells the others not to wait for this trainer any more: it fails."""
-        self._transport.leave(self._trainer)
-
     def finish(self, state):
         """Takes part in rounds until all trainers are done; returns the state with the parameters of the last one.
 
@@ -278,11 +304,11 @@ class Shadow:
             if self._done and not self._stopped:
                 if self._result is not None:  # of a round that ended after the trainer's last exchange
                     self._final = self._rule.merge(self._final, *jax.tree.map(np.asarray, self._result))
-                self._final = _last_rounds(self._rule, self._transport, self._trainer, self._final)
+                self._final = self._last_rounds(self._final)
         except BaseException as error:
             with self._changed:
                 self._failure = None if self._stopped and isinstance(error, Left) else error
-            self._transport.leave(self._trainer)
+            self.leave()
 
     def _next(self):
         """The copy to bring to the next round; None when the trainer is done or has stopped."""
@@ -296,14 +322,12 @@ class Shadow:
     def _round(self, handed):
         start = time.perf_counter()
         before = jax.tree.map(np.asarray, handed)
-        target, _ = self._transport.meet(self._trainer, before, False)
-        placed = _place(target, handed)
+        placed = _place(self._meet(before), handed)
         if self._merge is None:
             self._merge = jax.jit(self._rule.merge, donate_argnums=0).lower(handed, handed, placed).compile()
         with self._changed:
             self._result, self._busy = (handed, placed), False
             self._changed.notify_all()
-            self.bytes += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(before))
             left = start + self._pace - time.perf_counter()
             if left > 0:
                 self._busy = True
@@ -315,7 +339,7 @@ class Shadow:
             raise self._failure
 
 
-class Foreground:
+class Foreground(Synchroniser):
     """The same rules in the foreground, every so many steps or seconds: training waits for each round (FR-k).
 
     Args:
@@ -335,16 +359,10 @@ class Foreground:
             raise ValueError("give every_steps or every_seconds, one of them.")
         if (every_steps is not None and every_steps < 1) or (every_seconds is not None and every_seconds <= 0):
             raise ValueError(f"every_steps={every_steps} must be 1 or more, every_seconds={every_seconds} above 0.")
-        self._rule, self._transport, self._trainer = rule, transport, trainer
+        super().__init__(rule, transport, trainer)
         self._steps, self._seconds = every_steps, every_seconds
         self._merge: Callable = jax.jit(rule.merge)
         self._last = time.monotonic()
-        self.steps = self.rounds = self.bytes = 0
-
-    @property
-    def average_sync_gap(self) -> float:
-        """Steps of this trainer for each round."""
-        return self.steps / max(1, self.rounds)
 
     def exchange(self, state):
         """Makes a round if it is time for one.
@@ -362,25 +380,14 @@ class Foreground:
             return state
         self._last = time.monotonic()
         live = state.dense.params
-        before = jax.tree.map(np.asarray, live)
-        target, _ = self._transport.meet(self._trainer, before, False)
-        placed = _place(target, live)
+        placed = _place(self._meet(jax.tree.map(np.asarray, live)), live)
         self.rounds += 1
-        self.bytes += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(before))
         return state._replace(dense=state.dense._replace(params=self._merge(live, live, placed)))
-
-    def hook(self, state, step, plan, metrics):
-        """`exchange` as a hook of `fit` or `Pipeline`."""
-        return self.exchange(state)
-
-    def leave(self) -> None:
-        """Tells the others not to wait for this trainer any more: it fails."""
-        self._transport.leave(self._trainer)
 
     def finish(self, state):
         """Takes part in rounds until all trainers are done; returns the state with the parameters of the last one."""
         final = jax.tree.map(np.array, state.dense.params)
-        return _with_params(state, _last_rounds(self._rule, self._transport, self._trainer, final))
+        return _with_params(state, self._last_rounds(final))
 
 
 def spread(params: PyTree) -> float:
@@ -388,15 +395,6 @@ def spread(params: PyTree) -> float:
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params)]
     squares = sum(((leaf - leaf.mean(axis=0)) ** 2).sum() for leaf in leaves)
     return float(np.sqrt(squares / max(1, sum(leaf.size for leaf in leaves))))
-
-
-def _last_rounds(rule, transport, trainer, params):
-    """Rounds of a trainer that is done, on numpy parameters, until all are."""
-    last = False
-    while not last:
-        target, last = transport.meet(trainer, params, True)
-        params = rule.merge(params, params, target)
-    return params
 
 
 def _with_params(state, params):

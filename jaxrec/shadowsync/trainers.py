@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrec.embedding import HostTables, bucket, plan
+from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.shadowsync.shadow import spread
 from jaxrec.sharding import make_mesh
-from jaxrec.step import gradients, init_state, step_dense, step_rows
+from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Batch, DenseState, TrainState
 
 
@@ -107,17 +107,14 @@ class _Shared:
         self.stopped, self.lock = threading.Event(), threading.Lock()
         self.failure: BaseException | None = None
         self.capacity: dict[str, int] | None = None
-        one = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)
 
-        def differentiate(params, step, rows, plan, batch):
-            values = {name: stack.value for name, stack in rows.items()}
-            gradient, by_rows, metrics = gradients(one(params), values, plan, batch, spec=spec, loss=loss)
-            return gradient, step_rows(rows, by_rows, step, row_optimizer), metrics
+        def differentiate(dense, rows, plan, batch):
+            params, values = without_replica(dense).params, {name: stack.value for name, stack in rows.items()}
+            gradient, by_rows, metrics = gradients(params, values, plan, batch, spec=spec, loss=loss)
+            return gradient, step_rows(rows, by_rows, dense.step, row_optimizer), metrics
 
         def apply(dense, gradient):
-            new = step_dense(DenseState(dense.step, one(dense.params), one(dense.opt_state)), gradient, optimizer)
-            more = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-            return DenseState(new.step, more(new.params), more(new.opt_state))
+            return with_replica(step_dense(without_replica(dense), gradient, optimizer))
 
         self.differentiate, self.apply = jax.jit(differentiate), jax.jit(apply, donate_argnums=0)
 
@@ -126,8 +123,7 @@ class _Shared:
         plans = plan(self.spec, ids, self.capacity)
         with self.lock:
             known = self.capacity or {}
-            need = {name: bucket(p.unique.shape[1]) for name, p in plans.items()}
-            self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in need.items()}
+            self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
         return plans
 
     def fail(self, error, note):
@@ -190,7 +186,7 @@ class _Trainer:
         plans = shared.plan(batch.ids)
         rows = shared.tables.read(plans)
         with self.lock:  # a later step donates these parameters; once dispatched, the program keeps them
-            gradient, new, metrics = shared.differentiate(self.dense.params, self.dense.step, rows, plans, batch)
+            gradient, new, metrics = shared.differentiate(self.dense, rows, plans, batch)
         new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
         shared.tables.add(plans, new, rows)
         with self.lock:
