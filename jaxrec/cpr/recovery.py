@@ -23,6 +23,7 @@ from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore, re
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.embedding import DeviceTables, HostTables
+from jaxrec.embedding.host import without_gaps
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.types import Plan, RowOptimizer, TrainState
 
@@ -289,13 +290,12 @@ def without_rows(plan: Plan, ranges: Sequence[tuple[int, int]], absent: int) -> 
     keep = np.arange(padded)[None, :] < count[:, None]
     for first, end in ranges:
         keep &= (unique < first) | (unique >= end)
-    place = np.cumsum(keep, axis=1) - 1 + np.arange(shards)[:, None] * padded
-    place = np.append(np.where(keep, place, shards * padded).reshape(-1), shards * padded).astype(np.int32)
-    kept = np.full_like(unique, absent)
-    for shard, mine in enumerate(keep):
-        kept[shard, : mine.sum()] = unique[shard, mine]
+    kept, _, place = without_gaps(plan, keep, padded, absent)
+    missing = shards * padded
+    place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
+    place = np.append(place.reshape(-1), missing).astype(np.int32)
     inverse = {name: place[np.asarray(positions)] for name, positions in plan.inverse.items()}
-    return Plan(kept, inverse, keep.sum(axis=1).astype(np.int32), plan.invalid)
+    return kept._replace(inverse=inverse, invalid=plan.invalid)
 
 
 def _value(tables, name):

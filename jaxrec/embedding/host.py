@@ -74,6 +74,27 @@ def _plan_stack(spec, stack, lookups, capacity):
     return Plan(unique, inverse, count, np.int32(invalid))
 
 
+def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
+    """A plan of some of a plan's rows alone.
+
+    Args:
+      plan: of one stack.
+      keep: bool[S, U], which rows to keep.
+      size: C, padded rows a shard, at least the kept rows of any shard.
+      rows: V.
+
+    Returns:
+      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is, i32[S, U], 0 if not kept.
+    """
+    rows_of = np.asarray(plan.unique)
+    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
+    for shard, row in enumerate(keep):
+        at = np.flatnonzero(row)
+        index[shard, : len(at)], unique[shard, : len(at)] = at, rows_of[shard, at]
+    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
+    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostTables:
     """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file a shard.

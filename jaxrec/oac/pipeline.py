@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
+from jaxrec.embedding.host import without_gaps
 from jaxrec.oac import ring as rings
 from jaxrec.oac.flow import Flow
-from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, without_gaps, written_since
+from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, written_since
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, make_mesh, plan_specs, shardings
 from jaxrec.step import run_hooks
 from jaxrec.types import Plan, TrainState

@@ -1,6 +1,6 @@
-"""What is stale, known from row numbers alone: last writers, and plans of the rows that need not travel.
+"""What is stale, known from row numbers alone: last writers, rows that will be rewritten, the newest of a ring.
 
-Legend: W window, S shards, U padded unique rows a shard, C rows that travel, V rows of a stack.
+Legend: W window, S shards, U padded unique rows a shard, V rows of a stack.
 """
 
 from collections.abc import Callable
@@ -67,26 +67,6 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
             here = (where >= 0) & (where // where.shape[1] == before % window)
             shard, at = np.nonzero(here)
             masks[name][shard, where[shard, at] % where.shape[1]] = False  # type: ignore[index]
-
-
-def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
-    """A plan of some of a plan's rows alone.
-
-    Args:
-      plan: of one stack.
-      keep: bool[S, U], which rows to keep.
-      size: C, at least the kept rows of any shard.
-      rows: V.
-
-    Returns:
-      Plan of [S, C]; which row of U each of C is, i32[S, C]; which of C each row of U is, i32[S, U], 0 if not kept.
-    """
-    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
-    for shard, row in enumerate(keep):
-        at = np.flatnonzero(row)
-        index[shard, : len(at)], unique[shard, : len(at)] = at, plan.unique[shard, at]
-    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
-    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
 
 
 def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:

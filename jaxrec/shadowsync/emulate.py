@@ -14,6 +14,7 @@ Regime: free-running, emulated. Reference: Zheng et al., ShadowSync, arXiv 2003.
 Legend: n trainers, m workers a trainer, B batch, U padded unique rows.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -130,17 +131,17 @@ class Emulation:
         if not losses:
             raise ValueError(f"there are fewer batches than the {self.trainers} trainers, each of which needs one.")
         for place in range(self.workers):
-            self._apply([(i, int(order[place])) for i, order in self._order(self.ticks)])
+            self._apply(self._order(self.ticks, place))
         return np.array(jax.device_get(losses)).mean(axis=1)
 
-    def _order(self, tick):
-        """[(trainer, the permutation of its workers in these m ticks)], in the order of the tick's events."""
+    def _order(self, tick, place):
+        """[(trainer, worker)] in the order of a tick's events; `place` in the order of the workers in these m ticks."""
         turns = np.random.default_rng([self._seed, 0, tick]).permutation(self.trainers)
-        of = lambda i: np.random.default_rng([self._seed, 1, tick // self.workers, i]).permutation(self.workers)
-        return [(int(i), of(i)) for i in turns]
+        workers = _worker_orders(self._seed, tick // self.workers, self.trainers, self.workers)
+        return [(int(i), int(workers[i][place])) for i in turns]
 
     def _tick(self, batches):
-        events = [(i, int(order[self.ticks % self.workers])) for i, order in self._order(self.ticks)]
+        events = self._order(self.ticks, self.ticks % self.workers)
         self.batch_size = len(batches[0].label)
         if self._lock_step:  # nobody reads before all have applied
             self._apply(events)
@@ -168,6 +169,12 @@ class Emulation:
             gradients_of = dict.fromkeys(gradients_of, mean)
         for i, gradient in gradients_of.items():
             self.dense[i] = self._apply_dense(self.dense[i], gradient)
+
+
+@functools.lru_cache(maxsize=1)
+def _worker_orders(seed, number, trainers, workers):
+    """In which order the workers of each trainer come in the m ticks of a number."""
+    return [np.random.default_rng([seed, 1, number, i]).permutation(workers) for i in range(trainers)]
 
 
 def make_events(spec, loss, optimizer, row_optimizer) -> tuple[Callable, Callable, Callable]:
