@@ -25,32 +25,20 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 from contract import Run, paired_interval, plot
-from cpr_overhead import NODES, SETTINGS, Job, failures_in_steps, make_data
+from cpr_overhead import NODES, SETTINGS, Job, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Flags of the experiment; what is not given follows from the preset."""
+class Config(JobConfig):
+    """Flags of the experiment."""
 
     preset: Literal["smoke", "default", "paper"] = "default"
     workdir: Path | None = None
     resume: bool = False
-    seed: int = 0
-    seeds: int | None = None
-    data: Literal["synthetic", "criteo"] = "synthetic"
-    path: Path | None = None
-    """Prepared Criteo rows, a directory."""
-    examples: int | None = None
-    rows: int = 200_000
-    batch_size: int | None = None
     schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
-    fraction: float = 0.125
-    learning_rate: float = 1e-3
-    row_learning_rate: float = 0.02
-    width: int = 16
 
 
 # Of each preset: examples, seeds, target PLS, failures a job, failed nodes a failure.
