@@ -66,7 +66,7 @@ class JobConfig:
     batch_size: int | None = None
     fraction: float = 0.125
     watched: int = 26
-    """Tables that the schemes watch, largest first; the others are saved whole at regular saves. The paper watches 7."""
+    """Tables that schemes watch, the largest first; the others are saved whole at regular saves. 7 in the paper."""
     learning_rate: float = 1e-3
     row_learning_rate: float = 0.02
     width: int = 16
@@ -183,6 +183,7 @@ class Job:
                 Recovery(
                     directory, spec, self.rows, save_every_steps, self.data.steps, scheme=SCHEMES[scheme](),
                     fraction=self.config.fraction, whole=self.whole if scheme != "vanilla" else (), failures=failures,
+                    pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second
                 ) as recovery,
             ):  # fmt: skip
                 state = fit(recovery.begin(state), batches, self.step, [recovery.hook])

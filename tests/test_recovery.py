@@ -110,7 +110,7 @@ def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home
             kept["seen"] = True
         return state
 
-    more = {} if scheme == "vanilla" else {"fraction": 1.0}
+    more = {} if scheme == "vanilla" else {"fraction": 1.0, "pick_ahead_steps": 0}
     with make(tmp_path, scheme, failures={21: [1, 3]}, **more) as recovery:
         state = train_with(home, recovery, [keep, recovery.hook, look])
     assert kept["seen"] and all(np.isfinite(array).all() for s in range(4) for array in rows_of(state, s).values())
@@ -175,7 +175,7 @@ def test_full_recovery_trains_again_to_the_same_bits(tmp_path):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme):
     more = {"save_every_steps": 12, "fraction": 0.5, "failures": {15: [1], 33: [0, 2]}}
-    with make(tmp_path / "plain", scheme, **more) as plain:
+    with make(tmp_path / "plain", scheme, pick_ahead_steps=0, **more) as plain:
         wanted = train("host", plain)
     pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
     with make(tmp_path / "oac", scheme, pipeline=pipeline, **more) as recovery, pipeline:
@@ -210,6 +210,40 @@ def test_rows_of_a_save_that_failed_stay_to_be_saved(tmp_path, monkeypatch):
     assert same(rows_of(state, 1), wanted)
 
 
+@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("scheme", ["mfu", "ssu", "round_robin"])
+def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_path, monkeypatch, home, scheme):
+    """Rows picked after batch 4 are touched by the next batches too; the save at 8 holds them as they are then."""
+    for more in (0, 1):  # a batch after the save is the negative control
+        at_save, written = {}, []
+
+        def keep(state, step, plan, metrics, at_save=at_save):
+            at_save |= {shard: rows_of(state, shard) for shard in range(4)} if step == 8 else {}
+            return state
+
+        with make(tmp_path / str(more), scheme, fraction=1.0) as recovery:
+            copy = recovery._deltas.save
+            save = lambda t, rows, step, written=written, copy=copy: written.append(rows) or copy(t, rows, step)
+            monkeypatch.setattr(recovery._deltas, "save", save)
+            given = [*batches(0, 4), *batches(0, 4), *batches(0, more)]
+            state = fit(recovery.begin(fresh(home)), planned(SPEC, given, CAPACITY), STEP, [keep, recovery.hook])
+            recovery._save(state._replace(dense=state.dense._replace(step=np.int32(16))))
+            state = recovery.fail(state, [2], step=16)
+        assert more or scheme == "ssu" or same(rows_of(state, 2), at_save[2])  # a full list forgets rows
+        first, second = written
+        assert sum(map(len, first.values())) > 0
+        assert bool(more) == any(np.isin(rows, first[key]).any() for key, rows in second.items())
+
+
+def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
+    with make(tmp_path, "mfu", fraction=1.0, failures={6: [1]}) as recovery:
+        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 8), CAPACITY), STEP, [recovery.hook])
+        wanted = [rows_of(state, shard) for shard in range(4)]
+        for shard in range(4):
+            state = recovery.fail(state, [shard])
+            assert same(rows_of(state, shard), wanted[shard])
+
+
 def test_the_data_position_and_a_base_are_kept_when_a_run_begins_in_the_middle(tmp_path):
     state = fit(fresh("host"), planned(SPEC, batches(0, 10), CAPACITY), STEP)
     with make(tmp_path, "mfu") as recovery:
@@ -233,7 +267,7 @@ def test_a_plan_without_some_rows_reads_all_others():
     for batch in batches(0, 5):
         for whole, plans in ((range(90, 97), plan(SPEC, batch.ids)), (range(3, 50), plan(SPEC, batch.ids))):
             old = plans["width_4"]
-            new = without_rows(old, [(whole.start, whole.stop)], SPEC.stacks["width_4"].rows)
+            new = without_rows(old, np.isin(old.unique, list(whole)), SPEC.stacks["width_4"].rows)
             flat = np.append(old.unique.reshape(-1), -1)
             again = np.append(new.unique.reshape(-1), -1)
             a, b = flat[old.inverse["pair"]], again[new.inverse["pair"]]

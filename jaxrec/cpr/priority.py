@@ -51,6 +51,7 @@ class Priority(NamedTuple):
     pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
     saved: Callable[..., Any]  # (tracker, Pick) -> tracker
     restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
+    by_tracker: bool = True  # `pick` looks at the tracker alone, not at values, and may run while training goes on
 
 
 def budget_rows(rows: int, fraction: float) -> int:
@@ -210,4 +211,4 @@ def scar() -> Priority:
     def restored(tracker, shard, value):
         return Saved(trackers.set_shard(tracker.value, shard, value[shard]))
 
-    return Priority("scar", init, touch, pick, saved, restored)
+    return Priority("scar", init, touch, pick, saved, restored, by_tracker=False)

@@ -13,7 +13,9 @@ Legend: S shards, V rows of a stack.
 """
 
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,9 @@ class Recovery:
       failures: {step: shards} that fail right after a step, for emulation.
       pipeline: an OAC `Pipeline` whose hook this is; saves are then taken at announced cuts, and failures drain it.
       most_deltas: as for `RowCheckpointer`.
+      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training; at most the steps
+        between saves. Batches trained meanwhile are tracked at the save, except for the picked rows, which it saves
+        as they are then. Always 0 with a pipeline, and for schemes that look at values (SCAR).
 
     Attributes:
       pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
@@ -76,13 +81,15 @@ class Recovery:
         self, directory: str | Path, spec: EmbeddingSpec, row_optimizer: RowOptimizer, save_every_steps: float,
         total_steps: int, mode: Mode = "partial", scheme: Priority | None = None, fraction: float = 0.125,
         whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
-        most_deltas: int = 8,
+        most_deltas: int = 8, pick_ahead_steps: int = 4,
     ):  # fmt: skip
         _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole)
         self.directory, self.spec, self.mode = Path(directory), spec, mode
         self.directory.mkdir(parents=True, exist_ok=True)
         self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
         self._mini = save_every_steps * fraction if scheme else save_every_steps
+        ahead = pick_ahead_steps if scheme and scheme.by_tracker and pipeline is None else 0
+        self._ahead = max(0, min(ahead, int(self._mini) - 1))
         self._scheme: Any = scheme
         self._fraction, self._whole = fraction, _ranges(spec, whole)
         self._failures, self._pipeline = dict(failures or {}), pipeline
@@ -90,15 +97,19 @@ class Recovery:
         self._deltas = RowCheckpointer(self.directory, spec, most_deltas=most_deltas)
         self._trackers: dict[str, Any] = {}
         self._picked: dict[str, Any] = {}  # of the save that is being written
-        self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while a cut is to pick or picks
+        self._picking: Future | None = None  # for the save to come
+        self._picker = ThreadPoolExecutor(1, "pick")
+        self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while rows are being picked
         self._lock, self._cuts = threading.Lock(), 0  # cuts that have not picked yet
+        self._stall = 0.0
         self._regular = self._coming = 0  # step of the last regular save that is committed, and of the newest
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
 
     @property
     def stall_seconds(self) -> float:
-        """How long training has waited for saves."""
-        return self._checkpointer.stall_seconds + self._deltas.stall_seconds
+        """How long training has waited for saves: for picking, copying, and what was being written still."""
+        background = self._checkpointer.stall_seconds + self._deltas.stall_seconds
+        return self._stall if self._pipeline is None else background
 
     def begin(self, state: TrainState) -> TrainState:
         """Starts to track; saves the state as a base unless it is fresh, when initial rows are the base.
@@ -122,10 +133,14 @@ class Recovery:
         if self._scheme:
             with self._lock:
                 self._waiting.append((step, plan))
-                if not self._cuts:
+                if not self._cuts and self._picking is None:
                     self._touch(step)
+        if self._ahead and self._due(step + self._ahead, self._mini):
+            self._picking = self._picker.submit(self._pick)
         if self._due(step, self._mini) and self._pipeline is None:
+            start = time.perf_counter()
             self._save(state._replace(dense=state.dense._replace(step=np.int32(step))))
+            self._stall += time.perf_counter() - start
         self._announce(step)
         if step in self._failures:
             state = self.fail(state, self._failures.pop(step), step)
@@ -156,6 +171,7 @@ class Recovery:
         return state
 
     def _recover(self, state, tables, shards, step):
+        self._picked_ahead()  # and dropped: the rows of lost shards are no longer what was picked
         self._touch(step)
         self._settle()
         self.failed += len(shards)
@@ -200,12 +216,29 @@ class Recovery:
             with self._lock:
                 self._cuts += 1  # of this step: batches trained from now on wait until it has picked
 
-    def _touch(self, step):
-        """Tracks what waits, up to a step."""
+    def _touch(self, step, picked=None):
+        """Tracks what waits, up to a step; nothing of the rows in {stack: Pick}."""
         while self._waiting and self._waiting[0][0] <= step:
             for name, plan in self._waiting.pop(0)[1].items():
-                plan = without_rows(plan, self._whole.get(name, ()), self.spec.stacks[name].rows)
+                gone = _in_ranges(plan, self._whole.get(name, ()))
+                if picked:
+                    gone |= _in_pick(plan, picked[name].rows)
+                plan = without_rows(plan, gone, self.spec.stacks[name].rows) if gone.any() else plan
                 self._trackers[name] = self._scheme.touch(self._trackers[name], plan)
+
+    def _pick(self, tables=None):
+        """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at values."""
+        self._settle()
+        picked = {}
+        for name in self.spec.stacks:
+            value = None if tables is None else _value(tables, name)
+            picked[name], self._trackers[name] = self._scheme.pick(self._trackers[name], self._budget(name), value)
+        return picked
+
+    def _picked_ahead(self):
+        """Waits for the thread: {stack: Pick}, or None if nothing was picked ahead."""
+        picking, self._picking = self._picking, None
+        return picking.result() if picking else None
 
     def _settle(self):
         """Waits for the save that is being written; only what is committed counts as saved."""
@@ -220,12 +253,11 @@ class Recovery:
     def _save(self, state):
         step = int(state.dense.step)
         try:
-            self._touch(step)
-            self._settle()
             regular = self._due(step, self._every)
             if self._scheme:
                 self._save_rows(state.tables, step, regular)
             else:
+                self._settle()
                 self._checkpointer.save(state)
                 self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
             self.saves += 1
@@ -235,11 +267,12 @@ class Recovery:
                 self._cuts = max(0, self._cuts - 1)
 
     def _save_rows(self, tables, step, regular):
+        picked = self._picked_ahead()
+        self._touch(step, picked)
+        self._picked = self._pick(tables) if picked is None else picked
         rows: dict[tuple[str, int], np.ndarray] = {}
-        for name in self.spec.stacks:
-            value, budget = _value(tables, name), self._budget(name)
-            self._picked[name], self._trackers[name] = self._scheme.pick(self._trackers[name], budget, value)
-            for shard, mine in enumerate(self._picked[name].rows):
+        for name, pick in self._picked.items():
+            for shard, mine in enumerate(pick.rows):
                 all_of = [_shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
                 rows[name, shard] = np.unique(np.concatenate([mine, *all_of])) if regular and all_of else mine
         self._deltas.save(tables, rows, step)
@@ -256,8 +289,13 @@ class Recovery:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        for background in (self._checkpointer, self._deltas):
-            background.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self._picked_ahead()
+        finally:
+            self._picker.shutdown()
+            for background in (self._checkpointer, self._deltas):
+                background.__exit__(kind, error, trace)
 
 
 def lose(tables, shard: int):
@@ -281,21 +319,39 @@ def lose(tables, shard: int):
     return DeviceTables(value, slots, tables.shards)
 
 
-def without_rows(plan: Plan, ranges: Sequence[tuple[int, int]], absent: int) -> Plan:
-    """A plan on the host that reads nothing of some ranges of rows [first, end) of its stack; V marks no row."""
-    if not ranges:
-        return plan
-    unique, count = np.asarray(plan.unique), np.asarray(plan.count)
-    shards, padded = unique.shape
-    keep = np.arange(padded)[None, :] < count[:, None]
-    for first, end in ranges:
-        keep &= (unique < first) | (unique >= end)
+def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
+    """A plan on the host that reads nothing of some of its rows.
+
+    Args:
+      plan: of one stack.
+      gone: bool[S, U], which rows.
+      absent: V, which marks no row.
+    """
+    shards, padded = gone.shape
+    keep = ~gone & (np.arange(padded) < np.asarray(plan.count)[:, None])
     kept, _, place = without_gaps(plan, keep, padded, absent)
     missing = shards * padded
     place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
     place = np.append(place.reshape(-1), missing).astype(np.int32)
     inverse = {name: place[np.asarray(positions)] for name, positions in plan.inverse.items()}
     return kept._replace(inverse=inverse, invalid=plan.invalid)
+
+
+def _in_ranges(plan, ranges):
+    """bool[S, U]: rows of a plan that lie in any of [(first, end)]."""
+    unique = np.asarray(plan.unique)
+    found = np.zeros(unique.shape, bool)
+    for first, end in ranges:
+        found |= (unique >= first) & (unique < end)
+    return found
+
+
+def _in_pick(plan, rows):
+    """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
+    unique = np.asarray(plan.unique)
+    last = lambda mine: max(len(mine) - 1, 0)
+    at = [np.minimum(np.searchsorted(mine, row), last(mine)) for row, mine in zip(unique, rows, strict=True)]
+    return np.array([mine[a] == row if len(mine) else row < 0 for a, row, mine in zip(at, unique, rows, strict=True)])
 
 
 def _value(tables, name):

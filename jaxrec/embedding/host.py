@@ -84,7 +84,8 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
       rows: V.
 
     Returns:
-      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is, i32[S, U], 0 if not kept.
+      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is,
+      i32[S, U], 0 if not kept.
     """
     rows_of = np.asarray(plan.unique)
     unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
