@@ -13,15 +13,16 @@ a fresh directory on a flushed disk:
     orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
     full_blocking        jaxrec: write_image(snapshot(...))
-    rows                 jaxrec: RowCheckpointer of r V / S rows a shard; MFU picks them in a thread, beside training
+    rows                 jaxrec: RowCheckpointer of r V / S rows a shard, which MFU picks
+    recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
 
-`*_stall_s` is how long training waits (of `rows`: to copy them, and to take back what the pick saw; `rows_pick_s` is
-the thread's time), `*_save_s` until all is on the disk (`*_flush_s` is what the system had left to
-write). Reads are of files just written, from the system's cache: a full restore verifies and reads everything, one of
-a shard its files of the base and of the deltas over it. Orbax compresses, which saves a fifth of the bytes here (all
-slots are equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and four deltas:
-0.17); rows in at most 1/4 of the time of a full Orbax save (0.15 of the standard one, 0.19 of the fastest of three),
-with a stall of at most 3 % of a blocking one (2.1 % of Orbax's, 3.1 % of jaxrec's own, which is faster).
+`*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook does when it saves
+(its thread picks rows beside the four steps before). `*_save_s`: until all is on the disk; `*_flush_s`: what the system
+had left to write. Reads are of files just written, from the system's cache: a full restore verifies and reads
+everything, one of a shard its files of the base and of the deltas over it. Orbax compresses, which saves a fifth of the
+bytes here (all slots are equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and
+four deltas: 0.17); rows in at most 1/4 of the time of a full Orbax save (0.15 of the standard one, 0.19 of the fastest
+of three), with a stall of at most 3 % of a blocking one (2.1 % of Orbax's, 3.1 % of jaxrec's own, which is faster).
 """
 
 import dataclasses
@@ -32,7 +33,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,10 +53,11 @@ from jaxrec.checkpoint import (
     snapshot,
     write_image,
 )  # fmt: skip
+from jaxrec.cpr import Recovery
 from jaxrec.cpr.priority import budget_rows, mfu, ssu
 from jaxrec.embedding import HostTables, host_plan
 from jaxrec.loop import keep_memory
-from jaxrec.step import init_state
+from jaxrec.step import init_state, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +95,16 @@ class Work:
         rows = int(config.table_mb * 1e6 / (4 * (16 + 1)))
         of_reference = throughput.Config(rows=rows, batch_size=2048, seed=config.seed)
         self.clicks, batches = throughput.synthetic(of_reference)
-        self.spec, _, params, optimizer, row_optimizer = throughput.reference_work(of_reference)
-        self.state = init_state(params, optimizer, HostTables.create(self.spec, row_optimizer))
+        self.spec, loss, params, optimizer, self.row_optimizer = throughput.reference_work(of_reference)
+        self.state = init_state(params, optimizer, HostTables.create(self.spec, self.row_optimizer))
+        self.train_step = make_train_step(self.spec, loss, optimizer, self.row_optimizer)
         ((self.stack, stack),) = self.spec.stacks.items()
         self.budget = budget_rows(stack.rows_per_shard, config.fraction)
         self.directory, self.step = directory, 0
         self.rng = np.random.default_rng(config.seed)
+        self.batches = batches
         self.plans = [host_plan(self.spec, batch.ids)[self.stack] for batch in batches]
-        self.mfu = mfu()
+        self.mfu, self.config = mfu(), config
         self.tracker = self.mfu.init(self.values(), self.budget)
         tables = self.state.tables.shards
         self.orbax_state = {"dense": jax.tree.map(np.asarray, self.state.dense._asdict()), "tables": tables}
@@ -124,13 +127,39 @@ class Work:
         self.step += 1
         for plan in self.plans:
             self.tracker = self.mfu.touch(self.tracker, plan)
-        limit = self.spec.columns_of("sparse")[1]
-        size = self.spec.stacks[self.stack].rows // len(limit)
-        ids = self.rng.integers(0, limit, (size, len(limit)), dtype=np.int32)
-        self.tracker = self.mfu.touch(self.tracker, host_plan(self.spec, {"sparse": ids})[self.stack])
+        self.tracker = self.mfu.touch(self.tracker, self.uniform_plan())
         for parts in self.state.tables.shards[self.stack]:
             for array in parts.values():
                 array += 0.001
+
+    def uniform_plan(self):
+        """The plan of so many uniform ids as there are rows: more rows than any budget."""
+        limit = self.spec.columns_of("sparse")[1]
+        size = self.spec.stacks[self.stack].rows // len(limit)
+        ids = self.rng.integers(0, limit, (size, len(limit)), dtype=np.int32)
+        return host_plan(self.spec, {"sparse": ids})[self.stack]
+
+    def train_with_recovery(self, saves: int, steps: int = 16) -> dict[str, float]:
+        """Real training with a prioritised save every so many steps; a step's and a save's share of the time."""
+        path, times, fraction = self.fresh("recovery"), [], self.config.fraction
+        total = saves * steps
+        with Recovery(
+            path, self.spec, self.row_optimizer, steps / fraction, total, scheme=mfu(), fraction=fraction
+        ) as recovery:
+            state = recovery.begin(self.state._replace(dense=self.state.dense._replace(step=np.int32(0))))
+            for number in range(1, total + 1):
+                at = number % len(self.batches)
+                start = time.perf_counter()
+                state, metrics = self.train_step(state, {self.stack: self.plans[at]}, self.batches[at])
+                jax.block_until_ready(state.dense)
+                times.append(time.perf_counter() - start)
+                plan = self.uniform_plan() if number % steps == 1 else self.plans[at]
+                state = recovery.hook(state, number, {self.stack: plan}, metrics)
+            stall, saved = recovery.stall_seconds / recovery.saves, recovery.rows_saved / recovery.saves
+        self.state = state
+        shutil.rmtree(path)
+        step_ms = 1e3 * statistics.median(times)
+        return {"recovery_stall_s": stall, "recovery_rows_saved": saved, "train_step_ms": step_ms}
 
     def pick(self):
         """Rows to save, {(stack, shard): i32[n]}, and the pick."""
@@ -186,16 +215,16 @@ class Work:
         """Prioritised saves over the image of `save_full`, and restores of it, whole and by shard."""
         path, found, sums = self.directory / "full", [], {}
         (base,) = images(path)
-        with ThreadPoolExecutor(1) as pool, RowCheckpointer(path, self.spec, base, most_deltas=number) as saver:
+        with RowCheckpointer(path, self.spec, base, most_deltas=number) as saver:
             for _ in range(number):
                 self.train()
                 os.sync()
                 before = size_of(path)
-                pick_s, (rows, pick) = pool.submit(clock, self.pick).result()
+                pick_s, (rows, pick) = clock(self.pick)
                 stall = saver.save(self.state.tables, rows, self.step)
                 sums = self.measured("rows", stall, path, saver.wait)
-                saved_s, self.tracker = clock(self.mfu.saved, self.tracker, pick)
-                sums |= {"rows_pick_s": pick_s, "rows_copy_s": stall, "rows_stall_s": stall + saved_s}
+                self.tracker = self.mfu.saved(self.tracker, pick)
+                sums |= {"rows_pick_s": pick_s}
                 sums |= {"rows_mb": (size_of(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
                 found.append(sums)
             tip = saver.newest()
@@ -219,9 +248,8 @@ def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
         "one_shard_over_orbax_restore": column("one_shard_restore_s") / column("orbax_standard_restore_s"),
         "rows_over_fastest_orbax_save": column("rows_save_s") / orbax,
         "rows_over_orbax_standard_save": column("rows_save_s") / column("orbax_standard_save_s"),
-        "rows_stall_over_orbax_blocking_save": column("rows_stall_s") / column("orbax_pytree_save_s"),
-        "rows_stall_over_fastest_blocking_save": column("rows_stall_s") / blocking,
-        "rows_stall_with_pick_over_fastest_blocking_save": (column("rows_stall_s") + column("rows_pick_s")) / blocking,
+        "recovery_stall_over_orbax_blocking_save": column("recovery_stall_s") / column("orbax_pytree_save_s"),
+        "recovery_stall_over_fastest_blocking_save": column("recovery_stall_s") / blocking,
         "full_stall_over_fastest_blocking_save": column("full_stall_s") / blocking,
         "full_over_orbax_standard_save": column("full_save_s") / column("orbax_standard_save_s"),
     }
@@ -248,11 +276,12 @@ def main(config: Config) -> dict:
     }
     ways = [functools.partial(work.save_orbax, name) for name in ORBAX]
     ways += [functools.partial(work.save_full, blocking) for blocking in (True, False)]
+    ways += [functools.partial(way, config.deltas) for way in (work.save_rows, work.train_with_recovery)]
     rows: list[dict[str, float]] = []
     for number in tqdm(range(rounds + 1), desc="rounds", unit="round", disable=None):
         work.train()
         found: dict[str, float] = {}
-        for way in [*ways, functools.partial(work.save_rows, config.deltas)]:
+        for way in ways:
             found |= way()
         if number:  # the first one compiles, and fills caches
             rows.append(found)
