@@ -119,29 +119,32 @@ def write_text(path: Path, text: str) -> None:
 
 def plot(path: Path, panels: dict[str, dict[str, tuple]], x_label: str) -> bool:
     """Draws one panel a metric, {y_label: {line: (xs, ys)}}, to a PNG; False if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.5), squeeze=False)
-    for axis, (y_label, lines) in zip(axes[0], panels.items(), strict=True):
-        for name, (xs, ys) in lines.items():
-            axis.plot(xs, ys, label=name)
-        axis.set(xlabel=x_label, ylabel=y_label)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+    def fill(axes):
+        for axis, (y_label, lines) in zip(axes, panels.items(), strict=True):
+            for name, (xs, ys) in lines.items():
+                axis.plot(xs, ys, label=name)
+            axis.set(xlabel=x_label, ylabel=y_label)
+            axis.grid(alpha=0.3)
+
+    return _draw(path, len(panels), 5 * len(panels), fill)
 
 
 def stacked_bars(path: Path, bars: dict[str, dict[str, float]], y_label: str) -> bool:
     """Draws {bar: {part: height}} as stacked bars to a PNG; False if matplotlib is not installed."""
+
+    def fill(axes):
+        below = np.zeros(len(bars))
+        for part in next(iter(bars.values())):
+            heights = np.array([parts[part] for parts in bars.values()])
+            axes[0].bar(list(bars), heights, bottom=below, label=part)
+            below += heights
+        axes[0].set(ylabel=y_label)
+
+    return _draw(path, 1, 1.2 * len(bars) + 2, fill)
+
+
+def _draw(path, panels, width, fill):
     try:
         import matplotlib
     except ImportError:
@@ -149,15 +152,11 @@ def stacked_bars(path: Path, bars: dict[str, dict[str, float]], y_label: str) ->
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(1.2 * len(bars) + 2, 3.5))
-    below = np.zeros(len(bars))
-    for part in next(iter(bars.values())):
-        heights = np.array([parts[part] for parts in bars.values()])
-        axis.bar(list(bars), heights, bottom=below, label=part)
-        below += heights
-    axis.set(ylabel=y_label)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    figure, axes = plt.subplots(1, panels, figsize=(width, 3.5), squeeze=False)
+    fill(axes[0])
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
