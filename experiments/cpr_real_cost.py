@@ -263,7 +263,7 @@ ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")
 def main(config: Config) -> dict:
     """Runs all ways in turns; returns what results.json holds."""
     run = Run("cpr_real_cost", config, config.workdir)
-    rounds = {"smoke": 2, "default": 5, "paper": 20}[config.preset]
+    rounds = {"smoke": 1, "default": 5, "paper": 20}[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
     directory = run.directory / "files"

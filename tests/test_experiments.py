@@ -183,6 +183,19 @@ def test_cpr_pls_draws_a_line_for_each_scheme(tmp_path):
     assert found["vanilla_slope"] > 0 and found["vanilla_correlation_ne"] > 0.5
 
 
+@pytest.mark.slow
+def test_cpr_real_cost_measures_every_way(tmp_path):
+    done = run("cpr_real_cost", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    ways = ("orbax_standard", "orbax_pytree", "orbax_pytree_async", "full", "full_blocking", "rows")
+    assert all(found[f"{way}_save_s"] > 0 and found[f"{way}_mb"] > 0 for way in ways)
+    budget = 0.125 * found["rows_of_table"]
+    assert budget - 1 < found["rows_saved"] <= budget + 8 and found["recovery_rows_saved"] <= budget + 8
+    assert found["rows_mb"] < 0.2 * found["full_mb"] and found["recovery_stall_s"] > 0
+    assert not (tmp_path / "files").exists()
+
+
 @pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
