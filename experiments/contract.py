@@ -7,12 +7,33 @@ import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
+import tyro
 
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The flags of every experiment; its own come after them."""
+
+    preset: Literal["smoke", "default", "paper"] = "default"
+    workdir: Path | None = None
+    seed: int = 0
+
+
+def command_line(main: Callable[[Any], dict], config: type[Flags], description: str | None) -> dict:
+    """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback."""
+    try:
+        return main(tyro.cli(config, description=description))
+    except (ValueError, FloatingPointError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
 
 
 class Run:

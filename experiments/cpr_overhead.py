@@ -33,8 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run, paired_interval, stacked_bars
+from contract import Flags, Run, command_line, paired_interval, stacked_bars
 from cpr_scalability import SETTINGS, modelled
 from tqdm import tqdm
 
@@ -52,10 +51,9 @@ MARGIN, NODES = 0.0005, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class JobConfig:
+class JobConfig(Flags):
     """Flags of the job that is trained; what is not given follows from the preset."""
 
-    seed: int = 0
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
@@ -76,8 +74,6 @@ class JobConfig:
 class Config(JobConfig):
     """Flags of the experiment."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
     resume: bool = False
     target_pls: float = 0.1
     failures: int = 2
@@ -279,7 +275,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -18,13 +18,10 @@ Seen on the Criteo sample of 110,000 rows, 3 seeds, 24 runs a scheme with PLS up
 
 import dataclasses
 import itertools
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
-from contract import Run, paired_interval, plot
+from contract import Run, command_line, paired_interval, plot
 from cpr_overhead import NODES, SETTINGS, Job, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
@@ -35,8 +32,6 @@ from jaxrec.cpr import place_failures, schedule
 class Config(JobConfig):
     """Flags of the experiment."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
     resume: bool = False
     schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
 
@@ -121,7 +116,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

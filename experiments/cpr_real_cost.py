@@ -31,18 +31,16 @@ import functools
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import throughput
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.checkpoint import (
@@ -62,12 +60,9 @@ from jaxrec.step import init_state, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the benchmark."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     table_mb: float = 1000
     """Rows and their slots, in 10^6 bytes."""
     fraction: float = 0.125
@@ -297,7 +292,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

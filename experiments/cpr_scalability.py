@@ -26,13 +26,11 @@ and misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the ex
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
@@ -59,12 +57,9 @@ FITTED = {"infinitehbd_like": (15.68, 0.490, 400, 8376.0), "lanl_20_like": (13.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the experiment."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     traces: Path | None = None
     """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures are drawn."""
     setting: Literal["a", "b"] = "a"
@@ -273,7 +268,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -16,15 +16,13 @@ import itertools
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run
+from contract import Flags, Run, command_line
 from tqdm import tqdm
 
 import jaxrec
@@ -39,12 +37,9 @@ OPTIMIZER, ROW_OPTIMIZER = optax.adam(0.01), adagrad(0.05)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the check."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     rows: int = 2_000
     """Rows of each of the two tables."""
     batch_size: int = 128
@@ -372,8 +367,5 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        found = main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    found = command_line(main, Config, __doc__)
     sys.exit(0 if found["bitwise_equal"] and found["mutants_caught"] == found["mutants_total"] else 1)

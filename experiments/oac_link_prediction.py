@@ -25,8 +25,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 import optax
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
@@ -43,12 +42,9 @@ MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of link prediction; what is not given follows from the preset."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     path: Path | None = None
     """Directory with train2id.txt(.gz), valid2id.txt(.gz) and test2id.txt(.gz); a generated graph if not given."""
     model: Literal["distmult", "complex"] = "complex"
@@ -257,7 +253,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, FloatingPointError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -16,17 +16,14 @@ batches. `replay_share_of_step` is the time of replay and append over that of th
 """
 
 import dataclasses
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import throughput
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.embedding import HostTables, plan
@@ -47,12 +44,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the benchmark."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     link: Literal["emulated", "none"] = "emulated"
     rows: int = 1_000_000
     batch_size: int = 2048
@@ -249,7 +243,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -14,17 +14,14 @@ interval. Equal AUC of sync and oac is no luck: their results are the same to th
 
 import dataclasses
 import itertools
-import sys
 import time
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run, paired_interval, plot
+from contract import Flags, Run, command_line, paired_interval, plot
 from oac_throughput import EmulatedLink
 from tqdm import tqdm
 
@@ -40,12 +37,9 @@ WIDTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the experiment."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     batch_size: int = 256
     row_learning_rate: float = 0.1
     learning_rate: float = 0.01
@@ -231,7 +225,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

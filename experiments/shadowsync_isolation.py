@@ -13,18 +13,15 @@ it is an outcome, in the foreground it is k. The curve runs through several pace
 import contextlib
 import dataclasses
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import throughput
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.embedding import HostTables
@@ -36,12 +33,9 @@ RULES: dict[str, Callable[..., Rule]] = {"ma": model_averaging, "bmuf": bmuf, "e
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the benchmark."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     rule: Literal["ma", "bmuf", "easgd"] = "ma"
     pace_seconds: float = 0.2
     every_steps: int = 5
@@ -190,7 +184,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -35,8 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run, paired_interval, plot
+from contract import Flags, Run, command_line, paired_interval, plot
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
@@ -52,13 +51,10 @@ MARGIN = 0.0005  # of AUC
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the experiment; what is not given follows from the preset."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
     resume: bool = False
-    seed: int = 0
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
@@ -306,7 +302,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -35,12 +35,10 @@ import dataclasses
 import functools
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,8 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 import simpy
 import throughput
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec.embedding import HostTables
@@ -96,13 +93,10 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the benchmark."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
     resume: bool = False
-    seed: int = 0
     rows: int = 1_000_000
     batch_size: int = 2048
     tensors: Literal["equal", "dlrm"] = "equal"
@@ -450,7 +444,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

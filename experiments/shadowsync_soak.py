@@ -9,18 +9,15 @@ rounds, shows as two that differ in one tensor; and what the rules keep can be c
 """
 
 import dataclasses
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run
+from contract import Flags, Run, command_line
 from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -38,12 +35,9 @@ RATE = 2.0**-10  # every sum of such steps is exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the stress."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     minutes: float = 1.0
     trainers: int = 8
     workers: int = 2
@@ -148,7 +142,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

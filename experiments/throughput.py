@@ -17,14 +17,11 @@ import dataclasses
 import functools
 import multiprocessing
 import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
-from contract import Run
+from contract import Flags, Run, command_line
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 
@@ -32,12 +29,9 @@ BATCHES = 16  # made before the clock starts, used in turn
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the benchmark."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     tables: Literal["device", "host"] = "host"
     against: Literal["none", "torch"] = "none"
     rows: int = 10_000_000
@@ -330,7 +324,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from contract import Run, plot
+from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
 from jaxrec import metrics
@@ -51,12 +50,9 @@ DENSE_OPTIMIZERS = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.s
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Flags):
     """Flags of the main job; what is not given follows from the data and the preset."""
 
-    preset: Literal["smoke", "default", "paper"] = "default"
-    workdir: Path | None = None
-    seed: int = 0
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: tuple[Path, ...] = ()
     """Criteo: raw files (plain or .gz), or one prepared directory."""
@@ -332,7 +328,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    command_line(main, Config, __doc__)
