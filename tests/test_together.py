@@ -1,0 +1,96 @@
+"""The three techniques in one run: OAC's pipeline, replicas that are synchronised, shards that fail and come back."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxrec
+from jaxrec.checkpoint import restore, snapshot, write_image
+from jaxrec.cpr import Recovery, mfu
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.loop import fit, planned
+from jaxrec.oac import Pipeline
+from jaxrec.shadowsync import AllToAll, Foreground, Shadow, model_averaging
+
+SPEC = EmbeddingSpec({"item": Table(120, 4)}, {"item": Lookup("item")}, shards=4)
+ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
+MESH = jaxrec.make_mesh(replicas=2, devices=jax.devices()[:2])
+FAILURES = {11: [1], 27: [0, 3]}
+STEPS = 36
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+def batches():
+    for index in range(STEPS):
+        rng = np.random.default_rng(index)
+        ids, label = (rng.zipf(1.3, 16) % 120).astype(np.int32), rng.integers(0, 2, 16).astype(np.float32)
+        yield jaxrec.Batch({"item": ids}, np.zeros((16, 0), np.float32), label, np.ones(16, np.float32))
+
+
+def fresh():
+    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, HostTables.create(SPEC, ROWS), MESH)
+
+
+def averaging(kind, **more):
+    return kind(model_averaging(), AllToAll(model_averaging(), 1), **more)
+
+
+def recovery_in(directory, **more):
+    return Recovery(directory, SPEC, ROWS, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
+
+
+def run(directory, synchroniser, failures=FAILURES):
+    """All three; returns the state and the recovery."""
+    update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
+    with contextlib.ExitStack() as stack:
+        pipeline = Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH)
+        recovery = stack.enter_context(recovery_in(directory, pipeline=pipeline, failures=dict(failures)))
+        if isinstance(synchroniser, Shadow):
+            stack.enter_context(synchroniser)
+        stack.enter_context(pipeline)
+        recovery.begin(pipeline.state)
+        for _ in pipeline.run(batches(), [synchroniser.hook, recovery.hook]):
+            pass
+        pipeline.drain()
+        return synchroniser.finish(pipeline.state), recovery
+
+
+def arrays(state):
+    return jax.tree.map(np.array, (state.dense.params, state.tables.shards))
+
+
+def same(a, b):
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
+
+
+def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):
+    step, synchroniser = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, MESH), averaging(Foreground, every_steps=5)
+    with recovery_in(tmp_path / "plain", failures=dict(FAILURES), pick_ahead_steps=0) as plain:
+        hooks = [synchroniser.hook, plain.hook]
+        wanted = synchroniser.finish(fit(plain.begin(fresh()), planned(SPEC, batches()), step, hooks))
+    found, recovery = run(tmp_path / "all", averaging(Foreground, every_steps=5))
+    assert same(arrays(found), arrays(wanted)) and recovery.pls == plain.pls > 0
+    calm, _ = run(tmp_path / "calm", averaging(Foreground, every_steps=5), failures={})  # negative controls
+    apart, _ = run(tmp_path / "apart", averaging(Foreground, every_steps=STEPS + 1))
+    assert not same(arrays(calm), arrays(wanted)) and not same(arrays(apart), arrays(wanted))
+
+
+def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_state(tmp_path):
+    shadow = averaging(Shadow)
+    state, recovery = run(tmp_path / "run", shadow)
+    params, shards = arrays(state)
+    assert shadow.rounds > 0 and recovery.failed == 3
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, shards)))
+    dense = state.dense._replace(params={"w": state.dense.params["w"] + jnp.array([[0.0], [1.0]])})  # replicas differ
+    for replica in range(2):
+        alone = jax.tree.map(lambda leaf, r=replica: leaf[r : r + 1] if jnp.ndim(leaf) else leaf, dense)
+        write_image(tmp_path / f"step_{replica}", snapshot(state._replace(dense=alone), SPEC))
+        restored, _ = restore(tmp_path / f"step_{replica}", fresh(), SPEC)
+        np.testing.assert_array_equal(restored.dense.params["w"], np.repeat(alone.params["w"], 2, axis=0))
+    assert not np.array_equal(dense.params["w"][0], dense.params["w"][1])  # else any replica would do
