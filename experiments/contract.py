@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import scipy.stats
 import tyro
 
+_MAY_CHANGE = {"workdir", "resume", "seeds"}  # when a run goes on
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
 
 
@@ -46,7 +48,8 @@ class Run:
       resume: go on in a directory that holds a run already.
 
     Errors:
-      ValueError: the directory holds a run that has logged something, and `resume` is off.
+      ValueError: the directory holds a run that has logged something, and `resume` is off or other flags have changed
+        than `seeds`.
     """
 
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
@@ -56,9 +59,25 @@ class Run:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
             )
+        flags, commits = dataclasses.asdict(config), []
+        if self.metrics():
+            self._refuse_other_flags(flags)
+            before = self._read_json("environment.json")
+            commits = [*before.get("earlier_commits", []), before.get("commit")]
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.write_json("config.json", dataclasses.asdict(config))
-        self.write_json("environment.json", environment())
+        self.write_json("config.json", flags)
+        self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
+
+    def _refuse_other_flags(self, flags):
+        before, now = self._read_json("config.json"), json.loads(json.dumps(flags, default=_plain))
+        other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
+        if other:
+            was = ", ".join(f"{key} {before[key]}, not {now[key]}" for key in sorted(other))
+            raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
+
+    def _read_json(self, name):
+        path = self.directory / name
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def write_json(self, name: str, content) -> None:
         """Writes one file of the run, aside first."""
@@ -87,20 +106,13 @@ class Run:
         print(f"run written to {self.directory}")
 
 
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom.
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-
-
 def paired_interval(differences) -> tuple[float, float | None]:
     """Mean and half width of the 95 % interval of paired differences, one a seed; no width from a single one."""
     differences = np.asarray(differences, np.float64)
     n = len(differences)
     if n < 2:
         return float(differences.mean()), None
-    t = _T[n - 2] if n - 2 < len(_T) else 1.96
+    t = scipy.stats.t.ppf(0.975, n - 1)
     return float(differences.mean()), float(t * differences.std(ddof=1) / n**0.5)
 
 

@@ -64,7 +64,7 @@ class JobConfig(Flags):
     batch_size: int | None = None
     fraction: float = 0.125
     watched: int = 26
-    """Tables that schemes watch, the largest first; the others are saved whole at regular saves. 7 in the paper."""
+    """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in the paper."""
     learning_rate: float = 1e-3
     row_learning_rate: float = 0.02
     width: int = 16
@@ -167,7 +167,7 @@ class Job:
         """Trains one arm with failures {step: shards}, or none at all, and evaluates it."""
         spec = self.spec(self.config.seed + seed)
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.fields), self.config.width))
-        params = self.model.init(jax.random.key(seed), *example)
+        params = self.model.init(jax.random.key(self.config.seed + seed), *example)
         state = init_state(params, self.optimizer, HostTables.create(spec, self.rows))
         batches, test = self.batches(seed)
         row: dict[str, Any] = {"scheme": scheme or "no_failure", "seed": seed, "realized_pls": 0.0}
@@ -178,7 +178,8 @@ class Job:
                 tempfile.TemporaryDirectory() as directory,
                 Recovery(
                     directory, spec, self.rows, save_every_steps, self.data.steps, scheme=SCHEMES[scheme](),
-                    fraction=self.config.fraction, whole=self.whole if scheme != "vanilla" else (), failures=failures,
+                    fraction=self.config.fraction, failures=failures,
+                    whole=self.whole if scheme in ("mfu", "ssu") else (),  # SCAR compares all rows
                     pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second
                 ) as recovery,
             ):  # fmt: skip

@@ -257,10 +257,10 @@ ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")
 
 def main(config: Config) -> dict:
     """Runs all ways in turns; returns what results.json holds."""
-    run = Run("cpr_real_cost", config, config.workdir)
     rounds = {"smoke": 1, "default": 5, "paper": 20}[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
+    run = Run("cpr_real_cost", config, config.workdir)
     directory = run.directory / "files"
     work = Work(config, directory)
     results: dict[str, Any] = {

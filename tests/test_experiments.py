@@ -172,6 +172,9 @@ def test_cpr_overhead_models_emulates_and_measures(tmp_path):
     assert all(row["shards_failed"] == 2 and row["realized_pls"] > 0 for row in first[1:])
     again = run("cpr_overhead", "--preset", "smoke", "--seeds", 2, "--workdir", tmp_path, "--resume")
     assert again.returncode == 0 and logged(tmp_path)[:5] == first and results(tmp_path)["seeds"] == 2
+    other = run("cpr_overhead", "--preset", "smoke", "--failures", 3, "--workdir", tmp_path, "--resume")
+    assert other.returncode != 0 and "failures 2, not 3" in other.stderr and len(logged(tmp_path)) == 10
+    assert json.loads((tmp_path / "config.json").read_text())["failures"] == 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Recovery: survivors do not notice, the victim is what was saved, no failure is no difference; both homes and OAC."""
 
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -130,7 +132,8 @@ def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme)
             lost[step] = rows_of(state, 2)
         return state
 
-    with make(tmp_path, scheme, fraction=0.25, whole=["small"], failures={30: [2]}) as recovery:
+    whole = [] if scheme == "scar" else ["small"]
+    with make(tmp_path, scheme, fraction=0.25, whole=whole, failures={30: [2]}) as recovery:
         train_with("host", recovery, [look, recovery.hook, lambda s, n, p, m: look(s, n, p, m)])
     assert recovery.saves == 20
     budget = (
@@ -174,7 +177,8 @@ def test_full_recovery_trains_again_to_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme):
-    more = {"save_every_steps": 12, "fraction": 0.5, "failures": {15: [1], 33: [0, 2]}}
+    more = {"save_every_steps": 12, "fraction": 0.5, "failures": {15: [1], 24: [3], 33: [0, 2], 36: [1]}}
+    # 24 and 36 are regular saves: what is saved there is what comes back
     with make(tmp_path / "plain", scheme, pick_ahead_steps=0, **more) as plain:
         wanted = train("host", plain)
     pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
@@ -205,7 +209,7 @@ def test_rows_of_a_save_that_failed_stay_to_be_saved(tmp_path, monkeypatch):
     assert not deltas(tmp_path)
     state = fit(fresh("host"), planned(SPEC, batches(0, 16), CAPACITY), STEP)
     wanted = rows_of(state, 1)
-    recovery._save(state)
+    recovery._save(state, 16)
     recovery.fail(state, [1])
     assert same(rows_of(state, 1), wanted)
 
@@ -227,7 +231,7 @@ def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_
             monkeypatch.setattr(recovery._deltas, "save", save)
             given = [*batches(0, 4), *batches(0, 4), *batches(0, more)]
             state = fit(recovery.begin(fresh(home)), planned(SPEC, given, CAPACITY), STEP, [keep, recovery.hook])
-            recovery._save(state._replace(dense=state.dense._replace(step=np.int32(16))))
+            recovery._save(state, 16)
             state = recovery.fail(state, [2], step=16)
         assert more or scheme == "ssu" or same(rows_of(state, 2), at_save[2])  # a full list forgets rows
         first, second = written
@@ -242,6 +246,134 @@ def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
         for shard in range(4):
             state = recovery.fail(state, [shard])
             assert same(rows_of(state, shard), wanted[shard])
+
+
+@pytest.mark.parametrize("under_oac", [False, True])
+def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, monkeypatch, under_oac):
+    pipeline = (
+        Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4) if under_oac else None
+    )
+    recovery = make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline, pick_ahead_steps=0)
+    broken = "_commit" if under_oac else "save"
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recovery._deltas, broken, fail)
+    state = recovery.begin(pipeline.state if under_oac else fresh("host"))
+    with pytest.raises(OSError, match="No space"):
+        if under_oac:
+            with pipeline:
+                list(pipeline.run(batches(), [recovery.hook]))
+        else:
+            fit(state, planned(SPEC, batches(0, 8), CAPACITY), STEP, [recovery.hook])
+    monkeypatch.undo()
+    recovery._settle()  # nothing is being written, so nothing is saved
+    touched = {row for batch in batches(0, 8) for row in np.unique(plan(SPEC, batch.ids)["width_4"].unique)}
+    counts = recovery._trackers["width_4"].count
+    assert all(counts[row % 4, row // 4] > 0 for row in touched if row < SPEC.stacks["width_4"].rows)
+
+
+def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_disk(tmp_path, monkeypatch):
+    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=2)
+    done, slow = threading.Event(), []
+    with make(tmp_path, "mfu", save_every_steps=100.0, fraction=0.08, pipeline=pipeline) as recovery, pipeline:
+        write = recovery._deltas._commit
+        commit = lambda image: (slow.append(done.wait(20)), write(image))
+        monkeypatch.setattr(recovery._deltas, "_commit", commit)
+        recovery.begin(pipeline.state)
+        for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
+            if int(state.dense.step) == 14:
+                done.set()
+    assert slow == [True]  # it was still being written when six more batches of a window of two were done
+
+
+def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
+    """In the body of the loop, right after a step whose state is being saved."""
+    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
+    running, seen = threading.Event(), []
+    with make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline) as recovery, pipeline:
+        save, settle = recovery._save, recovery._settle
+
+        def slow_save(state, step):
+            running.set()
+            save(state, step)
+            running.clear()
+
+        def settle_during(*args):
+            if threading.current_thread() is threading.main_thread():
+                seen.append(running.is_set())
+            settle()
+
+        monkeypatch.setattr(recovery, "_save", slow_save)
+        monkeypatch.setattr(recovery, "_settle", settle_during)
+        recovery.begin(pipeline.state)
+        for number, (state, _) in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
+            if number in (8, 16):
+                wanted = None
+                recovery.fail(state, [1])
+                wanted = rows_of(pipeline.state, 1)
+                assert all(np.isfinite(array).all() for array in wanted.values())
+    assert seen and not any(seen) and recovery.pls == 0  # the save of the step was there to recover from
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.75])
+def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interval(tmp_path, fraction):
+    with make(tmp_path, "mfu", save_every_steps=10, fraction=fraction, whole=["small"]) as recovery:
+        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 29), CAPACITY), STEP, [recovery.hook])
+        recovery.fail(state, [1])
+    assert recovery.pls <= (29 - 20) / (STEPS * 4)
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told_later(tmp_path, monkeypatch, home):
+    recovery, wanted, fails = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0), {}, [False, True]
+    write = recovery._deltas._commit
+
+    def commit(image):
+        if fails.pop(0) if fails else False:
+            raise OSError(28, "No space left on device")
+        write(image)
+
+    def keep(state, step, plan, metrics):
+        wanted.update(rows_of(state, 2) if step == 8 else {})
+        return state
+
+    monkeypatch.setattr(recovery._deltas, "_commit", commit)
+    given = planned(SPEC, batches(0, 20), CAPACITY)
+    state = fit(recovery.begin(fresh(home)), given, STEP, [keep, recovery.hook])  # saves at 8; at 16 it fails
+    state = recovery.fail(state, [2])
+    assert same(rows_of(state, 2), wanted) and recovery.pls == pytest.approx((20 - 8) / (STEPS * 4))
+    with pytest.raises(OSError, match="No space"):
+        recovery.__exit__(None, None, None)
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path):
+    for scheme in ("vanilla", "mfu"):
+        with make(tmp_path / scheme, scheme) as recovery:
+            fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 20), CAPACITY), STEP, [recovery.hook])
+        files = sorted((tmp_path / scheme).iterdir())
+        with make(tmp_path / scheme, scheme) as again, pytest.raises(ValueError, match="of another run"):
+            again.begin(fresh("host"))
+        assert sorted((tmp_path / scheme).iterdir()) == files
+    state = fit(fresh("host"), planned(SPEC, batches(0, 16), CAPACITY), STEP)
+    with make(tmp_path / "vanilla") as recovery:  # from the step of its newest image one may go on
+        recovery.begin(state)
+
+
+def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recovered(tmp_path):
+    with make(tmp_path, "mfu", fraction=1.0, total_steps=10, pick_ahead_steps=0) as recovery:
+        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 20), CAPACITY), STEP, [recovery.hook])
+        recovery.fail(state, [0])
+        before = recovery.pls, recovery.failed
+        (newest, *_) = deltas(tmp_path)
+        damaged = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size > 200)
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+        with pytest.raises(ValueError):
+            recovery.fail(state, [1])
+        assert (recovery.pls, recovery.failed) == before
+        recovery.fail(state, [1], without=[newest.name])
+        assert recovery.failed == 2 and all(np.isfinite(array).all() for array in rows_of(state, 1).values())
 
 
 def test_the_data_position_and_a_base_are_kept_when_a_run_begins_in_the_middle(tmp_path):
@@ -284,10 +416,16 @@ def test_a_plan_without_some_rows_reads_all_others():
         ({"mode": "full", "scheme": mfu()}, "scheme='mfu' must be None"),
         ({"fraction": 0.0}, "fraction=0.0"),
         ({"whole": ["huge"]}, "unknown tables"),
+        ({"whole": ["small"], "scheme": scar()}, "scheme='scar' compares all rows"),
+        ({"failures": {3: [4]}}, r"shards=\[4\] must be distinct"),
+        ({"pick_ahead_steps": -1}, "pick_ahead_steps=-1"),
+        ({"pick_ahead_steps": 2.5}, "pick_ahead_steps=2.5"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, changed, message):
     with pytest.raises(ValueError, match=message):
         Recovery(tmp_path, SPEC, ROWS, **({"save_every_steps": 8, "total_steps": 40} | changed))
+    with make(tmp_path) as recovery, pytest.raises(ValueError, match="call state = recovery.begin"):
+        fit(fresh("host"), planned(SPEC, batches(0, 1), CAPACITY), STEP, [recovery.hook])
     with make(tmp_path) as recovery, pytest.raises(ValueError, match="must be distinct"):
         recovery.fail(recovery.begin(fresh("host")), [4])

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore, restore_shard
+from jaxrec.checkpoint import Checkpointer, RowCheckpointer, deltas, images, read_manifest, restore, restore_shard
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.embedding import DeviceTables, HostTables
@@ -63,9 +63,9 @@ class Recovery:
       failures: {step: shards} that fail right after a step, for emulation.
       pipeline: an OAC `Pipeline` whose hook this is; saves are then taken at announced cuts, and failures drain it.
       most_deltas: as for `RowCheckpointer`.
-      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training; at most the steps
-        between saves. Batches trained meanwhile are tracked at the save, except for the picked rows, which it saves
-        as they are then. Always 0 with a pipeline, and for schemes that look at values (SCAR).
+      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training; less than the steps
+        between saves, whatever is given. Batches trained meanwhile are tracked at the save, except for the picked
+        rows, which it saves as they are then. Always 0 with a pipeline, and for schemes that look at values (SCAR).
 
     Attributes:
       pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
@@ -73,8 +73,9 @@ class Recovery:
       rows_saved, saves: rows and saves so far.
 
     Errors:
-      ValueError: a number out of range, an unknown table, a scheme with full recovery.
-      A failed save is raised by the hook at the next one, and on leaving the `with` block; its rows stay to be saved.
+      ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with `whole`.
+      A failed save is raised by the hook at the next one, and on leaving the `with` block, also if a shard was
+      recovered in between; its rows stay to be saved (SSU's as far as its list has room).
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Recovery:
         whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
         most_deltas: int = 8, pick_ahead_steps: int = 4,
     ):  # fmt: skip
-        _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole)
+        _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures or {}, pick_ahead_steps)
         self.directory, self.spec, self.mode = Path(directory), spec, mode
         self.directory.mkdir(parents=True, exist_ok=True)
         self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
@@ -101,8 +102,10 @@ class Recovery:
         self._picker = ThreadPoolExecutor(1, "pick")
         self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while rows are being picked
         self._lock, self._cuts = threading.Lock(), 0  # cuts that have not picked yet
-        self._stall = 0.0
-        self._regular = self._coming = 0  # step of the last regular save that is committed, and of the newest
+        self._announced: set[int] = set()  # steps of cuts to come
+        self._stall, self._begun = 0.0, False
+        self._late: Exception | None = None  # of a save, found when a shard was recovered
+        self._last = self._regular = self._coming = 0  # step of the last save; of the last regular one committed; begun
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
 
     @property
@@ -115,21 +118,38 @@ class Recovery:
         """Starts to track; saves the state as a base unless it is fresh, when initial rows are the base.
 
         With full recovery, which has dense parameters to go back to, a base is always saved.
+
+        Errors:
+          ValueError: the directory holds images or deltas of later steps than the state's; a fresh state wants none.
         """
         step = int(state.dense.step)
+        if not self._begun:
+            self._refuse_others(step)
         if step or self.mode == "full":
             self._checkpointer.save(state)
             self._checkpointer.wait()
-            self._deltas.rebase(images(self.directory)[0])
-        self._regular = self._coming = step
+            self._deltas.rebase(self.directory / f"step_{step:08d}")
+        self._last = self._regular = self._coming = step
         if self._scheme:
             for name in self.spec.stacks:
                 self._trackers[name] = self._scheme.init(_value(state.tables, name), self._budget(name))
+        self._begun = True
         self._announce(step)
         return state
 
+    def _refuse_others(self, step):
+        found = {path.name: read_manifest(path).step for path in [*images(self.directory), *deltas(self.directory)]}
+        others = sorted(name for name, other in found.items() if other > step or not step)
+        if others:
+            raise ValueError(
+                f"{self.directory} holds {others[0]} (and {len(others) - 1} more) of another run than the one from "
+                f"step {step}: it would pass for newer rows. Restore it and begin there, or give another directory."
+            )
+
     def hook(self, state: TrainState, step: int, plan: dict[str, Plan], metrics) -> TrainState:
         """Tracks the batch, saves if it is time to, and recovers from the failures of this step."""
+        if not self._begun:
+            raise ValueError("call state = recovery.begin(state) before the first step.")
         if self._scheme:
             with self._lock:
                 self._waiting.append((step, plan))
@@ -137,22 +157,29 @@ class Recovery:
                     self._touch(step)
         if self._ahead and self._due(step + self._ahead, self._mini):
             self._picking = self._picker.submit(self._pick)
-        if self._due(step, self._mini) and self._pipeline is None:
-            start = time.perf_counter()
-            self._save(state._replace(dense=state.dense._replace(step=np.int32(step))))
-            self._stall += time.perf_counter() - start
+        if self._due(step, self._mini):
+            if self._pipeline is None:
+                start = time.perf_counter()
+                self._save(state, step)
+                self._stall += time.perf_counter() - start
+            elif step in self._failures:  # no cut was announced: what fails after the save must find it
+                with self._pipeline.exclusive():
+                    self._save(state, step)
         self._announce(step)
         if step in self._failures:
             state = self.fail(state, self._failures.pop(step), step)
         return state
 
-    def fail(self, state: TrainState, shards: Sequence[int], step: int | None = None) -> TrainState:
+    def fail(
+        self, state: TrainState, shards: Sequence[int], step: int | None = None, without: Collection[str] = ()
+    ) -> TrainState:
         """Loses shards and recovers: partial recovery restores them alone, full recovery raises `RolledBack`.
 
         Args:
           state: TrainState; its tables change.
           shards: the ones that fail, of all stacks.
           step: steps trained.
+          without: names of damaged deltas to leave out.
 
         Returns:
           The state to go on with.
@@ -162,29 +189,38 @@ class Recovery:
           ValueError: there is no such shard; an image is missing or damaged.
         """
         step = int(state.dense.step) if step is None else step
-        if any(not 0 <= shard < self.spec.shards for shard in shards) or len(set(shards)) < len(shards):
-            raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {self.spec.shards - 1}.")
+        _check_shards(self.spec, shards)
         if self._pipeline is None:
-            return state._replace(tables=self._recover(state, state.tables, shards, step))
+            return state._replace(tables=self._recover(state, state.tables, shards, step, without))
         with self._pipeline.exclusive() as tables:
-            self._recover(state, tables, shards, step)
+            self._recover(state, tables, shards, step, without)
         return state
 
-    def _recover(self, state, tables, shards, step):
-        self._picked_ahead()  # and dropped: the rows of lost shards are no longer what was picked
+    def _recover(self, state, tables, shards, step, without):
+        self._keep_failure(self._picked_ahead)  # and drop it: rows of lost shards are no longer what was picked
         self._touch(step)
-        self._settle()
-        self.failed += len(shards)
+        for _ in (self._checkpointer, self._deltas):  # each may have failed
+            self._keep_failure(self._settle)
         if self.mode == "full":
+            self.failed += len(shards)
             self._roll_back(state, step)
-        self.pls += lost_portion(step, self._regular, self._total, self.spec.shards, len(shards))
-        return self._bring_back(tables, shards)
+        portion = lost_portion(step, self._regular, max(self._total, step), self.spec.shards, len(shards))
+        tables = self._bring_back(tables, shards, without)
+        self.failed, self.pls = self.failed + len(shards), self.pls + portion
+        return tables
 
-    def _bring_back(self, tables, shards):
+    def _keep_failure(self, finish):
+        """Finishes a save; if it failed, shards come from those before it, and the next save raises what went wrong."""
+        try:
+            finish()
+        except Exception as error:
+            self._late = self._late or error
+
+    def _bring_back(self, tables, shards, without):
         newest = self._newest()
         for shard in shards:
             tables = lose(tables, shard)
-            tables, _ = restore_shard(newest, tables, shard, self.spec, self._rows)
+            tables, _ = restore_shard(newest, tables, shard, self.spec, self._rows, without)
             for name in self._trackers:
                 value = _value(tables, name)
                 self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value)
@@ -203,18 +239,28 @@ class Recovery:
 
     # ---- saving
 
-    def _due(self, step, every):
-        """Whether a multiple of `every`, which need not be whole, lies in (step - 1, step]."""
-        return int(step / every + 1e-9) > int((step - 1) / every + 1e-9)
+    def _due(self, step, every, since=None):
+        """Whether a multiple of `every`, which need not be whole, lies in (since, step]; the step before if None."""
+        since = step - 1 if since is None else since
+        return int(step / every + 1e-9) > int(since / every + 1e-9)
 
     def _announce(self, step):
         if self._pipeline is None:
             return
-        if self._due(step + 1, self._mini):
-            self._pipeline.cut(step + 1, self._save)
-        if step and self._due(step, self._mini):
+        if self._due(step + 1, self._mini) and step + 1 not in self._failures:
+            self._pipeline.cut(step + 1, self._save_cut)
+            self._announced.add(step + 1)
+        if step in self._announced:
+            self._announced.remove(step)
             with self._lock:
-                self._cuts += 1  # of this step: batches trained from now on wait until it has picked
+                self._cuts += 1  # batches trained from now on wait until it has picked
+
+    def _save_cut(self, state):
+        try:
+            self._save(state, int(state.dense.step))
+        finally:
+            with self._lock:
+                self._cuts -= 1
 
     def _touch(self, step, picked=None):
         """Tracks what waits, up to a step; nothing of the rows in {stack: Pick}."""
@@ -250,35 +296,35 @@ class Recovery:
             self._trackers[name] = self._scheme.saved(self._trackers[name], pick)
         self._regular = self._coming = coming
 
-    def _save(self, state):
-        step = int(state.dense.step)
-        try:
-            regular = self._due(step, self._every)
-            if self._scheme:
-                self._save_rows(state.tables, step, regular)
-            else:
-                self._settle()
-                self._checkpointer.save(state)
-                self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
-            self.saves += 1
-            self._coming = step if regular else self._coming
-        finally:
-            with self._lock:
-                self._cuts = max(0, self._cuts - 1)
+    def _save(self, state, step):
+        self._raise_late()
+        regular = self._due(step, self._every, self._last)
+        if self._scheme:
+            self._save_rows(state.tables, step, regular)
+        else:
+            self._settle()
+            self._checkpointer.save(state._replace(dense=state.dense._replace(step=np.int32(step))))
+            self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
+        self.saves += 1
+        self._last, self._coming = step, step if regular else self._coming
 
     def _save_rows(self, tables, step, regular):
         picked = self._picked_ahead()
         self._touch(step, picked)
-        self._picked = self._pick(tables) if picked is None else picked
+        picked = self._pick(tables) if picked is None else picked
         rows: dict[tuple[str, int], np.ndarray] = {}
-        for name, pick in self._picked.items():
+        for name, pick in picked.items():
             for shard, mine in enumerate(pick.rows):
                 all_of = [_shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
                 rows[name, shard] = np.unique(np.concatenate([mine, *all_of])) if regular and all_of else mine
         self._deltas.save(tables, rows, step)
-        if self._pipeline is not None:
-            self._deltas.wait()  # the cut ends when its rows are copied, and what it raises is raised there
+        self._picked = picked  # only now: what was not copied stays to be saved
         self.rows_saved += sum(map(len, rows.values()))
+
+    def _raise_late(self):
+        error, self._late = self._late, None
+        if error is not None:
+            raise error
 
     def _budget(self, name):
         stack = self.spec.stacks[name]
@@ -291,6 +337,7 @@ class Recovery:
     def __exit__(self, kind, error, trace) -> None:
         try:
             if error is None:
+                self._raise_late()
                 self._picked_ahead()
         finally:
             self._picker.shutdown()
@@ -375,13 +422,24 @@ def _shard_rows(first, end, shard, shards):
     return np.arange(first + (shard - first) % shards, end, shards, dtype=np.int32)
 
 
-def _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole):
+def _check_shards(spec, shards):
+    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
+        raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
+
+
+def _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures, pick_ahead_steps):
     if save_every_steps <= 0 or total_steps < 1:
         raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
     if scheme and mode == "full":
         raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
+    if whole and scheme and not scheme.by_tracker:
+        raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
+    if not isinstance(pick_ahead_steps, int) or pick_ahead_steps < 0:
+        raise ValueError(f"pick_ahead_steps={pick_ahead_steps} must be a whole number from 0.")
+    for shards in failures.values():
+        _check_shards(spec, shards)
     unknown = sorted(set(whole) - set(spec.tables))
     if unknown:
         raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")

@@ -265,6 +265,9 @@ class Pipeline:
         For the committing thread. What the ring and the last-writer table say of earlier batches is forgotten.
         """
         self.drain()
+        if self._cut_thread is not None:  # it may still be saving
+            self._cut_thread.join()
+            self._flow.raise_failure()
         self._flow.pause()
         try:
             yield self.tables
