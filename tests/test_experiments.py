@@ -30,7 +30,7 @@ def logged(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("tables", ["device", "host"])
+@pytest.mark.parametrize("tables", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     done = run("train", "--preset", "smoke", "--tables", tables, "--batch-size", 512, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,8 @@ def start_and_interrupt(workdir, *flags):
     return child.communicate()[1]
 
 
-@pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", ["host", "device"])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
     flags = ["--preset", "smoke", "--tables", tables, "--batch-size", "256", "--steps", "60", "--evaluations", "6"]
     whole = run("train", *flags, "--workdir", tmp_path / "whole")
@@ -92,6 +93,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
     assert [(row["step"], row["test_auc"]) for row in whole] == [(row["step"], row["test_auc"]) for row in cut]
 
 
+@pytest.mark.slow
 def test_oac_equals_sync_and_its_mutants_do_not(tmp_path):
     done = run("oac_equivalence", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
