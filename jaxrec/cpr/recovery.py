@@ -229,6 +229,7 @@ class Recovery:
     def _roll_back(self, state, step):
         restored, image = restore(images(self.directory)[0], state, self.spec)
         self.lost_steps += step - image.step
+        self._last = self._regular = self._coming = image.step
         raise RolledBack(restored, image.step)
 
     def _newest(self):
@@ -266,10 +267,10 @@ class Recovery:
         """Tracks what waits, up to a step; nothing of the rows in {stack: Pick}."""
         while self._waiting and self._waiting[0][0] <= step:
             for name, plan in self._waiting.pop(0)[1].items():
-                gone = _in_ranges(plan, self._whole.get(name, ()))
-                if picked:
-                    gone |= _in_pick(plan, picked[name].rows)
-                plan = without_rows(plan, gone, self.spec.stacks[name].rows) if gone.any() else plan
+                if picked or name in self._whole:
+                    gone = _in_ranges(plan, self._whole.get(name, ()))
+                    gone = gone | _in_pick(plan, picked[name].rows) if picked else gone
+                    plan = without_rows(plan, gone, self.spec.stacks[name].rows)
                 self._trackers[name] = self._scheme.touch(self._trackers[name], plan)
 
     def _pick(self, tables=None):
