@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxrec"
 # A floor a line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
-    ["types"],
+    ["types", "files"],
     [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
@@ -23,7 +23,7 @@ FLOORS = [
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["checkpoint", "loop", "embedding.host", "data", "oac.flow", "oac.pipeline"]
+HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "data", "oac.flow", "oac.pipeline"]
 HOST_FILES += ["shadowsync.shadow", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
