@@ -55,12 +55,13 @@ class Run:
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = Path(workdir) if workdir else Path("runs") / f"{name}-{stamp}-{os.getpid()}"
-        if self.metrics() and not resume:
+        logged = bool(self.metrics())
+        if logged and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
             )
         flags, commits = dataclasses.asdict(config), []
-        if self.metrics():
+        if logged:
             self._refuse_other_flags(flags)
             before = self._read_json("environment.json")
             commits = [*before.get("earlier_commits", []), before.get("commit")]

@@ -65,6 +65,7 @@ MARGIN, NODES = 0.0005, 8
 class JobConfig(Flags):
     """Flags of the job that is trained; what is not given follows from the preset."""
 
+    resume: bool = False
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
@@ -85,7 +86,6 @@ class JobConfig(Flags):
 class Config(JobConfig):
     """Flags of the experiment."""
 
-    resume: bool = False
     target_pls: float = 0.1
     failures: int = 2
     setting: Literal["a", "b"] = "a"

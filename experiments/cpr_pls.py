@@ -34,7 +34,6 @@ from jaxrec.cpr import place_failures, schedule
 class Config(JobConfig):
     """Flags of the experiment."""
 
-    resume: bool = False
     schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
 
 

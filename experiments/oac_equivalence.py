@@ -26,7 +26,7 @@ from contract import Flags, Run, command_line
 from tqdm import tqdm
 
 import jaxrec
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, capacity_of, plan
 from jaxrec.oac import Pipeline
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stale import LastWriters
@@ -120,7 +120,7 @@ def plain_loop(spec, update, batches):
     dense, tables = state
     for batch in batches:
         plans = plan(spec, batch.ids, capacity)
-        capacity = {name: p.unique.shape[1] for name, p in plans.items()}
+        capacity = capacity_of(plans)
         dense, rows, metrics = step(dense, tables.read(plans), plans, batch)
         tables.put(plans, rows)
         losses.append(np.asarray(metrics["loss"]))

@@ -26,7 +26,7 @@ import throughput
 from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
-from jaxrec.embedding import HostTables, plan
+from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.stale import LastWriters
@@ -131,7 +131,7 @@ class Work:
         size = {}
         for number, batch in enumerate(self.batches[:repeats]):
             plans, source = timed("plan", plan_batch, number, batch)
-            capacity = {name: p.unique.shape[1] for name, p in plans.items()}
+            capacity = capacity_of(plans)
             read = timed("gather", tables.read, plans)
             inputs, rows, source = jax.device_put((plans, batch)), jax.device_put(read), jax.device_put(source)
             held = ring.init(rows, window) if held is None else held

@@ -24,7 +24,7 @@ import throughput
 from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostTables, capacity_of
 from jaxrec.loop import keep_memory, planned
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Rule, Shadow, bmuf, easgd, model_averaging
 from jaxrec.step import init_state, make_train_step
@@ -79,7 +79,7 @@ class Trainer:
         batches = itertools.islice(itertools.cycle(self.batches), steps + 1)
         with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
             _, plans = next(pairs)  # not timed: it starts the thread
-            self.capacity = {name: p.unique.shape[1] for name, p in plans.items()}
+            self.capacity = capacity_of(plans)
             start = time.perf_counter()
             for batch, plans in pairs:
                 self.state, _ = self.step(self.state, plans, batch)

@@ -76,6 +76,10 @@ def train(home, recovery=None, hooks=(), state=None, start=0):
     return fit(state, planned(SPEC, batches(start), CAPACITY), STEP, hooks)
 
 
+def oac(window):
+    return Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=window)
+
+
 def make(directory, scheme="vanilla", **more):
     given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
     return Recovery(directory, SPEC, ROWS, **given)
@@ -181,7 +185,7 @@ def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other
     # 24 and 36 are regular saves: what is saved there is what comes back
     with make(tmp_path / "plain", scheme, pick_ahead_steps=0, **more) as plain:
         wanted = train("host", plain)
-    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
+    pipeline = oac(window=4)
     with make(tmp_path / "oac", scheme, pipeline=pipeline, **more) as recovery, pipeline:
         recovery.begin(pipeline.state)
         for _ in pipeline.run(batches(), [recovery.hook]):
@@ -193,17 +197,22 @@ def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other
     assert not all(same(rows_of(found, shard), rows_of(calm, shard)) for shard in range(4))
 
 
-def test_rows_of_a_save_that_failed_stay_to_be_saved(tmp_path, monkeypatch):
-    recovery = make(tmp_path, "mfu", fraction=1.0)
-    state, fails = recovery.begin(fresh("host")), [True]
-    write = recovery._deltas._commit
+def fail_writes(monkeypatch, recovery, fails):
+    """The n-th delta cannot be written if fails[n]; those after them can."""
+    write, fails = recovery._deltas._commit, iter(fails)
 
     def commit(image):
-        if fails.pop() if fails else False:
+        if next(fails, False):
             raise OSError(28, "No space left on device")
         write(image)
 
     monkeypatch.setattr(recovery._deltas, "_commit", commit)
+
+
+def test_rows_of_a_save_that_failed_stay_to_be_saved(tmp_path, monkeypatch):
+    recovery = make(tmp_path, "mfu", fraction=1.0)
+    state = recovery.begin(fresh("host"))
+    fail_writes(monkeypatch, recovery, [True])
     with pytest.raises(OSError, match="No space"):
         fit(state, planned(SPEC, batches(), CAPACITY), STEP, [recovery.hook])  # saves at 8 fail, found at 16
     assert not deltas(tmp_path)
@@ -250,9 +259,7 @@ def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
 
 @pytest.mark.parametrize("under_oac", [False, True])
 def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, monkeypatch, under_oac):
-    pipeline = (
-        Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4) if under_oac else None
-    )
+    pipeline = oac(window=4) if under_oac else None
     recovery = make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline, pick_ahead_steps=0)
     broken = "_commit" if under_oac else "save"
 
@@ -275,7 +282,7 @@ def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, mon
 
 
 def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_disk(tmp_path, monkeypatch):
-    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=2)
+    pipeline = oac(window=2)
     done, slow = threading.Event(), []
     with make(tmp_path, "mfu", save_every_steps=100.0, fraction=0.08, pipeline=pipeline) as recovery, pipeline:
         write = recovery._deltas._commit
@@ -290,7 +297,7 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
 
 def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
     """In the body of the loop, right after a step whose state is being saved."""
-    pipeline = Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=4)
+    pipeline = oac(window=4)
     running, seen = threading.Event(), []
     with make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline) as recovery, pipeline:
         save, settle = recovery._save, recovery._settle
@@ -310,7 +317,6 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
         recovery.begin(pipeline.state)
         for number, (state, _) in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
             if number in (8, 16):
-                wanted = None
                 recovery.fail(state, [1])
                 wanted = rows_of(pipeline.state, 1)
                 assert all(np.isfinite(array).all() for array in wanted.values())
@@ -327,19 +333,13 @@ def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interv
 
 @pytest.mark.parametrize("home", ["host", "device"])
 def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told_later(tmp_path, monkeypatch, home):
-    recovery, wanted, fails = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0), {}, [False, True]
-    write = recovery._deltas._commit
-
-    def commit(image):
-        if fails.pop(0) if fails else False:
-            raise OSError(28, "No space left on device")
-        write(image)
+    recovery, wanted = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0), {}
+    fail_writes(monkeypatch, recovery, [False, True])
 
     def keep(state, step, plan, metrics):
         wanted.update(rows_of(state, 2) if step == 8 else {})
         return state
 
-    monkeypatch.setattr(recovery._deltas, "_commit", commit)
     given = planned(SPEC, batches(0, 20), CAPACITY)
     state = fit(recovery.begin(fresh(home)), given, STEP, [keep, recovery.hook])  # saves at 8; at 16 it fails
     state = recovery.fail(state, [2])

@@ -396,10 +396,8 @@ def _in_ranges(plan, ranges):
 
 def _in_pick(plan, rows):
     """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
-    unique = np.asarray(plan.unique)
-    last = lambda mine: max(len(mine) - 1, 0)
-    at = [np.minimum(np.searchsorted(mine, row), last(mine)) for row, mine in zip(unique, rows, strict=True)]
-    return np.array([mine[a] == row if len(mine) else row < 0 for a, row, mine in zip(at, unique, rows, strict=True)])
+    found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
+    return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
 
 
 def _value(tables, name):
