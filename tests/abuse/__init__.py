@@ -1,0 +1,36 @@
+"""Bad situations, as tables: a file here for each part of the house, a function for each situation.
+
+    @situation("an id outside its table", ValueError, "ids of lookups .* are outside their tables")
+    def _(directory):
+        plan(SPEC, {"item": np.array([99])})
+
+The function gets an empty directory, makes the mistake, and checks in a `finally` what must be untouched. Without an
+error the situation is survived: the function checks what must hold then. `tests/test_abuse.py` runs them all.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Situation(NamedTuple):
+    """A mistake or an accident, and the error that names it; None if it is survived."""
+
+    area: str
+    words: str
+    error: type[BaseException] | None
+    match: str
+    act: Callable[[Path], object]
+
+
+SITUATIONS: list[Situation] = []
+
+
+def situation(words: str, error: type[BaseException] | None = None, match: str = "") -> Callable:
+    """Enters a function into the table."""
+
+    def enter(act):
+        SITUATIONS.append(Situation(act.__module__.rpartition(".")[2], words, error, match, act))
+        return act
+
+    return enter

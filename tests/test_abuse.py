@@ -1,0 +1,26 @@
+"""Every bad situation that we could think of is refused by name or survived: none is silent, none loses anything."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from abuse import SITUATIONS
+
+for file in sorted((Path(__file__).parent / "abuse").glob("[a-z]*.py")):
+    importlib.import_module(f"abuse.{file.stem}")
+
+
+@pytest.mark.parametrize("case", [pytest.param(s, id=f"{s.area}: {s.words}") for s in SITUATIONS])
+def test_refused_by_name_or_survived(case, tmp_path):
+    if case.error is None:
+        case.act(tmp_path)
+        return
+    with pytest.raises(case.error, match=case.match) as caught:
+        case.act(tmp_path)
+    assert len(str(caught.value)) < 1000  # a sentence or three, not a dump
+
+
+def test_the_table_names_each_situation_once():
+    names = [(case.area, case.words) for case in SITUATIONS]
+    assert len(set(names)) == len(names)
+    assert all(case.match for case in SITUATIONS if case.error), "an error without words would match anything"
