@@ -25,8 +25,10 @@ import orbax.checkpoint as ocp
 
 from jaxrec.files import PARTIAL, make_directory, sync
 
-# Without OCDBT there is nothing to merge, which Orbax warns of at every save.
-logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
+# Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its threads raises, the
+# save raises as well: a hundred lines of tracebacks before that say no more.
+_NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
+logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
@@ -133,6 +135,13 @@ def _write_files(partial, image):
 
 
 def _write_arrays(directory, arrays):
+    needs, free = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(directory.parent).free
+    if needs > free:  # asked before, as tensorstore's threads complain at length of a disk that is full on the way
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free",
+            str(directory),
+        )
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     try:
         with _orbax() as orbax:
