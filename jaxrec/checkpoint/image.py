@@ -32,7 +32,7 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
 
 
 class DamagedImage(ValueError):
@@ -124,7 +124,8 @@ def write_image(path: str | Path, image: Snapshot) -> Image:
 
 def _write_files(partial, image):
     """Arrays, then the manifest with their checksums, all flushed."""
-    for number, arrays in enumerate(filter(None, itertools.chain([image.arrays], image.later))):
+    pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
+    for number, arrays in enumerate(pieces):
         _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     sums = {str(file.relative_to(partial)): _checksum(file) for file in files}
@@ -132,6 +133,18 @@ def _write_files(partial, image):
     (partial / _MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
     for file in [*files, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
         sync(file)
+
+
+def _pieces(arrays):
+    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all that it is given at once."""
+    piece, size = {}, 0
+    for name, array in arrays.items():
+        piece[name], size = array, size + array.nbytes
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = {}, 0
+    if piece:
+        yield piece
 
 
 def _write_arrays(directory, arrays):
