@@ -12,7 +12,7 @@ import pytest
 from jaxrec import Batch, init_state, make_mesh, make_train_step
 from jaxrec.checkpoint import RowCheckpointer, deltas, images
 from jaxrec.cpr import Recovery, RolledBack, lose, mfu, random, round_robin, scar, ssu
-from jaxrec.cpr.recovery import without_rows
+from jaxrec.cpr.watch import without_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import fit, planned
 from jaxrec.oac import Pipeline

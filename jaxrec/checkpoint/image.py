@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,9 +300,11 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def warn_skipped(error: BaseException) -> None:
-    """Warns that an image was passed over because it is damaged; the error names it."""
-    warnings.warn(f"skipped what is damaged: {error}", stacklevel=3)
+def warn_skipped(errors: Sequence[BaseException]) -> None:
+    """Warns, once, that images were passed over because they are damaged; the errors name them, newest first."""
+    if errors:
+        more = f" (and {len(errors) - 1} more before it)" if len(errors) > 1 else ""
+        warnings.warn(f"skipped what is damaged: {errors[0]}{more}", stacklevel=3)
 
 
 def _orbax():

@@ -290,8 +290,7 @@ def _(directory):
     for step in (3, 6):
         damage(save(directory, step))
     try:
-        with pytest.warns(UserWarning, match="skipped what is damaged"):
-            restore(directory, template, SPEC)
+        restore(directory, template, SPEC)
     finally:
         assert value(template, 1) == 7
 
@@ -495,7 +494,24 @@ def _(directory):
         assert len(deltas(directory)) == 2
 
 
+@situation("numpy numbers to save along", ValueError, "must be JSON values .*turn arrays and numpy numbers into plain")
+def _(directory):
+    with Checkpointer(directory, SPEC) as checkpointer:
+        checkpointer.save(state_of(3), {"position": np.int64(7)})
+
+
 # ---- recovery
+
+
+@situation("a base that cannot be written when a recovery begins", OSError, "No space left on device")
+def _(directory):
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=10)
+    try:
+        with recovery_in(directory, mode="full") as recovery:
+            recovery.begin(state_of())
+    finally:
+        shutil.disk_usage = usage
 
 
 @situation("a first step before begin", ValueError, "call state = recovery.begin")
@@ -566,8 +582,7 @@ def _(directory):
         damage(directory / "step_00000004")
         state = state_of(5)
         try:
-            with pytest.warns(UserWarning, match="skipped what is damaged"):
-                recovery.fail(state, [1], step=5)
+            recovery.fail(state, [1], step=5)
         finally:
             assert value(state, 1) == 5 and recovery.pls == 0 and recovery.failed == 0
 
