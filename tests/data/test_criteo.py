@@ -32,7 +32,8 @@ def lines(rows, seed=0, missing=0.1):
 
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
-    (gzip.open(path, "wb") if path.suffix == ".gz" else open(path, "wb")).write(text.encode())
+    # A file that nobody closes has all of its text only by the grace of the garbage collector.
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 
