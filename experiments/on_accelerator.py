@@ -118,6 +118,8 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, process_group=0,
     )  # fmt: skip
+    result = out / f"{name}.json"
+    before = _age(result)
     lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     rows: list[str] = []
     reader = threading.Thread(target=_read, args=(child.stdout, lines, rows), daemon=True)
@@ -125,7 +127,8 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
     why = None
     try:
         code = child.wait(seconds)
-        why = f"its process ended with code {code}" if code else None
+        if code or _age(result) == before:
+            why = f"its process ended with code {code}" + " and without a result" * (not code)
     except subprocess.TimeoutExpired:
         why = f"it was killed at its limit of {seconds:.0f} s"
     finally:
@@ -141,6 +144,11 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
     write_text(failed, "\n".join([*parts, "", "Its last lines:", *lines]) + "\n")
     print(f"part {name} failed: {why}; see {failed}")
     return False
+
+
+def _age(path):
+    """When a file was written; None if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def _read(stream, lines, rows):

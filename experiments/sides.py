@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import os
 import resource
 import time
 import traceback
@@ -207,6 +208,8 @@ class TorchSide:
     """One variant of torch_dlrm.py, on a device."""
 
     def __init__(self, job: Job, variant: str, device: str = "cpu"):
+        # A process of multiprocessing may have no children: torch.compile must not start any.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         import torch
         import torch_dlrm
 

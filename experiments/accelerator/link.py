@@ -20,7 +20,7 @@ from oac_work import Work, turn
 from reference import Job
 from sides import Failed, Side
 
-from accelerator.measure import Task, in_turns, interval, over
+from accelerator.measure import Task, interval, last_line, over, words
 from jaxrec.embedding import HostTables
 
 COUNTED = 10  # batches of a turn that count
@@ -72,10 +72,13 @@ def run(task: Task) -> None:
     bandwidth(task)
     equality(task)
     sizes = (64,) if task.smoke else (16384, 4096, 65536, 2048)
-    for point, until in task.points([{"width": 16, "batch": size} for size in sizes]):
+    ways = {name: WAYS[name] for name in (SMOKE if task.smoke else WAYS)}
+
+    def one(point, until):
         job = Job("host", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"])
-        ways = {name: WAYS[name] for name in (SMOKE if task.smoke else WAYS)}
         pipelines(task, point, Work(job, _batches(ways)), ways, until)
+
+    task.each([{"width": 16, "batch": size} for size in sizes], one)
 
 
 def run_wide(task: Task) -> None:
@@ -91,11 +94,13 @@ def run_wide(task: Task) -> None:
             kept.append(filled_tables(spec, row_optimizer))
         return kept[0]
 
-    for point, until in task.points([{"batch": size} for size in ((64,) if task.smoke else (16384, 4096, 65536))]):
+    def one(point, until):
         job = Job("host", rows // number * number, point["batch"], width, equal_tables=number)
         work = Work(job, _batches(ways), create=create)
         sizes = {"width": width, "rows": job.rows, "table_gb": round(4e-9 * job.rows * (width + 1), 2)}
         pipelines(task, point | {"tables": number} | sizes, work, ways, until)
+
+    task.each([{"batch": size} for size in ((64,) if task.smoke else (16384, 4096, 65536))], one)
 
 
 def _batches(ways):
@@ -120,7 +125,7 @@ def filled_tables(spec, row_optimizer) -> HostTables:
         for _ in range(spec.shards):
             shards[name].append({part: np.empty((stack.rows_per_shard, w), np.float32) for part, w in widths.items()})
 
-    def fill(number, parts, rows=1 << 16):
+    def fill(number, parts, rows=1 << 12):
         rng = np.random.default_rng(number)
         for start in range(0, len(parts["value"]), rows):
             chunk = parts["value"][start : start + rows]
@@ -148,11 +153,11 @@ def pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> 
             if name in ("sync", "oac_4"):
                 raise
             made.pop(name, None)
-            task.leave_out(f"{name} at batch {point['batch']}", f"{type(error).__name__}: {str(error)[:200]}")
+            task.leave_out(f"{name} at batch {point['batch']}", f"{type(error).__name__}: {last_line(error)}")
     for name, pipeline in made.items():
         batches = work.batches[: _skip(pipeline) + 1 + COUNTED]
         turns[name] = functools.partial(turn, pipeline, batches, _skip(pipeline))
-    times = in_turns(turns, until, task.rounds)
+    times = task.turns(turns, until)
     figures: dict[str, Any] = {f"{name}_ms": interval([1e3 * t for t in times[name]]) for name in times}
     figures["oac_4_examples_per_s"] = interval([work.job.batch_size / t for t in times["oac_4"]])
     for name in times:
@@ -188,8 +193,8 @@ def bandwidth(task: Task) -> None:
                 way()
                 ways[name] = way
             except Exception as error:
-                task.leave_out(f"{name} of {megabytes} MB", f"{type(error).__name__}: {str(error)[:200]}")
-        found = in_turns(ways, time.monotonic() + 0.02 * task.left(), task.rounds)
+                task.leave_out(f"{name} of {megabytes} MB", f"{type(error).__name__}: {last_line(error)}")
+        found = task.turns(ways, time.monotonic() + 0.02 * task.left())
         task.row({"link_megabytes": megabytes}, {f"{name}_gb_per_s": interval(rates) for name, rates in found.items()})
 
 
@@ -255,7 +260,7 @@ def equality(task: Task) -> None:
     for setting, flags in FLAGS.items():
         point = {"equality": setting, "batch": job.batch_size}
         if task.left() < 60 and not task.smoke:
-            task.leave_out(str(point), "no time was left")
+            task.leave_out(words(point), "no time was left")
             continue
         side = None
         try:
@@ -265,7 +270,7 @@ def equality(task: Task) -> None:
                 figures |= {f"{name}_{key}": value for key, value in side.ask("compare", name).items()}
             task.row(point, figures)
         except Failed as error:
-            task.leave_out(str(point), str(error).strip().splitlines()[-1][:300])
+            task.leave_out(words(point), last_line(error))
         finally:
             if side is not None:
                 side.close()

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,22 +52,23 @@ def over(above, below) -> dict[str, Any]:
     return interval(above / below)
 
 
-def in_turns(ways: Mapping[Any, Callable], until: float, rounds: int = MOST_ROUNDS) -> dict[Any, list]:
+def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int = MOST_ROUNDS) -> dict[Any, list]:
     """Runs all ways one after the other, again and again, so that a slow minute hits all of them.
 
     Args:
       ways: {name: function without arguments}.
-      until: a time of `time.monotonic`; no round begins that would, as long as the last one, end behind it.
+      until, end: times of `time.monotonic`. No round begins that would, being as long as the last one, end behind
+        `until`; but LEAST_ROUNDS are run, if they do not end behind `end`, and one in any case.
       rounds: the most.
 
     Returns:
-      {name: what it returned, one a round}; whole rounds only, at least LEAST_ROUNDS or `rounds` of them.
+      {name: what it returned, one a round}; whole rounds only.
     """
     found: dict[Any, list] = {name: [] for name in ways}
     last = 0.0
     for number in range(rounds):
         start = time.monotonic()
-        if number >= LEAST_ROUNDS and start + last > until:
+        if number and start + last > (until if number >= LEAST_ROUNDS else end):
             break
         for name, way in ways.items():
             found[name].append(way())
@@ -87,6 +89,7 @@ class Task:
         self.start, self.smoke, self._say = time.monotonic(), smoke, say
         # A tenth is kept to end in: what is measured when the runner kills the part is not in its file.
         self.end = self.start + 0.9 * seconds
+        self._began, self._cost, self._need = self.start, 1.0, 0.0
         self.rows: list[dict] = []
         self.left_out: list[str] = []
 
@@ -104,25 +107,43 @@ class Task:
         self.left_out.append(f"{what}: {why}")
         self._say(f"left out: {self.left_out[-1]}")
 
-    def points(self, todo: Iterable[dict]) -> Iterator[tuple[dict, float]]:
-        """Yields (point, until when it should be measured), most valuable first, as long as there is time.
+    def each(self, points: Iterable[dict], measure: Callable[[dict, float], Any], cost: str = "") -> None:
+        """Measures point after point, most valuable first, as long as there is time.
 
-        A point begins if the longest one so far would end in time; it may use half of what is left, or its even share
-        if that is more.
+        A point that fails is left out, with its error, and the next one follows. A point begins if its preparation and
+        LEAST_ROUNDS rounds fit in what is left, as far as the points before it tell. It may use half of that, or its
+        even share if that is more.
+
+        Args:
+          points: what to measure.
+          measure: (point, until when it should be measured) -> anything; calls `turns` and `row`.
+          cost: the key of a point that its time grows with; none if all take alike.
         """
-        todo, longest = list(todo), 0.0
-        for number, point in enumerate(todo):
-            left, start = self.left(), time.monotonic()
-            if left <= 0 or (number and longest > left):
-                self.leave_out(_words(point), "no time was left")
+        points = list(points)
+        for number, point in enumerate(points):
+            left, self._began, self._cost = self.left(), time.monotonic(), point.get(cost, 1)
+            if left <= 0 or self._need * self._cost > left:
+                self.leave_out(words(point), "no time was left")
                 continue
-            yield point, start + max(0.5, 1 / (len(todo) - number)) * left
-            longest = max(longest, time.monotonic() - start)
+            try:
+                measure(point, self._began + max(0.5, 1 / (len(points) - number)) * left)
+            except Exception as error:
+                traceback.print_exc()
+                self.leave_out(words(point), f"{type(error).__name__}: {last_line(error)}")
 
-    @property
-    def rounds(self) -> int:
-        """The most rounds of a comparison."""
-        return 1 if self.smoke else MOST_ROUNDS
+    def turns(self, ways: Mapping[Any, Callable], until: float) -> dict[Any, list]:
+        """`in_turns` within the time of the part; notes what such a point needs."""
+        start = time.monotonic()
+        found = in_turns(ways, until, self.end, 1 if self.smoke else MOST_ROUNDS)
+        rounds = len(next(iter(found.values()), []))
+        need = start - self._began + LEAST_ROUNDS * (time.monotonic() - start) / max(1, rounds)
+        self._need = max(self._need, need / self._cost)
+        return found
+
+
+def last_line(error: Exception) -> str:
+    """What an error says, at most a line; of a process's traceback the last one."""
+    return (str(error).strip().splitlines() or [""])[-1][:300]
 
 
 def table(rows: list[dict]) -> str:
@@ -135,13 +156,18 @@ def table(rows: list[dict]) -> str:
     """
     lines = []
     for row in rows:
-        lines.append(_words(row["point"]))
+        lines.append(words(row["point"]))
         width = max(map(len, row["figures"]), default=0)
         lines += [f"  {name:<{width}}   {_figure(value)}" for name, value in row["figures"].items()]
     return "\n".join(lines)
 
 
-def _words(point):
+def words(point: dict) -> str:
+    """A point in a line.
+
+    >>> words({"batch": 64, "width": 16})
+    'batch 64, width 16'
+    """
     return ", ".join(f"{key} {value}" for key, value in point.items())
 
 

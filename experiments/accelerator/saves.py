@@ -20,7 +20,7 @@ import numpy as np
 from reference import Job
 from shadow_work import Trainer
 
-from accelerator.measure import Task, in_turns, interval, over
+from accelerator.measure import Task, interval, over
 from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shard
 
 FRACTION = 1 / 8  # of the rows, in a save of rows
@@ -30,16 +30,18 @@ CHUNK = 5  # steps between two looks whether it is done
 def run(task: Task) -> None:
     """Both homes of the rows."""
     sizes = (("host", 0.002), ("device", 0.002)) if task.smoke else (("host", 1.0), ("device", 1.0), ("device", 8.0))
-    for point, until in task.points([{"tables": home, "table_gb": size} for home, size in sizes]):
+
+    def one(point, until):
         rows = int(point["table_gb"] * 1e9 / (4 * (16 + 1)))
         with tempfile.TemporaryDirectory(prefix="jaxrec-saves-") as directory:
             free = shutil.disk_usage(directory).free
             if free < 4e9 * point["table_gb"]:
-                task.leave_out(str(point), f"{directory} has {free / 1e9:.1f} GB free, 4 times the tables are wanted")
-                continue
+                raise ValueError(f"{directory} has {free / 1e9:.1f} GB free: 4 times the tables are wanted.")
             job = Job(point["tables"], rows, 64 if task.smoke else 4096)
-            found = in_turns(Saves(job, Path(directory), task.smoke).ways, until, task.rounds)
-            task.row(point | {"rows": rows, "batch": job.batch_size}, figures(found))
+            found = task.turns(Saves(job, Path(directory), task.smoke).ways, until)
+        task.row(point | {"rows": rows, "batch": job.batch_size}, figures(found))
+
+    task.each([{"tables": home, "table_gb": size} for home, size in sizes], one, cost="table_gb")
 
 
 class Saves:

@@ -12,7 +12,7 @@ import numpy as np
 from reference import Job
 from shadow_work import Trainer, turn
 
-from accelerator.measure import Task, in_turns, interval, over
+from accelerator.measure import Task, interval, over
 from jaxrec.shadowsync import model_averaging
 
 WAYS = {
@@ -28,9 +28,12 @@ TURN_S = 0.7  # several rounds of the shadow
 def run(task: Task) -> None:
     """Both homes of the rows, at two batches each."""
     sizes = (64,) if task.smoke else (16384, 4096)
-    for point, until in task.points([{"tables": home, "batch": size} for size in sizes for home in ("device", "host")]):
+
+    def one(point, until):
         job = Job(point["tables"], 20_000 if task.smoke else 1_000_000, point["batch"])
         task.row(point | {"rows": job.rows}, measure(Trainer(job), until, task))
+
+    task.each([{"tables": home, "batch": size} for size in sizes for home in ("device", "host")], one)
 
 
 def measure(trainer: Trainer, until: float, task: Task) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def measure(trainer: Trainer, until: float, task: Task) -> dict[str, Any]:
     alone = float(turn(trainer, rule, "none", 10)[0].mean())
     steps = 6 if task.smoke else max(10, min(400, int(TURN_S / alone)))
     ways = {name: functools.partial(turn, trainer, rule, way, steps, pace) for name, (way, pace) in WAYS.items()}
-    turns = in_turns(ways, until, task.rounds)
+    turns = task.turns(ways, until)
     means = {name: [float(times.mean()) for times, _ in found] for name, found in turns.items()}
     figures: dict[str, Any] = {f"{name}_step_ms": interval([1e3 * t for t in means[name]]) for name in means}
     for name in means:

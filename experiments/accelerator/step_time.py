@@ -18,7 +18,7 @@ from typing import Any
 from reference import Job
 from sides import Failed, JaxSide, Side, TorchSide
 
-from accelerator.measure import Task, in_turns, interval, over
+from accelerator.measure import Task, interval, last_line, over
 
 JAX_WAYS = {
     "jaxrec": "run",
@@ -54,12 +54,15 @@ def run(task: Task) -> None:
     if importlib.util.find_spec("torch") is None:
         variants = []
         task.leave_out("PyTorch", "torch is not installed")
-    for point, until in task.points(points(task.smoke)):
+
+    def one(point, until):
         job = Job(
             "device", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"], point["model"],
             precision=point["precision"],
         )  # fmt: skip
         task.row(point | {"rows": job.rows}, measure(task, job, variants, device, until))
+
+    task.each(points(task.smoke), one)
 
 
 def measure(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def measure(task: Task, job: Job, variants, device: str, until: float) -> dict[s
             longest = max(side.ask(method, 2) for side, method in ways.values())
         steps = 2 if task.smoke else max(3, min(30, int(TURN_S / longest)))
         asked = {way: functools.partial(side.ask, method, steps) for way, (side, method) in ways.items()}
-        return _figures(job, in_turns(asked, until, task.rounds)) | {
+        return _figures(job, task.turns(asked, until)) | {
             f"{name}_matmul_error": side.ask("matmul_error", 256 if task.smoke else 2048)
             for name, side in sides.items()
             if name in ("jaxrec", "torch_unique")
@@ -107,7 +110,7 @@ def _drop(task, sides, name, error):
     if name == "jaxrec":
         raise error
     sides.pop(name).close()
-    task.leave_out(name, str(error).strip().splitlines()[-1][:300])
+    task.leave_out(name, last_line(error))
 
 
 def _figures(job, turns):

@@ -13,7 +13,7 @@ from reference import Job
 from shadow_work import Trainers
 from sides import Side
 
-from accelerator.measure import Task, in_turns, interval, over
+from accelerator.measure import Task, interval, over
 
 PACE_S = 0.3
 
@@ -32,7 +32,7 @@ def run(task: Task) -> None:
         ways = {turn: functools.partial(sides[turn[1]].ask, "run", (turn[0], steps)) for turn in turns}
         for warm_up in ways.values() if not task.smoke else ():
             warm_up()  # compiles, and fills caches
-        found = in_turns(ways, task.end, task.rounds)
+        found = task.turns(ways, task.end)
     finally:
         for side in sides.values():
             side.close()
