@@ -48,7 +48,7 @@ for _place in (ROOT, ROOT / "experiments"):  # jaxrec need not be installed
 
 from accelerator.measure import ROW, Task, table  # noqa: E402
 
-from jaxrec.files import make_directory, write_json, write_text  # noqa: E402
+from jaxrec.files import local_path, make_directory, write_json, write_text  # noqa: E402
 
 
 class Part(NamedTuple):
@@ -141,8 +141,11 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
         failed.unlink(missing_ok=True)
         return True
     parts = [f"part {name} failed: {why}.", "", f"{len(rows)} rows were measured before:", *rows]
-    write_text(failed, "\n".join([*parts, "", "Its last lines:", *lines]) + "\n")
-    print(f"part {name} failed: {why}; see {failed}")
+    try:
+        write_text(failed, "\n".join([*parts, "", "Its last lines:", *lines]) + "\n")
+        print(f"part {name} failed: {why}; see {failed}")
+    except OSError as error:  # a full disk must not stop the next part
+        print("\n".join([*parts, f"{failed} could not be written: {error}"]))
     return False
 
 
@@ -168,7 +171,11 @@ def summary(names, out: Path) -> str:
     for name in names:
         path = out / f"{name}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            try:
+                found = json.loads(path.read_text())
+            except ValueError:
+                lines.append(f"{name:<10}  {path} is damaged: --again measures it anew")
+                continue
             said = f"{len(found['rows'])} rows in {found['seconds']:.0f} s, {len(found['left_out'])} left out"
             lines.append(f"{name:<10}  {found['kind']}: {said}; {found['about']['device']}")
         else:
@@ -180,7 +187,7 @@ def flags(given=None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all if none is named")
-    parser.add_argument("--out", type=Path, required=True, help="where results go")
+    parser.add_argument("--out", required=True, help="where results go")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round, on any machine")
     parser.add_argument("--again", action="store_true", help="also parts that have a result")
     parser.add_argument("--minutes-per-part", type=float, default=8, help="the most; a part's own share may be less")
@@ -191,13 +198,19 @@ def flags(given=None) -> argparse.Namespace:
             parser.error(f"there is no part {name!r}: take some of {', '.join(PARTS)}.")
     if not found.minutes_per_part > 0:
         parser.error(f"--minutes-per-part {found.minutes_per_part} must be above 0.")
+    try:
+        found.out = local_path(found.out)
+        make_directory(found.out)
+    except (ValueError, OSError) as error:
+        parser.error(f"--out {found.out}: {error}")
+    if not found.out.is_dir() or not os.access(found.out, os.W_OK):
+        parser.error(f"--out {found.out} is no directory that can be written to: give another.")
     return found
 
 
 def main(given: argparse.Namespace) -> int:
     """Runs the parts that have no result yet, in their order; returns the exit code."""
     names = [name for name in PARTS if name in given.parts] or list(PARTS)
-    make_directory(given.out.absolute())
     fine = True
     for name in names:
         if (given.out / f"{name}.json").exists() and not given.again:

@@ -228,16 +228,30 @@ def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
             assert sum(on_accelerator.PARTS[name].minutes for name in parts) <= 9.5
 
 
+def test_a_full_disk_does_not_stop_the_next_part(tmp_path, capsys):
+    (tmp_path / "fake.failed.txt.partial").mkdir()  # where the text would be written aside
+    assert not part_of(tmp_path, "raise MemoryError('the card is full')")
+    assert "could not be written" in capsys.readouterr().out
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    (tmp_path / "oac.json").write_text('{"half')
+    assert "oac.json is damaged: --again" in on_accelerator.summary(["oac"], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--out", __file__], "is no directory"),
+        (["--out", "s3://bucket/run"], "is no path on this machine"),
         (["step_tim", "--out", "x"], "there is no part 'step_tim'"),
         ([], "--out"),
         (["--out", "x", "--minutes-per-part", "0"], "must be above 0"),
         (["--out", "x", "--minutes-per-part", "nan"], "must be above 0"),
     ],
 )
-def test_bad_flags_are_refused_by_name(flags, words, capsys):
+def test_bad_flags_are_refused_by_name(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         on_accelerator.flags(flags)
     assert words in capsys.readouterr().err
