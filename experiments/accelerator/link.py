@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from oac_work import Work, turn
 from reference import Job
 from sides import Failed, Side
@@ -179,7 +180,7 @@ def _skip(pipeline):
 def bandwidth(task: Task) -> None:
     """Gigabytes a second over the link alone, each way, one array at a time."""
     device = jax.devices()[0]
-    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     for megabytes in (1,) if task.smoke else (1, 16, 256):
         ways: dict[str, Any] = {}
         for name, way in {
@@ -202,7 +203,7 @@ def _send(megabytes, by):
     array = _numbers(megabytes << 18)
     placed = array if by is None else jax.block_until_ready(jax.device_put(array, by))
     start = time.perf_counter()
-    jax.block_until_ready(jax.device_put(placed, jax.devices()[0]))
+    jax.block_until_ready(jax.device_put(placed, SingleDeviceSharding(jax.devices()[0])))
     return array.nbytes / 1e9 / (time.perf_counter() - start)
 
 
