@@ -2,23 +2,19 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import scipy.stats
 import tyro
+from environment import environment
 
 _MAY_CHANGE = {"workdir", "resume", "seeds"}  # when a run goes on
-_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,30 +111,6 @@ def paired_interval(differences) -> tuple[float, float | None]:
         return float(differences.mean()), None
     t = scipy.stats.t.ppf(0.975, n - 1)
     return float(differences.mean()), float(t * differences.std(ddof=1) / n**0.5)
-
-
-def environment() -> dict:
-    """Versions, commit, device and cores: what a figure depends on beside its configuration."""
-    versions: dict[str, str | None] = {}
-    for package in _VERSIONS:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        **versions,
-        "commit": commit.stdout.strip() or None,
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def write_text(path: Path, text: str) -> None:
