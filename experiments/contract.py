@@ -14,8 +14,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import scipy.stats
-import tyro
+
+try:
+    import scipy.stats
+    import tqdm  # noqa: F401  the experiments' own, looked for here so that one line stands for all
+    import tyro
+except ModuleNotFoundError as error:
+    sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
 _MAY_CHANGE = {"workdir", "resume", "seeds"}  # when a run goes on
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
