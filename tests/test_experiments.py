@@ -206,5 +206,5 @@ def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step"))
-    assert 0 < found["gemm_share_of_step"] < 1.5 and found["peak_memory_mb"] > found["tables_and_slots_mb"]
+    assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step", "gemm"))
+    assert found["gemm_share_of_step"] > 0 and found["peak_memory_mb"] > found["tables_and_slots_mb"]
