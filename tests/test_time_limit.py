@@ -66,3 +66,8 @@ def test_of_two_processes_the_other_goes_on(tmp_path, kind):
     done = run(tmp_path, HANGS[kind][0], "-n", "2")
     assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout
     assert "::test_that_hangs" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_slow_test_may_take_longer(request):
+    assert request.node.get_closest_marker("timeout").args == (900,)
