@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrec.embedding import DeviceTables, activations
-from jaxrec.embedding.optimizers import check_row_optimizer
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.spec import EmbeddingSpec, check_row_optimizer
 from jaxrec.sharding import (
     AXES,
     BATCH,

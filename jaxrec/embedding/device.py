@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.sharding import SPLIT, check_shards, shardings
+from jaxrec.sharding import SPLIT, as_mesh, check_shards, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
 
@@ -31,19 +31,20 @@ class DeviceTables:
     shards: int
 
     @classmethod
-    def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh) -> "DeviceTables":
+    def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":
         """Makes initial tables on a mesh, each device its own shards.
 
         Args:
           spec: the tables.
           row_optimizer: decides the slots.
-          mesh: from `jaxrec.sharding.make_mesh`.
+          mesh: from `jaxrec.sharding.make_mesh`; one device if None.
 
-        Errors:
-          ValueError: the shards cannot be split over the devices.
+        Raises:
+          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a mesh.
         """
+        mesh, layout = as_mesh(mesh), spec.slot_layout(row_optimizer)
         check_shards(spec.shards, mesh)
-        make = functools.partial(_initial, spec, row_optimizer)
+        make = functools.partial(_initial, spec, layout)
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
@@ -85,7 +86,7 @@ class DeviceTables:
         return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.shards
 
 
-def _initial(spec, row_optimizer):
+def _initial(spec, layout):
     value, slots = {}, {}
     for name, stack in spec.stacks.items():
         row = jnp.arange(stack.shards)[:, None] + jnp.arange(stack.rows_per_shard)[None, :] * stack.shards
@@ -93,7 +94,6 @@ def _initial(spec, row_optimizer):
         rows = initial_rows(row.reshape(-1), stack.width, scale, spec.seed, jnp)
         value[name] = rows.reshape(*row.shape, stack.width)
         slots[name] = {
-            slot: jnp.full((*row.shape, layout.width), layout.fill, jnp.float32)
-            for slot, layout in row_optimizer.init(stack.width).items()
+            slot: jnp.full((*row.shape, one.width), one.fill, jnp.float32) for slot, one in layout[name].items()
         }
     return DeviceTables(value, slots, spec.shards)
