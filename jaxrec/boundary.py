@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables, is_plan_of
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.spec import ARRAYS, EmbeddingSpec
 from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, Plan, RowOptimizer, TrainState
 
@@ -108,13 +108,12 @@ def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
 
 def _check_weight(weight) -> int:
     """B, after looking at the weights; host arrays only, as a device would have to be waited for."""
-    shape = getattr(weight, "shape", None)
-    if shape is None or len(shape) != 1:
-        found = type(weight).__name__ if shape is None else f"array of shape {tuple(shape)}"
+    if not isinstance(weight, ARRAYS) or weight.ndim != 1:
+        found = f"array of shape {tuple(weight.shape)}" if isinstance(weight, ARRAYS) else type(weight).__name__
         raise ValueError(f"weight is a {found}, but f32[B] is wanted: np.ones(B, np.float32) if all examples count.")
-    if shape[0] == 0:
+    if not len(weight):
         raise ValueError("a batch without examples: leave it out, or pad it with examples of weight 0.")
-    _check_leaf("weight", weight, shape[0])
+    _check_leaf("weight", weight, len(weight))
     # A NaN makes the minimum NaN, which is not >= 0.
     if isinstance(weight, np.ndarray) and not (weight.min() >= 0 and weight.max() < np.inf):
         bad = int(np.argmin((weight >= 0) & (weight < np.inf)))
@@ -122,16 +121,17 @@ def _check_weight(weight) -> int:
             f"weight[{bad}] is {weight[bad]}: weights are finite and 0 or more, as they divide the loss. Give examples "
             "that shall not count weight 0."
         )
-    return shape[0]
+    return len(weight)
 
 
 def _check_leaf(name, leaf, size):
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None or dtype.kind in "OUSMm":
-        found = f"array of {dtype}" if dtype is not None else f"list or a {type(leaf).__name__}"
+    if not isinstance(leaf, ARRAYS) or leaf.dtype.kind in "OUSMm":
+        found = f"array of {leaf.dtype}" if isinstance(leaf, ARRAYS) else f"list or a {type(leaf).__name__}"
         raise ValueError(f"{name} is a {found}, but an array of numbers is wanted: np.asarray({name}, np.float32).")
-    if not shape or shape[0] != size:
-        raise ValueError(f"{name} has shape {tuple(shape)}, but the weights are of {size} examples: give one row each.")
+    if leaf.shape[:1] != (size,):
+        raise ValueError(
+            f"{name} has shape {tuple(leaf.shape)}, but the weights are of {size} examples: give one row each."
+        )
 
 
 def _check_plan(spec, plan, ids):
@@ -287,4 +287,7 @@ def explained(run: Callable, check: Callable):
     except Exception as error:
         failure = error
     check()
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # else its traceback keeps this frame, and the state, alive

@@ -48,19 +48,14 @@ class DeviceTables:
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots; padding reads zero."""
+        """Gathers the planned rows and slots; padding reads zero. Plans of another spec are refused by `ValueError`."""
 
-        def gather(table, plan):
-            shard, row = self._where(plan)
-            return table.at[shard, row].get(mode="fill", fill_value=0)
+        def gather(name, plan):
+            where = self._where(name, plan)
+            take = lambda table: table.at[where].get(mode="fill", fill_value=0)
+            return Rows(take(self.value[name]), {slot: take(table) for slot, table in self.slots[name].items()})
 
-        return {
-            name: Rows(
-                gather(self.value[name], plan),
-                {slot: gather(table, plan) for slot, table in self.slots[name].items()},
-            )
-            for name, plan in plans.items()
-        }
+        return {name: gather(name, plan) for name, plan in plans.items()}
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "DeviceTables":
         """Stores final rows; the caller owns the tables and donates them."""
@@ -75,13 +70,30 @@ class DeviceTables:
         value = dict(self.value)
         slots = {name: dict(tables) for name, tables in self.slots.items()}
         for name, plan in plans.items():
-            where = self._where(plan)
+            where = self._where(name, plan)
+            self._check_rows(name, plan, rows[name])
             value[name] = write(value[name].at[where], rows[name].value)
             for slot, new in rows[name].slots.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)
         return DeviceTables(value, slots, self.shards)
 
-    def _where(self, plan: Plan):
+    def _check_rows(self, name, plan, rows):
+        # Else rows would be broadcast over the table, and slots that are missing stay as they are.
+        tables = {"value": self.value[name], **self.slots[name]}
+        found = {part: array.shape for part, array in {"value": rows.value, **rows.slots}.items()}
+        wanted = {part: (*plan.unique.shape, table.shape[-1]) for part, table in tables.items()}
+        if found != wanted:
+            raise ValueError(
+                f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
+                "with one plan and one row optimizer."
+            )
+
+    def _where(self, name: str, plan: Plan):
+        if name not in self.value or len(plan.unique) != len(self.value[name]):
+            raise ValueError(
+                f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
+                f"{self.shards}: plan with their own spec."
+            )
         # Padding ids are V: their row V // S lies just past the end, where scatters drop and gathers fill.
         return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.shards
 

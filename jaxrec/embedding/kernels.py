@@ -78,23 +78,17 @@ def misplaced(ids, hots, offset, limit, unique, inverse):
       unique: i32[S * U], the rows of the plan.
       inverse: i32[N], the place of each id among them; S * U where there is no row.
     """
-    wrong = 0
-    columns = offset.shape[0]
-    column, hot = 0, 0
-    for i in range(ids.shape[0]):
-        given, place = ids[i], inverse[i]
-        if given < 0 or given >= limit[column]:
-            wrong += place < unique.shape[0]
-        elif place < 0 or place >= unique.shape[0]:
-            wrong += 1
-        else:
-            wrong += unique[place] != given + offset[column]
-        hot += 1
-        if hot == hots:
-            hot = 0
-            column += 1
-            if column == columns:
-                column = 0
+    size, wrong, i = np.uint32(unique.shape[0]), 0, 0
+    while i < ids.shape[0]:
+        for column in range(offset.shape[0]):
+            for _ in range(hots):
+                given, place = ids[i], np.uint32(inverse[i])  # a negative one is large
+                if 0 <= given < limit[column]:
+                    if place >= size or unique[place] != given + offset[column]:
+                        wrong += 1
+                elif place < size:
+                    wrong += 1
+                i += 1
     return wrong
 
 

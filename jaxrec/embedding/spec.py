@@ -12,9 +12,12 @@ import math
 import operator
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from jaxrec.types import RowOptimizer, Slot
+
+ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,15 +226,16 @@ class EmbeddingSpec:
         if ids.keys() != self.lookups.keys():
             raise ValueError(f"ids for {sorted(ids)}, but the spec has lookups {sorted(self.lookups)}.")
         for name, lookup in self.lookups.items():
-            dtype = getattr(ids[name], "dtype", None)
-            if dtype is None or dtype.kind == "O":
+            array = ids[name]
+            if not isinstance(array, ARRAYS) or array.dtype.kind == "O":
+                objects = " of objects" if isinstance(array, ARRAYS) else ""
                 raise ValueError(
-                    f"ids[{name!r}] are a {type(ids[name]).__name__}{'' if dtype is None else ' of objects'}, but an "
-                    "array is wanted: np.asarray(ids, np.int32), bags of several lengths padded with -1."
+                    f"ids[{name!r}] are a {type(array).__name__}{objects}, but an array is wanted: "
+                    "np.asarray(ids, np.int32), bags of several lengths padded with -1."
                 )
-            lookup.check(name, ids[name].shape)
-            if not np.issubdtype(dtype, np.integer):
-                raise ValueError(f"ids[{name!r}] are {dtype}, but ids are integers: cast them.")
+            lookup.check(name, array.shape)
+            if not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"ids[{name!r}] are {array.dtype}, but ids are integers: cast them.")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -160,6 +160,22 @@ def _(directory):
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
 
 
+class Series:
+    """What pandas and torch give: it has a shape and a dtype, and is no array."""
+
+    dtype, shape = np.dtype(np.int64), (8, 2)
+
+
+@situation("ids of a data frame", ValueError, r"ids\['pair'\] are a Series, but an array is wanted: np.asarray")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": Series()})
+
+
+@situation("labels of a data frame", ValueError, "label is a list or a Series, but an array")
+def _(directory):
+    train(batch_of(label=Series()))
+
+
 @situation("ids in another lookup", ValueError, r"ids for \['pairs'\], but the spec has lookups \['pair'\]")
 def _(directory):
     jaxrec.plan(SPEC, {"pairs": batch_of().ids["pair"]})
@@ -643,6 +659,24 @@ def _(directory):
 @situation("arrays put in place of Rows", ValueError, "rows for .* as Rows")
 def _(directory):
     _put_changed(lambda rows: rows.value)
+
+
+@situation("device tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4', but")
+def _(directory):
+    two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
+    DeviceTables.create(SPEC, ROWS).read(jaxrec.plan(two, batch_of().ids))
+
+
+@situation("rows put on a device without their slots", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables.put(plans, {name: Rows(rows.value, {}) for name, rows in tables.read(plans).items()})
+
+
+@situation("rows put on a device that would be broadcast", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables.put(plans, {name: rows._replace(value=rows.value[..., :1]) for name, rows in tables.read(plans).items()})
 
 
 @situation("a shard that there is not", ValueError, r"shards \[4\] must lie between 0 and 3")
