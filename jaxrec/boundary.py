@@ -19,8 +19,8 @@ from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, Plan, RowOptimizer, TrainState
 
 
-def check_arguments(spec, function, optimizer=None) -> None:
-    """Refuses what is no spec, no function or no optax transformation where a step is made."""
+def check_arguments(spec, function) -> None:
+    """Refuses what is no spec or no function where a step is made."""
     if not isinstance(spec, EmbeddingSpec):
         raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec(tables, lookups) is wanted.")
     if not callable(function):
@@ -28,8 +28,6 @@ def check_arguments(spec, function, optimizer=None) -> None:
             f"a {type(function).__name__} was given where a function (params, activations, batch) -> f32[B] is wanted: "
             "of a Flax model, write one that calls model.apply(params, batch.dense, activations['...'])."
         )
-    if optimizer is not None:
-        check_optimizer(optimizer)
 
 
 def check_optimizer(optimizer) -> None:

@@ -158,7 +158,8 @@ def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="s
         itself: batch, plan, rows and dense state do not fit the step or each other.
     """
     mesh = as_mesh(mesh)
-    boundary.check_arguments(spec, loss, optimizer)
+    boundary.check_arguments(spec, loss)
+    boundary.check_optimizer(optimizer)
     check_shards(spec.shards, mesh)
     check_row_optimizer(row_optimizer)
     if row_gradient not in ("sum", "mean"):

@@ -347,6 +347,11 @@ def _(directory):
     jaxrec.make_train_step(SPEC, loss, ROWS, ROWS)
 
 
+@situation("no dense optimizer", ValueError, "the dense optimizer None is no optax transformation")
+def _(directory):
+    jaxrec.make_train_step(SPEC, loss, None, ROWS)
+
+
 @situation("an optimizer that was not called", ValueError, "is no optax transformation: give optax.adam")
 def _(directory):
     jaxrec.init_state(PARAMS, optax.adam, HostTables.create(SPEC, ROWS))
