@@ -392,8 +392,8 @@ def create_at_once(directory, ready, results):
     try:
         HostTables.create(FILES, sgd(0.1), directory)
         results.put("created")
-    except ValueError as error:
-        results.put(str(error))
+    except Exception as error:
+        results.put(repr(error))
 
 
 def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
@@ -402,7 +402,7 @@ def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
     children = [context.Process(target=create_at_once, args=(tmp_path, ready, results)) for _ in range(3)]
     for child in children:
         child.start()
-    found = sorted(results.get() for _ in children)
+    found = sorted(results.get(timeout=120) for _ in children)
     for child in children:
         child.join()
     assert found.count("created") == 1
