@@ -387,24 +387,25 @@ def test_tables_are_on_disk_before_they_are_named_complete(tmp_path, monkeypatch
     assert {name for name, _ in synced} == files
 
 
-def create_at_once(directory, ready, results):
-    ready.wait()
+def create_at_once(directory, ready, words):
+    ready.wait(timeout=60)
     try:
         HostTables.create(FILES, sgd(0.1), directory)
-        results.put("created")
-    except Exception as error:
-        results.put(repr(error))
+        words.write_text("created")
+    except ValueError as error:
+        words.write_text(str(error))
 
 
 def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    ready, results = context.Barrier(3), context.Queue()
-    children = [context.Process(target=create_at_once, args=(tmp_path, ready, results)) for _ in range(3)]
+    ready, words = context.Barrier(3), [tmp_path / f"words_{n}" for n in range(3)]
+    children = [context.Process(target=create_at_once, args=(tmp_path / "tables", ready, path)) for path in words]
     for child in children:
         child.start()
-    found = sorted(results.get(timeout=120) for _ in children)
     for child in children:
         child.join()
+        assert child.exitcode == 0
+    found = [path.read_text() for path in words]
     assert found.count("created") == 1
-    assert all("locked" in words or "holds tables already" in words for words in found if words != "created")
-    HostTables.attach(FILES, sgd(0.1), tmp_path)
+    assert all("locked" in text or "holds tables already" in text for text in found if text != "created")
+    HostTables.attach(FILES, sgd(0.1), tmp_path / "tables")
