@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import jax
 from stopping import say
@@ -27,7 +28,7 @@ class Run:
     """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
 
     The directory belongs to one run from the first second: config.json holds the run's id, and DIR/lock is held while
-    the process lives (or until `close`).
+    the process lives (or until `close`, or the end of a `with` block).
 
     Args:
       name: of the experiment.
@@ -54,7 +55,7 @@ class Run:
             try:
                 make_directory(self.directory)
                 locked.enter_context(Lock(self.directory / "lock", "at work on this run"))
-                self._begin(dataclasses.asdict(config), resume)
+                self._begin({**dataclasses.asdict(config), "experiment": name}, resume)
             except OSError as error:
                 raise ValueError(f"{self.directory} cannot hold a run: {error}. Give another --workdir.") from error
             self._locked = locked.pop_all()
@@ -124,6 +125,8 @@ class Run:
             with open(path, "ab") as file:
                 file.write("".join(row + "\n" for row in self._unwritten).encode())
             sync(path)
+            if size == 0:
+                sync(self.directory)
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
@@ -168,7 +171,17 @@ class Run:
             self._append()
         self.write_json("results.json", results)
         say(f"run written to {self.directory}")
+        self.release()
+
+    def release(self) -> None:
+        """Gives the directory back, for another process or a later run of this one."""
         self._locked.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.release()
 
     def show(self, results: dict) -> None:
         """Prints results, aligned."""

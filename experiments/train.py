@@ -428,14 +428,14 @@ def main(config: Config) -> dict:
     """Runs one training job; returns what results.json holds."""
     refuse(rules(config))
     keep_memory()
-    run = Run("train", config, config.workdir, config.resume)
-    results = run.read_json("results.json")
-    if results.get("last_state_saved"):
+    with stop_on_signals() as asked, Run("train", config, config.workdir, config.resume) as run:
+        results = run.read_json("results.json")
+        if not results.get("last_state_saved"):
+            with own(config.table_directory):
+                return train(config, run, asked)
         say(f"{run.directory} is complete, nothing is left to do:")
         run.show(results)
         return results
-    with stop_on_signals() as asked, own(config.table_directory):
-        return train(config, run, asked)
 
 
 if __name__ == "__main__":
