@@ -95,7 +95,7 @@ def test_one_shard_is_restored_alone(tmp_path):
     other = make("host", spec, seed=2).tables
     before = snapshot(jaxrec.TrainState(state.dense, other), spec)
     # All files of other shards may be gone: they are neither verified nor read.
-    for leaf in (tmp_path / "step_1" / "arrays").glob("rows.*"):
+    for leaf in (tmp_path / "step_1" / "arrays.0000").glob("rows.*"):
         if ".0003." not in leaf.name:
             shutil.rmtree(leaf)
     restore_shard(tmp_path / "step_1", other, 3)
@@ -230,7 +230,7 @@ def test_a_missing_file_is_named(whole, tmp_path):
 def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
     """Negative control: why loads verify."""
     image = read_manifest(shutil.copytree(whole, tmp_path / "copy") / "step_00000002")
-    (leaf,) = [name for name in image.files if name.startswith("arrays/dense.0000/") and name.endswith("/0")]
+    (leaf,) = [name for name in image.files if name.startswith("arrays.0000/dense.0000/") and name.endswith("/0")]
     content = (image.path / leaf).read_bytes()
     loaded = []
     for place in range(len(content)):
@@ -263,7 +263,7 @@ def _save_for_ever(directory, start, die_at):
     Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
     spec = spec_of(2)
     state = make("host", spec, seed=start)
-    with Checkpointer(directory, spec, keep=2) as checkpointer:
+    with Checkpointer(directory, spec, keep=2, run="killed often") as checkpointer:
         for step in range(start, start + 4):
             for shards in state.tables.shards.values():
                 for parts in shards:
@@ -317,16 +317,34 @@ def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
         Checkpointer(tmp_path, spec, keep=0)
 
 
-def test_a_failed_save_is_raised_at_the_next_call_and_on_leaving(tmp_path):
-    spec = spec_of()
-    state = make("host", spec)
+def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monkeypatch):
+    spec = spec_of(2)
+    state, rename, saved = make("host", spec), os.rename, tmp_path / "step_00000000"
     (tmp_path / "file").touch()
-    checkpointer = Checkpointer(tmp_path / "file" / "below", spec)
-    checkpointer.save(state)
     with pytest.raises(NotADirectoryError):
+        Checkpointer(tmp_path / "file" / "below", spec)
+
+    def fail(source, target):
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(tmp_path, spec) as checkpointer:
+        monkeypatch.setattr(os, "rename", fail)
         checkpointer.save(state)
-    with pytest.raises(NotADirectoryError), Checkpointer(tmp_path / "file", spec) as other:
-        other.save(state)
+        with pytest.warns(UserWarning, match="a save failed, and the next one tries again.*No space left"):
+            checkpointer.save(state)
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.wait()
+        monkeypatch.setattr(os, "rename", rename)
+        checkpointer.save(state)
+        checkpointer.wait()
+        assert saved.exists() and len(checkpointer.failures) == 2
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path / "other", spec) as checkpointer:
+        checkpointer.save(state)
+    with pytest.raises(KeyError) as caught, Checkpointer(tmp_path / "third", spec) as checkpointer:
+        checkpointer.save(state)
+        raise KeyError("the body")
+    assert "And a save failed: [Errno 28] No space left on device" in caught.value.__notes__
 
 
 def test_a_snapshot_shares_no_memory_with_the_state():

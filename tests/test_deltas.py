@@ -29,7 +29,7 @@ from jaxrec.checkpoint import (
     snapshot,
     write_image,
 )  # fmt: skip
-from jaxrec.checkpoint.deltas import _load_shard, _overlay
+from jaxrec.checkpoint.restore import _load_shard, _overlay
 from jaxrec.embedding import DeviceTables, HostTables
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.sharding import make_mesh
@@ -182,7 +182,7 @@ def test_the_order_of_deltas_matters(tmp_path):
     for step in (1, 2, 3):
         run.save(step)
     found = chain(run.path)
-    loaded = [_load_shard(run.path, run.spec, image.slots, 2, image) for image in found]
+    loaded = [_load_shard(run.path, run.spec, image.layout, 2, image) for image in found]
     for order, same in ((loaded, True), (loaded[::-1], False)):
         tables = HostTables.create(run.spec, ROWS)
         _overlay(run.spec, "width_4", 2, tables.shards["width_4"][2], order)
@@ -264,7 +264,7 @@ def test_a_deleted_image_is_named_and_all_else_can_be_had(four, tmp_path, lost):
     other.check(directory)
 
 
-def test_a_full_disk_is_raised_at_the_next_call_and_loses_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_tried_again_and_loses_nothing(tmp_path, monkeypatch):
     run = Saved(tmp_path)
     run.save(1)
     saver = RowCheckpointer(tmp_path, run.spec, run.path)
@@ -279,6 +279,12 @@ def test_a_full_disk_is_raised_at_the_next_call_and_loses_nothing(tmp_path, monk
             saver.save(tables, rows, 2)
             with pytest.raises(OSError, match=os.strerror(error)):
                 saver.wait()
+            saver.save(tables, rows, 2)
+            with pytest.warns(UserWarning, match=f"a save failed, and the next one tries again.*{os.strerror(error)}"):
+                saver.save(tables, rows, 2)
+            with pytest.raises(OSError, match=os.strerror(error)):
+                saver.wait()
+            assert len(saver.failures) == 3 * (1 + (name == "rename"))
         assert saver.newest() == run.path and not list(tmp_path.glob("*.partial"))
         run.check(tmp_path, shards=(2,))
     saver.save(tables, rows, 2)
@@ -296,9 +302,13 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    saver = RowCheckpointer(tmp_path, run.spec)
     monkeypatch.setattr(Path, "mkdir", fail)
-    with pytest.raises(OSError, match="Read-only"), RowCheckpointer(tmp_path / "new", run.spec) as saver:
-        saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
+    saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
+    with pytest.raises(OSError, match="Read-only"):
+        saver.close()
+    with pytest.raises(OSError, match="Read-only"):
+        RowCheckpointer(tmp_path / "new", run.spec)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +355,7 @@ def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
         whole.save(run.state(1))
         whole.wait()
         with RowCheckpointer(tmp_path, run.spec, newest(tmp_path)) as small:
+            assert small.run == whole.run
             small.save(run.state(2).tables, draw_rows(run.spec, 2), 2)
             small.wait()
             whole.save(run.state(3))
@@ -398,7 +409,7 @@ def _save_rows_for_ever(directory, die_at):
     spec, base = spec_of(2), newest(directory)
     tables = HostTables.create(spec, ROWS)
     first = 1 + (chain(base)[-1].step if base else 0)
-    with RowCheckpointer(directory, spec, base, most_deltas=2) as saver:
+    with RowCheckpointer(directory, spec, base, most_deltas=2, run="killed often") as saver:
         for step in range(first, first + 6):
             for shards in tables.shards.values():
                 for parts in shards:
@@ -444,5 +455,5 @@ def test_kill_9_at_100_instants(tmp_path):
 
 
 def test_a_delta_is_no_image_of_the_whole_state(four):
-    with pytest.raises(ValueError, match="other dense state"):
+    with pytest.raises(ValueError, match="delta_000003 was saved without its dense state"):
         restore(four.path, make("host", four.spec), four.spec)

@@ -1,14 +1,28 @@
 """Checkpoints: images of the training state that are whole or absent, saved while training goes on.
 
-`Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is restored alone.
+`Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is restored alone
+(`restore_shard`), or, if the dense state was saved with them, the whole state (`restore`).
 """
 
-from jaxrec.checkpoint.deltas import chain, copy_rows, newest, restore_shard, save_rows
-from jaxrec.checkpoint.image import Image, Snapshot, deltas, images, read_manifest, verify, write_image
+from jaxrec.checkpoint.deltas import chain, copy_rows, newest, newest_first, save_rows
+from jaxrec.checkpoint.image import (
+    DamagedImage,
+    Image,
+    Snapshot,
+    deltas,
+    images,
+    is_whole,
+    read_manifest,
+    verify,
+    write_image,
+)
+from jaxrec.checkpoint.restore import restore, restore_shard
 from jaxrec.checkpoint.rows import RowCheckpointer, compact
-from jaxrec.checkpoint.state import Checkpointer, restore, snapshot
+from jaxrec.checkpoint.state import snapshot
+from jaxrec.checkpoint.whole import Checkpointer
 
 __all__ = [
-    "Checkpointer", "Image", "RowCheckpointer", "Snapshot", "chain", "compact", "copy_rows", "deltas", "images",
-    "newest", "read_manifest", "restore", "restore_shard", "save_rows", "snapshot", "verify", "write_image",
+    "Checkpointer", "DamagedImage", "Image", "RowCheckpointer", "Snapshot", "chain", "compact", "copy_rows", "deltas",
+    "images", "is_whole", "newest", "newest_first", "read_manifest", "restore", "restore_shard", "save_rows",
+    "snapshot", "verify", "write_image",
 ]  # fmt: skip

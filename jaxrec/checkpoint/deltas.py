@@ -1,57 +1,76 @@
-"""Row deltas: small images of some rows, over a base, from which one shard is restored alone.
+"""Row deltas: small images of some rows, over a base, from which one shard is restored alone, or a whole state.
 
     directory/step_00000010     a base: an image of the whole state, from `Checkpointer`; or none, then initial rows
     directory/delta_000003      some rows of some shards; `parents` in its manifest: all images below, oldest first
 
 A chain is a base, if there is one, and deltas in order; a row has its value from the newest that holds it, or its
-initial value. What a delta needs is named in it, so a missing parent is an error and never a row of the wrong time.
-CPR (arXiv 2011.02999) reloads a failed shard from such a chain: a mosaic of rows of several times.
+initial value. What a delta needs is named in it by digest, so a missing parent, or one of another run, is an error and
+never a row of the wrong time. CPR (arXiv 2011.02999) reloads a failed shard from such a chain: a mosaic of rows of
+several times. A delta that was saved with the dense state stands for a whole state, see `restore`.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of a delta in one shard.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrec.checkpoint.image import (
+    DamagedImage,
     Image,
     Snapshot,
     deltas,
     images,
-    leaves_of,
-    load_arrays,
+    number_of,
     read_manifest,
-    verify,
     write_image,
 )
-from jaxrec.checkpoint.state import leaf_name, manifest_of, refuse_other, slots_of
-from jaxrec.embedding import DeviceTables, HostTables, bucket
-from jaxrec.embedding.initial import initial_rows
+from jaxrec.checkpoint.state import (
+    ROW_IDS,
+    dense_leaves,
+    layout_of,
+    leaf_name,
+    manifest_of,
+)
+from jaxrec.embedding import HostTables, bucket
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.types import Plan, RowOptimizer
+from jaxrec.files import local_path
+from jaxrec.types import DenseState, Plan
 
 RowIds = Mapping[tuple[str, int], np.ndarray]  # {(stack, shard): i32[n] rows of the stack, all of that shard}
-ROW_IDS = "row_ids"
 _THREADS = 4
+
+
+def newest_first(directory: str | Path) -> list[Path]:
+    """The images and deltas of a directory, latest step first; of one step the image comes before the delta.
+
+    Damaged deltas, whose step nobody knows, stand where their number puts them among the deltas.
+    """
+    small, step = [], 0
+    for path in reversed(deltas(directory)):
+        try:
+            step = read_manifest(path, str).step
+        except DamagedImage:
+            pass
+        small.append((step, 0, number_of(path), path))
+    whole = [(number_of(path), 1, 0, path) for path in images(directory)]
+    return [path for *_, path in sorted(small + whole, reverse=True)]
 
 
 def newest(directory: str | Path) -> Path | None:
     """The image or delta of a directory that stands for the latest step; None if there is neither.
 
-    Errors:
-      ValueError: the newest delta is damaged; says which images are left.
+    Raises:
+      DamagedImage: the newest is damaged; says which images are left.
     """
-    whole, small = images(directory), deltas(directory)
-    if not small:
-        return whole[0] if whole else None
-    step = read_manifest(small[0], functools.partial(advise, small[0])).step
-    return whole[0] if whole and int(whole[0].name[5:]) >= step else small[0]
+    found = newest_first(directory)
+    if found:
+        read_manifest(found[0], functools.partial(advise, found[0]))
+    return found[0] if found else None
 
 
 def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
@@ -64,39 +83,49 @@ def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
     Returns:
       Oldest first: the base if there is one, then deltas.
 
-    Errors:
-      ValueError: one is missing or damaged; names it and what to do.
+    Raises:
+      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it and what to do.
     """
     path = Path(path)
     say = functools.partial(advise, path)
-    tip = read_manifest(path, say)
-    below = [read_manifest(path.parent / name, say) for name in tip.parents if name not in without]
-    return below + [tip] * (path.name not in without)
+    tip, found = read_manifest(path, say), []
+    for name, digest in tip.parents.items():
+        if name in without:
+            continue
+        below = read_manifest(path.parent / name, say)
+        if below.digest != digest:
+            raise DamagedImage(
+                f"{below.path} is not the image that {path.name} was saved over: it is of another run (or was written "
+                f"anew). {say(below.path)}"
+            )
+        found.append(below)
+    return found + [tip] * (path.name not in without)
 
 
 def advise(tip: Path, path: Path) -> str:
     """The sentence that ends an error about an image of the chain of a tip."""
-    if path != tip or not _torn(path):
+    others = [str(other) for other in newest_first(path.parent) if other != path]
+    if is_delta(path.name) and (path != tip or not _torn(path)):
         return (
             f"Nothing was changed. without=[{path.name!r}] restores all else of {tip.name}: rows saved in no newer "
             "delta get their values from before it, or initial ones. `compact` takes it too, for the chain to go on."
         )
-    older = [str(other) for other in [*deltas(path.parent), *images(path.parent)] if other != path]
-    return f"Nothing was changed. Other images beside it: {', '.join(older) or 'none'}."
+    return f"Nothing was changed. Other images beside it: {', '.join(others) or 'none'}."
 
 
 def _torn(path):
     """Whether a manifest itself cannot be believed: what lies below the image is then not known."""
     try:
         read_manifest(path, str)
-    except ValueError:
+    except DamagedImage:
         return True
     return False
 
 
 def copy_rows(
-    tables, rows: RowIds, step: int, spec: EmbeddingSpec | None = None, below: Iterable[str] = (), extra=None
-) -> Snapshot:
+    tables, rows: RowIds, step: int, spec: EmbeddingSpec | None = None, below: Mapping[str, str] | None = None,
+    extra=None, run: str = "", dense: DenseState | None = None,
+) -> Snapshot:  # fmt: skip
     """Copies some rows and their slots to the host; the only part of saving them that training waits for.
 
     Args:
@@ -104,25 +133,29 @@ def copy_rows(
       rows: {(stack, shard): i32[n]}, rows of the stack as in `Plan.unique`; shards may be left out.
       step: steps trained.
       spec: of device tables, which do not know it.
-      below: names of the images that the delta goes over, oldest first.
+      below: {name: digest} of the images that the delta goes over, oldest first.
       extra: JSON values to save along.
+      run: id of the run.
+      dense: the dense state of that step, to save along; a whole state can then be restored from the delta.
 
     Returns:
       A Snapshot that shares no memory with the tables.
 
-    Errors:
+    Raises:
       ValueError: a row is of another shard or outside its stack.
     """
-    spec = _spec_of(tables, spec)
+    spec = spec_of(tables, spec)
     rows = {key: np.asarray(ids, np.int32) for key, ids in rows.items() if len(ids)}
+    described, arrays = dense_leaves(dense)
     with ThreadPoolExecutor(_THREADS) as pool:  # training waits: its cores are free
         list(pool.map(functools.partial(_check_rows, spec), rows, rows.values()))
         copy = functools.partial(_copy_host, pool) if isinstance(tables, HostTables) else _copy_device
-        arrays = {leaf_name(*key, ROW_IDS): ids.copy() for key, ids in rows.items()} | copy(tables, rows)
-    return Snapshot(arrays, manifest_of(spec, slots_of(tables, spec), step, extra, parents=below))
+        arrays |= {leaf_name(*key, ROW_IDS): ids.copy() for key, ids in rows.items()} | copy(tables, rows)
+    return Snapshot(arrays, manifest_of(spec, layout_of(tables, spec), step, extra, run, described, below))
 
 
-def _spec_of(tables, spec):
+def spec_of(tables, spec: EmbeddingSpec | None) -> EmbeddingSpec:
+    """The spec of tables of either home; device tables do not know it."""
     if isinstance(tables, HostTables):
         return tables.spec
     if spec is None:
@@ -202,137 +235,39 @@ def save_rows(
     Returns:
       The path of the delta; `base` if there was nothing to save.
 
-    Errors:
+    Raises:
       ValueError: rows of another shard; a base that is not in the directory, or damaged.
       OSError: the disk is full or read-only; older images are as they were.
     """
-    directory = Path(directory)
-    below = names_below(directory, base)
-    image = copy_rows(tables, rows, step, spec, below, extra)
+    directory = local_path(directory)
+    below = images_below(directory, base)
+    run = below[-1].run if below else ""
+    image = copy_rows(tables, rows, step, spec, {b.path.name: b.digest for b in below}, extra, run)
     if not image.arrays:
         return None if base is None else Path(base)
-    return write_delta(directory, image)
+    return write_delta(directory, image).path
 
 
-def names_below(directory: Path, base: str | Path | None) -> list[str]:
-    """Names of all images that a delta over a base needs, oldest first."""
+def images_below(directory: Path, base: str | Path | None) -> list[Image]:
+    """All images that a delta over a base needs, oldest first."""
     if base is None:
         return []
     if Path(base).resolve().parent != directory.resolve():
         raise ValueError(f"the base {base} must lie in {directory}, beside the deltas over it.")
-    return [image.path.name for image in chain(directory / Path(base).name)]
+    return chain(directory / Path(base).name)
 
 
-def write_delta(directory: Path, image: Snapshot) -> Path:
-    """Writes rows from `copy_rows` as the next delta of a directory; returns its path."""
+def write_delta(directory: Path, image: Snapshot) -> Image:
+    """Writes rows from `copy_rows` as the next delta of a directory."""
     lost = [name for name in image.manifest["parents"] if not (directory / name).is_dir()]
     if lost:
         raise ValueError(
             f"{lost} in {directory} are gone, and rows are to be saved over them: save a whole image and go on over it."
         )
-    number = max((int(path.name[6:]) for path in deltas(directory)), default=0) + 1
-    path = directory / f"delta_{number:06d}"
-    write_image(path, image)
-    return path
-
-
-def restore_shard(
-    path: str | Path | None,
-    tables,
-    shard: int,
-    spec: EmbeddingSpec | None = None,
-    row_optimizer: RowOptimizer | None = None,
-    without: Collection[str] = (),
-) -> tuple[Any, list[Image]]:
-    """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved; reads nothing else.
-
-    All is read and verified before the first row changes.
-
-    Args:
-      path: a delta, an image, or a directory of them (the newest); None for initial rows.
-      tables: of the number of shards it was saved with. Host tables change in place and need no mesh; device tables
-        are donated.
-      shard: from 0 to S - 1.
-      spec, row_optimizer: of device tables, which do not know them; host tables do.
-      without: names of images of the chain to leave out.
-
-    Returns:
-      The tables, and the manifests of what was read, oldest first.
-
-    Errors:
-      ValueError: an image is missing, damaged or of another spec (says what to do); there is no such shard.
-    """
-    host, spec = isinstance(tables, HostTables), _spec_of(tables, spec)
-    if not (host or row_optimizer):
-        raise ValueError("device tables do not know their initial slots: give row_optimizer=...")
-    if not 0 <= shard < spec.shards:
-        raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
-    path = _resolve(path)
-    found = [] if path is None else chain(path, without)
-    load = functools.partial(_load_shard, path, spec, slots_of(tables, spec), shard)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        loaded = list(pool.map(load, found))
-    if host:
-        for name in spec.stacks:
-            if not found or is_delta(found[0].path.name):
-                tables.reset_shard(name, shard)
-            _overlay(spec, name, shard, tables.shards[name][shard], loaded)
-        return tables, found
-    for name in spec.stacks:
-        parts = _initial_shard(spec, row_optimizer, name, shard)
-        _overlay(spec, name, shard, parts, loaded)
-        tables = _replace_shard(tables, name, shard, parts)
-    return tables, found
-
-
-def _resolve(path):
-    if path is None or (Path(path) / "manifest.json").exists():
-        return path
-    return newest(path) if images(path) or deltas(path) else path
+    number = max(map(number_of, deltas(directory)), default=0) + 1
+    return write_image(directory / f"delta_{number:06d}", image)
 
 
 def is_delta(name: str) -> bool:
     """Whether an image of that name holds some rows only."""
     return name.startswith("delta_")
-
-
-def _load_shard(tip, spec, slots, shard, image):
-    """Verified leaves of one shard of an image, {name: array}."""
-    refuse_other(image, "spec", spec.digest, image.spec)
-    refuse_other(image, "row optimizer slots", slots, image.slots)
-    mine = {leaf_name(name, shard, part) for name in spec.stacks for part in (ROW_IDS, "value", *image.slots[name])}
-    leaves = sorted(mine & leaves_of(image))
-    verify(image, leaves, functools.partial(advise, Path(tip)))
-    return load_arrays(image, leaves) if leaves else {}
-
-
-def _overlay(spec, name, shard, parts, loaded):
-    """Writes what was loaded over the rows of one shard, oldest first."""
-    for arrays in loaded:
-        ids = arrays.get(leaf_name(name, shard, ROW_IDS))
-        for part, table in parts.items():
-            saved = arrays.get(leaf_name(name, shard, part))
-            if saved is not None:
-                table[slice(None) if ids is None else ids // spec.shards] = saved
-
-
-def _initial_shard(spec, row_optimizer, name, shard):
-    stack = spec.stacks[name]
-    row = np.arange(stack.rows_per_shard) * spec.shards + shard
-    value = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
-    fills = row_optimizer.init(stack.width).items()
-    return {"value": value} | {
-        slot: np.full((len(row), layout.width), layout.fill, np.float32) for slot, layout in fills
-    }
-
-
-def _replace_shard(tables, name, shard, parts):
-    old = {"value": tables.value[name], **tables.slots[name]}
-    new = {part: _set_shard(table, shard, parts[part], table.sharding) for part, table in old.items()}
-    value = {**tables.value, name: new.pop("value")}
-    return DeviceTables(value, {**tables.slots, name: new}, tables.shards)
-
-
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _set_shard(table, shard, rows, sharding):
-    return jax.lax.with_sharding_constraint(table.at[shard].set(rows), sharding)

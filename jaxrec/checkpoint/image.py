@@ -2,28 +2,39 @@
 
 An image is a directory of ours: Orbax writes one leaf an array inside NAME.partial, a manifest lists size and checksum
 of every file, all is flushed, and one rename commits. So a killed save leaves the images before it as they were, and a
-load reads only what it has verified.
+load reads only what it has verified. A manifest names its run and, by digest, the images that it needs, so that
+images of two runs are never mixed.
 """
 
+import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrec.files import PARTIAL, make_directory, sync
+
 # Without OCDBT there is nothing to merge, which Orbax warns of at every save.
 logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
-_MANIFEST, _ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
+FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
+_MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
 _CHUNK_BYTES = 1 << 26
+
+
+class DamagedImage(ValueError):
+    """An image cannot be believed: a file is missing or differs from its manifest, or the manifest from its digest."""
 
 
 class Image(NamedTuple):
@@ -31,83 +42,124 @@ class Image(NamedTuple):
 
     Attributes:
       path: its directory.
+      format: of the manifest, `FORMAT`.
+      run: id of the run that saved it.
       step: steps trained.
       tables: {table: [rows, width]} in the order of the spec.
       shards: S.
-      slots: {stack: {slot: K}}.
+      layout: {stack: {part: [width, dtype]}} of 'value' and each slot.
       seed: of the initial rows.
       spec: digest of the spec.
-      dense: [[path in the pytree, shape, dtype]] of the dense state, in order.
+      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if it was not saved.
       extra: what the caller saved along, such as the data position.
-      parents: names of the images that this one needs.
+      parents: {name: digest} of the images that this one needs, oldest first.
       files: {name: [bytes, crc32]}.
+      digest: of the manifest itself, by which others name this image.
     """
 
     path: Path
+    format: int
+    run: str
     step: int
     tables: dict[str, list[int]]
     shards: int
-    slots: dict[str, dict[str, int]]
+    layout: dict[str, dict[str, list]]
     seed: int
     spec: str
     dense: list
     extra: dict[str, Any]
-    parents: list[str]
+    parents: dict[str, str]
     files: dict[str, list[int]]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files but the manifest."""
+        return sum(size for size, _ in self.files.values())
 
 
 class Snapshot(NamedTuple):
-    """A copy of the training state on the host, ready to be written."""
+    """A training state on the host, ready to be written."""
 
     arrays: dict[str, np.ndarray]
     manifest: dict[str, Any]
+    later: Iterable[dict[str, np.ndarray]] = ()  # more arrays; each piece is written before the next one is made
 
 
-def write_image(path: str | Path, image: Snapshot) -> None:
+def write_image(path: str | Path, image: Snapshot) -> Image:
     """Writes an image: aside, flushed, then renamed into place.
 
     Args:
-      path: the image's directory, which must not exist.
+      path: the image's directory. What is there already and is not whole is replaced.
       image: from `snapshot`.
 
-    Errors:
-      ValueError: there is an image of that name.
+    Returns:
+      What its manifest says.
+
+    Raises:
+      ValueError: there is a whole image of that name.
       OSError: the disk is full or read-only; older images are as they were.
     """
     path = Path(path)
-    if path.exists():
+    if is_whole(path):
         raise ValueError(f"{path} exists already: images are never overwritten, give another name.")
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    make_directory(path.parent)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
         _write_files(partial, image)
+        damaged = set_aside(path) if path.exists() else None
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
-    _sync(path.parent)
+    sync(path.parent)
+    if damaged is not None:
+        shutil.rmtree(damaged)
+    return read_manifest(path)
 
 
 def _write_files(partial, image):
     """Arrays, then the manifest with their checksums, all flushed."""
-    save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in image.arrays}
-    with _orbax() as orbax:
-        orbax.save((partial / _ARRAYS).resolve(), ocp.args.PyTreeSave(image.arrays, save_args=save_args))
+    for number, arrays in enumerate(filter(None, itertools.chain([image.arrays], image.later))):
+        _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     sums = {str(file.relative_to(partial)): _checksum(file) for file in files}
-    body = json.dumps({**image.manifest, "files": sums})
+    body = json.dumps({"format": FORMAT, **image.manifest, "files": sums})
     (partial / _MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
     for file in [*files, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
-        _sync(file)
+        sync(file)
 
 
-def remove_image(path: Path) -> None:
-    """Removes a committed image; a kill on the way leaves no half one under its name."""
-    doomed = path.with_name(path.name + PARTIAL)
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def _write_arrays(directory, arrays):
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+    try:
+        with _orbax() as orbax:
+            orbax.save(directory.resolve(), ocp.args.PyTreeSave(arrays, save_args=save_args))
+    except Exception as error:  # tensorstore reports a full disk as a ValueError of many lines
+        raise _as_os_error(error, directory) from None
+
+
+def _as_os_error(error, path):
+    """The OSError that another library's error stands for: nothing but the disk can refuse arrays of ours."""
+    if isinstance(error, OSError):
+        return error
+    text = str(error)
+    full = "No space left" in text or "RESOURCE_EXHAUSTED" in text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = os.strerror(errno.ENOSPC) if full else f"Orbax cannot write: {(lines or [type(error).__name__])[0][:200]}"
+    return OSError(errno.ENOSPC if full else errno.EIO, said, str(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Renames an image that is not to be read again to NAME.damaged (and a number); returns that path."""
+    for number in range(1000):
+        name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
+        if not name.exists():
+            os.rename(path, name)
+            return name
+    raise ValueError(f"{path.parent} holds 1000 damaged images named {path.name}: remove them.")
 
 
 def images(directory: str | Path) -> list[Path]:
@@ -120,30 +172,47 @@ def deltas(directory: str | Path) -> list[Path]:
     return _numbered(directory, "delta_")
 
 
+def is_image(path: Path) -> bool:
+    """Whether a path names an image or a delta, damaged or not, and no directory of them."""
+    return re.fullmatch(r"(step|delta)_\d+", path.name) is not None or (path / _MANIFEST).exists()
+
+
 def _numbered(directory, prefix):
     found = [path for path in Path(directory).glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[len(prefix) :]), reverse=True)
+    return sorted(found, key=number_of, reverse=True)
+
+
+def number_of(path: Path) -> int:
+    """The step of an image, the number of a delta."""
+    return int(path.name.rpartition("_")[2])
+
+
+def remove_partial(directory: Path, prefix: str) -> None:
+    """Removes what killed saves have left of images whose names begin with a prefix; the caller holds their lock."""
+    for torn in directory.glob(f"{prefix}*{PARTIAL}"):
+        shutil.rmtree(torn, ignore_errors=True)
 
 
 def needed(directory: str | Path) -> set[str]:
-    """Names of the images that some row delta of a directory needs; what cannot be read needs none."""
-    names = set()
-    for path in deltas(directory):
-        try:
+    """Names of the images that a row delta of a directory needs, or that one is about to be written over.
+
+    What cannot be read may need any image: then all are needed.
+    """
+    directory, names = Path(directory), set()
+    try:
+        for path in deltas(directory):
             names |= set(read_manifest(path, lambda _: "").parents)
-        except ValueError:
-            continue  # the deltas before and after it name the same base
+        if (directory / CHAIN).exists():
+            names |= set(json.loads((directory / CHAIN).read_text()))
+    except (ValueError, OSError):
+        return {path.name for path in images(directory)}
     return names
 
 
 def older_image(path: Path) -> str:
     """A sentence that offers the newest older image that is whole."""
     for other in images(path.parent):
-        if other.name < path.name:
-            try:
-                verify(read_manifest(other))
-            except ValueError:
-                continue
+        if number_of(other) < number_of(path) and is_whole(other):
             return f"The newest older image that is whole is {other}."
     return "There is no older whole image beside it."
 
@@ -155,17 +224,24 @@ def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image)
       path: the image.
       advise: makes of the path the last sentence of an error.
 
-    Errors:
-      ValueError: there is none, or it is damaged; names the newest older image.
+    Raises:
+      DamagedImage: there is none, or it is damaged; names the newest older image.
+      ValueError: it is of a format that this version does not read.
     """
     path = Path(path)
     try:
         body, _, digest = (path / _MANIFEST).read_bytes().rstrip(b"\n").rpartition(b"\n")
     except OSError as error:
-        raise ValueError(f"{path} has no readable manifest ({error.strerror}). {advise(path)}") from error
+        raise DamagedImage(f"{path} has no readable manifest ({error.strerror}). {advise(path)}") from error
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise ValueError(f"{path / _MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
-    return Image(path=path, **json.loads(body))
+        raise DamagedImage(f"{path / _MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
+    fields = json.loads(body)
+    if fields.get("format", 1) != FORMAT:
+        raise ValueError(
+            f"{path} has format {fields.get('format', 1)}, and this version of jaxrec reads format {FORMAT}: load it "
+            "with the version that saved it."
+        )
+    return Image(path=path, digest=digest.decode(), **fields)
 
 
 def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_image) -> None:
@@ -176,17 +252,35 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
       leaves: names of the leaves whose files to check; all if None.
       advise: makes of the image's path the last sentence of an error.
 
-    Errors:
-      ValueError: a file is missing, or its size or checksum differs; names it, and the newest older image.
+    Raises:
+      DamagedImage: a file is missing, or its size or checksum differs; names it, and the newest older image.
     """
     for name, (size, crc) in image.files.items():
         if leaves is not None and name.count("/") > 1 and name.split("/")[1] not in leaves:
             continue  # a file of another leaf; Orbax' own metadata are always checked
         file = image.path / name
         if not file.is_file():
-            raise ValueError(f"{file} is missing. {advise(image.path)}")
-        if _checksum(file) != [size, crc]:
-            raise ValueError(f"{file} is damaged: size or checksum differ from the manifest. {advise(image.path)}")
+            raise DamagedImage(f"{file} is missing. {advise(image.path)}")
+        try:
+            found = _checksum(file)
+        except OSError as error:
+            raise DamagedImage(f"{file} cannot be read ({error.strerror}). {advise(image.path)}") from error
+        if found != [size, crc]:
+            raise DamagedImage(f"{file} is damaged: size or checksum differ from the manifest. {advise(image.path)}")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether an image is there and can be believed, file by file; what it needs is not looked at."""
+    try:
+        verify(read_manifest(path, str), advise=str)
+    except DamagedImage:
+        return False
+    return True
+
+
+def warn_skipped(error: BaseException) -> None:
+    """Warns that an image was passed over because it is damaged; the error names it."""
+    warnings.warn(f"skipped what is damaged: {error}", stacklevel=3)
 
 
 def _orbax():
@@ -200,14 +294,19 @@ def leaves_of(image: Image) -> set[str]:
     return {name.split("/")[1] for name in image.files if name.count("/") > 1}
 
 
-def load_arrays(image: Image, leaves) -> dict[str, np.ndarray]:
+def load_arrays(image: Image, leaves: Iterable[str]) -> dict[str, np.ndarray]:
     """Reads some leaves of an image, and no others; verify them first."""
-    item = {leaf: 0 for leaf in leaves}
-    how = {leaf: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in leaves}
-    with _orbax() as orbax:
-        return orbax.restore(
-            (image.path / _ARRAYS).resolve(), ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-        )
+    where = {name.split("/")[1]: name.split("/")[0] for name in image.files if name.count("/") > 1}
+    pieces: dict[str, list[str]] = {}
+    for leaf in leaves:
+        pieces.setdefault(where[leaf], []).append(leaf)
+    loaded: dict[str, np.ndarray] = {}
+    for piece, mine in pieces.items():
+        how = {leaf: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in mine}
+        args = ocp.args.PyTreeRestore(dict.fromkeys(mine, 0), restore_args=how, partial_restore=True)
+        with _orbax() as orbax:
+            loaded |= orbax.restore((image.path / piece).resolve(), args)
+    return loaded
 
 
 def _checksum(path):
@@ -216,11 +315,3 @@ def _checksum(path):
         while block := file.read(1 << 20):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
-
-
-def _sync(path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,27 +4,32 @@ Legend: S shards, V rows of a stack, n rows of a delta in one shard.
 """
 
 import functools
-import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrec.checkpoint.deltas import ROW_IDS, RowIds, advise, chain, copy_rows, is_delta, names_below, write_delta
+from jaxrec.checkpoint.deltas import RowIds, advise, chain, copy_rows, images_below, is_delta, write_delta
 from jaxrec.checkpoint.image import (
-    PARTIAL,
+    CHAIN,
+    DamagedImage,
+    Image,
     Snapshot,
     deltas,
     leaves_of,
     load_arrays,
     read_manifest,
-    remove_image,
+    remove_partial,
+    set_aside,
     verify,
 )
-from jaxrec.checkpoint.state import Background
+from jaxrec.checkpoint.state import ROW_IDS
+from jaxrec.checkpoint.whole import Saver
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.files import local_path, remove_directory, write_json
+from jaxrec.types import DenseState
 
 
 def compact(path: str | Path, without: Collection[str] = ()) -> Path:
@@ -39,8 +44,8 @@ def compact(path: str | Path, without: Collection[str] = ()) -> Path:
     Returns:
       The path of the new delta, over the same base; `path` if there is nothing to merge.
 
-    Errors:
-      ValueError: an image is missing or damaged; none was removed.
+    Raises:
+      DamagedImage: an image is missing or damaged; none was removed.
       OSError: the disk is full or read-only; older images are as they were.
     """
     path = Path(path)
@@ -50,72 +55,133 @@ def compact(path: str | Path, without: Collection[str] = ()) -> Path:
         return path
     if not small:
         raise ValueError(f"without={list(without)} leaves no delta of {path}: go on over the images before it.")
-    merged = _merge(path, small, [image.path.name for image in found if not is_delta(image.path.name)])
+    below = {image.path.name: image.digest for image in found if not is_delta(image.path.name)}
+    merged = _merge(path, small, below)
     for name in {path.name, *read_manifest(path).parents}:
         if is_delta(name) and (path.parent / name).is_dir():
-            remove_image(path.parent / name)
-    return merged
+            remove_directory(path.parent / name)
+    return merged.path
 
 
-def _merge(tip, small, below):
-    """Writes one delta of the rows of several, oldest first, over other images than they are; returns its path."""
+def _merge(tip, small, below: Mapping[str, str]) -> Image:
+    """Writes one delta of the rows of several, oldest first, over other images than they are."""
     for image in small:
         verify(image, advise=functools.partial(advise, tip))
-    arrays = _newest_rows([load_arrays(image, leaves_of(image)) for image in small])
-    about = {**small[-1]._asdict(), "parents": below}
-    del about["path"], about["files"]
-    return write_delta(tip.parent, Snapshot(arrays, about))
+    newest = small[-1]
+    dense = load_arrays(newest, [leaf for leaf in leaves_of(newest) if leaf.startswith("dense.")])
+    fields = newest._asdict() | {"parents": dict(below)}
+    about = {key: fields[key] for key in fields if key not in ("path", "format", "files", "digest")}
+    return write_delta(tip.parent, Snapshot(dense, about, _newest_rows(small)))
 
 
-def _newest_rows(loaded):
-    """One dict of leaves from those of several deltas, oldest first: the newest value of each row."""
-    merged = {}
-    for ids_leaf in sorted({leaf for arrays in loaded for leaf in arrays if leaf.endswith("." + ROW_IDS)}):
-        key = ids_leaf.removesuffix(ROW_IDS)
-        mine = [arrays for arrays in reversed(loaded) if ids_leaf in arrays]  # newest first
-        _, index = np.unique(np.concatenate([arrays[ids_leaf] for arrays in mine]), return_index=True)
-        for leaf in [leaf for leaf in mine[0] if leaf.startswith(key)]:
-            merged[leaf] = np.concatenate([arrays[leaf] for arrays in mine])[index]
-    return merged
+def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
+    """The newest value of each row of several deltas, oldest first: the leaves of one (stack, shard) at a time.
+
+    Deltas are read from the newest on, and only rows that no newer one holds are kept: memory for one table of rows
+    and one delta, however long the chain.
+    """
+    kept: dict[str, list[dict[str, np.ndarray]]] = {}
+    for image in reversed(small):
+        arrays = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("rows.")])
+        for leaf in [leaf for leaf in arrays if leaf.endswith("." + ROW_IDS)]:
+            key = leaf.removesuffix(ROW_IDS)
+            known = np.concatenate([np.zeros(0, np.int32), *(parts[leaf] for parts in kept.get(key, []))])
+            new = ~np.isin(arrays[leaf], known)
+            mine = {name: array[new] for name, array in arrays.items() if name.startswith(key)}
+            kept.setdefault(key, []).append(mine)
+    for key in sorted(kept):
+        pieces = kept.pop(key)
+        order = np.argsort(np.concatenate([parts[key + ROW_IDS] for parts in pieces]))
+        yield {name: np.concatenate([parts[name] for parts in pieces])[order] for name in pieces[0]}
 
 
-class RowCheckpointer(Background):
+class RowCheckpointer(Saver):
     """Saves row deltas of a run while training goes on; one at a time, in a thread.
 
     The deltas of the directory that its chain does not need are removed when it has committed one.
 
     Args:
-      directory: of the run's images; the deltas go beside them.
+      directory: of the run's images; the deltas go beside them. Made if it does not exist.
       spec: the tables.
       base: where the chain goes on: `newest(directory)`, an image, a delta, or None for initial rows.
-      most_deltas: more of them than that in the chain are merged into one. On disk are then at most the base, one
-        delta of up to all rows, so many as were picked each time, and while merging one of up to all rows more.
+      most_deltas: more of them than that in the chain are merged into one, which writes up to all rows once more. On
+        disk are then at most the base and so many deltas, and while merging one of up to all rows.
+      run: id of the run; that of the base, or a new one, if None.
 
-    A failed save is raised by the next call, and on leaving the `with` block; the chain is then as before it.
+    Raises:
+      ValueError: the directory holds images of another run, or whole deltas that are newer than the base and would be
+        lost; somebody else saves rows there.
     """
 
     def __init__(
-        self, directory: str | Path, spec: EmbeddingSpec, base: str | Path | None = None, most_deltas: int = 8
+        self,
+        directory: str | Path,
+        spec: EmbeddingSpec,
+        base: str | Path | None = None,
+        most_deltas: int = 128,
+        run: str | None = None,
     ):
         if most_deltas < 1:
             raise ValueError(f"most_deltas={most_deltas} must be at least 1.")
-        super().__init__()
-        self.directory, self._spec, self._most = Path(directory), spec, most_deltas
-        self._chain: list[str] = names_below(self.directory, base)
+        found = images_below(local_path(directory), base)
+        super().__init__(directory, "rows", run or (found[-1].run if found else ""))
+        self._spec, self._most = spec, most_deltas
+        try:
+            self._refuse_lost(found)
+            self._reserve(found)
+        except BaseException:
+            self._lock.release()
+            raise
+        remove_partial(self.directory, "delta_")
+
+    def _refuse_lost(self, found):
+        """Deltas outside of the chain: damaged ones get another name, newer ones are refused, others go in time."""
+        mine, step = {image.path.name for image in found}, found[-1].step if found else -1
+        for path in deltas(self.directory):
+            if path.name in mine:
+                continue
+            try:
+                newer = chain(path)[-1].step > step
+            except DamagedImage:
+                set_aside(path)
+                continue
+            if newer:
+                raise ValueError(
+                    f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove "
+                    "it: go on over it (base=newest(directory)), remove it, or give another directory."
+                )
+
+    def _reserve(self, found: list[Image]) -> None:
+        """Takes images as what the next delta goes over; said on disk, so that nobody removes the base meanwhile."""
+        self._chain = {image.path.name: image.digest for image in found}
+        if found and not is_delta(found[0].path.name):
+            write_json(self.directory / CHAIN, [found[0].path.name])
 
     def newest(self) -> Path | None:
         """What `restore_shard` should read: the last committed delta, the base, or None for initial rows."""
-        return self.directory / self._chain[-1] if self._chain else None
+        return self.directory / list(self._chain)[-1] if self._chain else None
 
-    def save(self, tables, rows: RowIds, step: int, extra: Mapping[str, Any] | None = None) -> float:
+    def chain_names(self) -> list[str]:
+        """Names of what `newest` stands on, and its own, oldest first."""
+        return list(self._chain)
+
+    def save(
+        self,
+        tables,
+        rows: RowIds,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        dense: DenseState | None = None,
+    ) -> float:
         """Copies rows and begins to write them; returns the seconds that training waited.
 
         Args:
           tables, rows, step, extra: as for `save_rows`.
+          dense: the dense state of that step, to save along, so that `restore` gives a whole state.
         """
         start = time.perf_counter()
-        self.wait()
-        image = copy_rows(tables, rows, step, self._spec, self._chain, extra)
+        self.settle()
+        image = copy_rows(tables, rows, step, self._spec, self._chain, extra, self.run, dense)
         if image.arrays:
             self._begin(self._commit, image)
         stall = time.perf_counter() - start
@@ -129,26 +195,43 @@ class RowCheckpointer(Background):
           base: an image of the directory, from `Checkpointer`.
         """
         self.wait()
+        write_json(self.directory / CHAIN, [Path(base).name, *self._chain])
         step, tip = read_manifest(base).step, self.newest()
         found = chain(tip) if tip else []
-        self._begin(self._rebase, tip, [i for i in found if is_delta(i.path.name) and i.step > step], Path(base))
+        newer = [image for image in found if is_delta(image.path.name) and image.step > step]
+        self._begin(self._rebase, tip, newer, Path(base))
 
-    def _rebase(self, tip, newer, base: Path) -> None:
-        below = names_below(self.directory, base)
-        self._chain = [*below, _merge(tip, newer, below).name] if newer else below
+    def restart(self, base: str | Path) -> None:
+        """Goes on over a whole image of the latest step; the deltas before it, damaged or not, are removed.
+
+        Args:
+          base: an image of the directory, from `Checkpointer`.
+        """
+        self.wait()
+        self._reserve(images_below(self.directory, base))
         self._tidy()
 
-    def _commit(self, image: Snapshot) -> None:
-        path = write_delta(self.directory, image)
-        self._chain = [*image.manifest["parents"], path.name]
+    def _rebase(self, tip, newer, base: Path) -> Image:
+        found = images_below(self.directory, base)
+        if newer:
+            found.append(_merge(tip, newer, {image.path.name: image.digest for image in found}))
+        self._reserve(found)
+        self._tidy()
+        return found[-1]
+
+    def _commit(self, image: Snapshot) -> Image:
+        written = write_delta(self.directory, image)
+        self._chain = {**image.manifest["parents"], written.path.name: written.digest}
         if sum(map(is_delta, self._chain)) > self._most:
-            merged = compact(path)
-            self._chain = [*read_manifest(merged).parents, merged.name]
+            merged = read_manifest(compact(written.path))
+            self.bytes_written += written.nbytes
+            self._chain = {**merged.parents, merged.path.name: merged.digest}
+            written = merged
         self._tidy()
+        return written
 
     def _tidy(self) -> None:
         for other in deltas(self.directory):
             if other.name not in self._chain:
-                remove_image(other)
-        for torn in self.directory.glob(f"delta_*{PARTIAL}"):  # of processes that were killed
-            shutil.rmtree(torn)
+                remove_directory(other)
+        remove_partial(self.directory, "delta_")  # of processes that were killed

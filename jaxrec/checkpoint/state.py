@@ -4,178 +4,130 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 """
 
 import json
-import threading
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrec.checkpoint.image import (
-    Image,
-    Snapshot,
-    images,
-    leaves_of,
-    load_arrays,
-    needed,
-    read_manifest,
-    remove_image,
-    verify,
-    write_image,
-)  # fmt: skip
+from jaxrec.checkpoint.image import Image, Snapshot
 from jaxrec.embedding import DeviceTables, HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.types import DenseState, TrainState
 
+ROW_IDS = "row_ids"
 
-def snapshot(state: TrainState, spec: EmbeddingSpec, extra: Mapping[str, Any] | None = None) -> Snapshot:
+
+def snapshot(
+    state: TrainState, spec: EmbeddingSpec, extra: Mapping[str, Any] | None = None, run: str = "", copy: bool = True
+) -> Snapshot:
     """Copies a training state to the host; the only part of saving that training waits for.
 
     Args:
       state: TrainState with either home.
       spec: the tables.
       extra: JSON values to save along.
+      run: id of the run.
+      copy: without it the rows are taken shard by shard while they are written; nobody may change them until then.
 
     Returns:
-      A Snapshot that shares no memory with the state.
+      A Snapshot; with `copy` it shares no memory with the state.
     """
-    parts = _table_parts(state.tables)
-    arrays = {leaf_name(*key): np.array(array) for key, array in parts.items()}
-    dense = jax.tree_util.tree_leaves_with_path(state.dense)
-    described = []
-    for number, (path, leaf) in enumerate(dense):
-        array = np.array(leaf)
-        described.append([jax.tree_util.keystr(path), list(array.shape), str(array.dtype)])
-        if array.size:  # Orbax refuses empty arrays
-            arrays[f"dense.{number:04d}"] = array
-    manifest = manifest_of(spec, slots_of(state.tables, spec), int(state.dense.step), extra, dense=described)
+    described, arrays = dense_leaves(state.dense)
+    manifest = manifest_of(spec, layout_of(state.tables, spec), int(state.dense.step), extra, run, described)
+    if not copy:
+        return Snapshot(arrays, manifest, _shard_by_shard(state.tables, spec))
+    for name in spec.stacks:
+        for part, shards in _parts(state.tables, name).items():
+            arrays |= {leaf_name(name, shard, part): np.array(array) for shard, array in enumerate(shards)}
     return Snapshot(arrays, manifest)
 
 
-def manifest_of(spec: EmbeddingSpec, slots, step: int, extra=None, dense=(), parents=()) -> dict[str, Any]:
+def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]:
+    """[[path, shape, dtype]] of the leaves of a dense state and copies of them, {name: array}."""
+    described, arrays = [], {}
+    for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(dense)):
+        shape, dtype = _kind(leaf)
+        described.append([jax.tree_util.keystr(path), shape, dtype])
+        array = np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        if array.size:  # Orbax refuses empty arrays
+            arrays[_dense_name(number)] = array
+    return described, arrays
+
+
+def _dense_name(number):
+    return f"dense.{number:04d}"
+
+
+def _is_key(leaf):
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _kind(leaf):
+    """Shape and dtype of a leaf: an array, a Python number, or PRNG keys."""
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return list(leaf.shape), str(leaf.dtype)
+
+
+def manifest_of(spec: EmbeddingSpec, layout, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
     """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written."""
     return {
-        "step": step, "tables": _tables_of(spec), "shards": spec.shards, "slots": slots, "seed": spec.seed,
-        "spec": spec.digest, "dense": list(dense), "extra": dict(extra or {}), "parents": list(parents),
+        "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": layout,
+        "seed": spec.seed, "spec": spec.digest, "dense": list(dense), "extra": dict(extra or {}),
+        "parents": dict(parents or {}),
     }  # fmt: skip
 
 
-def restore(path: str | Path, template: TrainState, spec: EmbeddingSpec) -> tuple[TrainState, Image]:
-    """Loads an image into a state of any home, mesh and number of shards, value for value.
+def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray], cast: bool) -> DenseState:
+    """The dense state of an image, each leaf placed as in the template, after comparing paths, shapes and dtypes.
 
     Args:
-      path: the image.
-      template: a freshly made state of the wanted placement; host tables are filled in place, all else is replaced.
-      spec: of the template; its tables must be those of the image, shards and lookups need not.
+      image: whose dense state it is; one replica's fills any number of them.
+      template: the dense state to fill.
+      arrays: what `load_arrays` gave.
+      cast: accept other dtypes of numbers, and cast to the template's.
 
-    Returns:
-      The state and the image's manifest.
-
-    Errors:
-      ValueError: the image is damaged, or was made for other tables, slots or another model; says what differs.
+    Raises:
+      ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
     """
-    image = read_manifest(path)
-    refuse_other(image, "tables", _tables_of(spec), image.tables)
-    refuse_other(image, "row optimizer slots", slots_of(template.tables, spec), image.slots)
-    dense, shapes = _check_dense(image, template.dense)
-    verify(image)
-    arrays = load_arrays(image, leaves_of(image))
-    tables = template.tables
-    for name, stack in spec.stacks.items():
-        for part in ("value", *image.slots[name]):
-            rows = np.stack([arrays.pop(leaf_name(name, shard, part)) for shard in range(image.shards)], axis=1)
-            rows = rows.reshape(-1, rows.shape[-1])[: stack.offsets[-1]]  # all rows in order, padding cut off
-            tables = _replace_part(tables, name, part, rows)
-    leaves = [arrays.get(f"dense.{n:04d}", np.zeros(shape, dtype)) for n, (shape, dtype) in enumerate(shapes)]
-    placed = [
-        jax.device_put(np.broadcast_to(leaf, old.shape), old.sharding) for leaf, old in zip(leaves, dense, strict=True)
-    ]
-    return TrainState(jax.tree.unflatten(jax.tree.structure(template.dense), placed), tables), image
+    check_dense(image, template, cast)
+    leaves = []
+    for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
+        saved = arrays.get(_dense_name(number))
+        leaves.append(_place(np.zeros(shape, dtype) if saved is None else saved, old))
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-class Background:
-    """One job at a time in a thread; what it raises is raised by the next call, and on leaving the `with` block."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self.stall_seconds = 0.0  # how long training has waited for saves, in all
-
-    def wait(self) -> None:
-        """Waits until what is being written is committed; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def done(self) -> bool:
-        """Whether nothing is being written; raises what went wrong."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        self.wait()
-        return True
-
-    def _begin(self, job: Callable, *args) -> None:
-        def run():
-            try:
-                job(*args)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint")
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join()
+def _place(saved, old):
+    """A saved leaf in the kind, dtype, shape and sharding of the one that it replaces."""
+    if _is_key(old):
+        saved = np.broadcast_to(saved, (*old.shape, *saved.shape[-1:]))
+        return jax.device_put(jax.random.wrap_key_data(saved, impl=jax.random.key_impl(old)), old.sharding)
+    if not hasattr(old, "dtype"):
+        return type(old)(saved)  # a Python number, as some optimizers keep
+    saved = np.broadcast_to(saved.astype(old.dtype), old.shape)
+    return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-class Checkpointer(Background):
-    """Saves images of a run while training goes on; one at a time, in a thread.
-
-    Args:
-      directory: where the images go, as step_N.
-      spec: the tables.
-      keep: how many images to keep; older ones are removed after a newer one is committed, but for those that row
-        deltas need.
-
-    A failed save is raised by the next call, and on leaving the `with` block.
-    """
-
-    def __init__(self, directory: str | Path, spec: EmbeddingSpec, keep: int = 2):
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1.")
-        super().__init__()
-        self.directory, self._spec, self._keep = Path(directory), spec, keep
-
-    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
-        """Copies the state and begins to write it; returns the seconds that training waited.
-
-        An image of the same step that is there already is left as it is.
-        """
-        start = time.perf_counter()
-        self.wait()
-        path = self.directory / f"step_{int(state.dense.step):08d}"
-        if not path.exists():
-            self._begin(self._write, path, snapshot(state, self._spec, extra))
-        stall = time.perf_counter() - start
-        self.stall_seconds += stall
-        return stall
-
-    def _write(self, path, image):
-        write_image(path, image)
-        for old in images(self.directory)[self._keep :]:
-            if old.name not in needed(self.directory):
-                remove_image(old)
+def check_dense(image: Image, template: DenseState, cast: bool = False) -> None:
+    """Refuses a template whose dense state is not that of an image, see `place_dense`."""
+    wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
+    wanted = {path: list(kind) for path, kind in wanted.items()}
+    found = {path: [shape, dtype] for path, shape, dtype in image.dense}
+    other_dtypes = {}
+    for path, (shape, dtype) in found.items():
+        mine = wanted.get(path, [[], dtype])
+        if shape[:1] == [1] and shape[1:] == mine[0][1:]:
+            mine[0] = shape  # one replica fills any number of them
+        if mine[1] != dtype and "key<" not in mine[1] + dtype:
+            other_dtypes[path] = f"{dtype}, wanted {mine[1]}"
+            mine[1] = dtype
+    refuse_other(image, "dense state", wanted, found)
+    if other_dtypes and not cast:
+        raise ValueError(
+            f"{image.path} was saved with other dtypes: {other_dtypes}. Make the model and optimizer in the saved "
+            "ones, or ask for a cast: restore(..., cast=True)."
+        )
 
 
 def leaf_name(stack: str, shard: int, part: str) -> str:
@@ -183,24 +135,27 @@ def leaf_name(stack: str, shard: int, part: str) -> str:
     return f"rows.{stack}.{shard:04d}.{part}"
 
 
-def _table_parts(tables):
-    """{(stack, shard, part): array} of either home."""
+def _parts(tables, name):
+    """{part: its rows, one array a shard} of a stack on the host; of host tables they are views."""
     if isinstance(tables, HostTables):
-        return {
-            (name, shard, part): array
-            for name, shards in tables.shards.items()
-            for shard, parts in enumerate(shards)
-            for part, array in parts.items()
-        }
-    parts: dict[tuple[str, int, str], np.ndarray] = {}
-    for name in tables.value:
-        for part, array in {"value": tables.value[name], **tables.slots[name]}.items():
-            host = np.asarray(array)
-            parts |= {(name, shard, part): host[shard] for shard in range(tables.shards)}
-    return parts
+        return {part: [shard[part] for shard in tables.shards[name]] for part in tables.shards[name][0]}
+    return {part: np.asarray(array) for part, array in {"value": tables.value[name], **tables.slots[name]}.items()}
 
 
-def _replace_part(tables, name, part, rows):
+def _shard_by_shard(tables, spec) -> Iterator[dict[str, np.ndarray]]:
+    """{leaf: rows} of one shard of all stacks after the other; of device tables a shard is on the host at a time."""
+    for shard in range(spec.shards):
+        arrays: dict[str, np.ndarray] = {}
+        for name in spec.stacks:
+            if isinstance(tables, HostTables):
+                parts = tables.shards[name][shard]
+            else:
+                parts = {"value": tables.value[name][shard]} | {k: a[shard] for k, a in tables.slots[name].items()}
+            arrays |= {leaf_name(name, shard, part): np.asarray(array) for part, array in parts.items()}
+        yield arrays
+
+
+def replace_part(tables, name: str, part: str, rows: np.ndarray):
     """Tables of either home with all rows f32[rows in use, width] of one part; rows not in use keep their values."""
     if isinstance(tables, HostTables):
         for shard, parts in enumerate(tables.shards[name]):
@@ -218,14 +173,22 @@ def _replace_part(tables, name, part, rows):
     return DeviceTables(tables.value, {**tables.slots, name: {**tables.slots[name], part: placed}}, tables.shards)
 
 
-def slots_of(tables, spec: EmbeddingSpec) -> dict[str, dict[str, int]]:
-    """{stack: {slot: K}} of tables of either home, in the order of the spec."""
+def layout_of(tables, spec: EmbeddingSpec) -> dict[str, dict[str, list]]:
+    """{stack: {part: [width, dtype]}} of tables of either home, 'value' first, in the order of the spec."""
+    return {
+        name: {part: [int(a.shape[-1]), str(a.dtype)] for part, a in _any_shard(tables, name).items()}
+        for name in spec.stacks
+    }
+
+
+def _any_shard(tables, name):
     if isinstance(tables, HostTables):
-        return {name: {slot: layout.width for slot, layout in tables.layout[name].items()} for name in spec.stacks}
-    return {name: {slot: array.shape[-1] for slot, array in tables.slots[name].items()} for name in spec.stacks}
+        return tables.shards[name][0]
+    return {"value": tables.value[name], **tables.slots[name]}
 
 
-def _tables_of(spec):
+def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:
+    """{table: [rows, width]} in the order of a spec."""
     return {name: [table.rows, table.width] for name, table in spec.tables.items()}
 
 
@@ -244,15 +207,3 @@ def _shortened(a, b):
     if isinstance(a, dict) and isinstance(b, dict):
         return {key: value for key, value in a.items() if b.get(key) != value} or f"the order {list(a)}"
     return a
-
-
-def _check_dense(image, dense: DenseState):
-    """Leaves of the template's dense state and the saved shapes, after comparing them."""
-    leaves = jax.tree_util.tree_leaves_with_path(dense)
-    wanted = {jax.tree_util.keystr(path): [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
-    found = {path: [shape, dtype] for path, shape, dtype in image.dense}
-    for path in wanted:  # an image of one replica fills any number of them
-        if path in found and found[path][0][:1] == [1] and found[path][0][1:] == wanted[path][0][1:]:
-            wanted[path] = found[path]
-    refuse_other(image, "dense state", wanted, found)
-    return [leaf for _, leaf in leaves], [(tuple(shape), dtype) for _, shape, dtype in image.dense]

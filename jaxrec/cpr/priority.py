@@ -8,6 +8,7 @@ instead of all V every T loses less for the same bytes. A tracker watches one st
     pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows a shard
     tracker = scheme.saved(tracker, pick)                    when they are committed; never, if the save failed
     tracker = scheme.restored(tracker, shard, value)         a shard was loaded: it equals what is saved
+    tracker = scheme.recall(tracker, scheme.remember(tracker))         what a tracker knows beyond its rows, as JSON
 
 A row is picked only if it was touched (SCAR: if it differs) since it was last saved, and `saved` takes back what the
 pick saw and no more: what is touched between pick and commit stays to be saved. One pick is in flight at a time.
@@ -51,6 +52,8 @@ class Priority(NamedTuple):
     pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
     saved: Callable[..., Any]  # (tracker, Pick) -> tracker
     restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
+    remember: Callable[..., dict[str, Any]]  # (tracker) -> JSON: all that a fresh tracker of saved rows lacks
+    recall: Callable[..., Any]  # (tracker, JSON) -> tracker
     by_tracker: bool = True  # `pick` looks at the tracker alone, not at values, and may run while training goes on
 
 
@@ -136,7 +139,13 @@ def _counted(name, by_access, choose):
     def restored(tracker, shard, value):
         return Counts(trackers.set_shard(tracker.count, shard, 0), tracker.turn)
 
-    return Priority(name, init, touch, pick, saved, restored)
+    def remember(tracker):
+        return {"turn": np.asarray(tracker.turn).tolist()}
+
+    def recall(tracker, known):
+        return tracker._replace(turn=np.array(known["turn"], np.int32))
+
+    return Priority(name, init, touch, pick, saved, restored, remember, recall)
 
 
 class Listed(NamedTuple):
@@ -181,7 +190,13 @@ def ssu(every: int = 2) -> Priority:
     def restored(tracker, shard, value):
         return tracker._replace(entry=trackers.set_shard(tracker.entry, shard, listed.EMPTY))
 
-    return Priority("ssu", init, touch, pick, saved, restored)
+    def remember(tracker):
+        return {"batch": int(tracker.batch)}
+
+    def recall(tracker, known):
+        return tracker._replace(batch=np.int32(known["batch"]))
+
+    return Priority("ssu", init, touch, pick, saved, restored, remember, recall)
 
 
 class Saved(NamedTuple):
@@ -211,4 +226,7 @@ def scar() -> Priority:
     def restored(tracker, shard, value):
         return Saved(trackers.set_shard(tracker.value, shard, value[shard]))
 
-    return Priority("scar", init, touch, pick, saved, restored, by_tracker=False)
+    def recall(tracker, known):
+        return tracker
+
+    return Priority("scar", init, touch, pick, saved, restored, lambda tracker: {}, recall, by_tracker=False)

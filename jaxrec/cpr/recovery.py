@@ -8,26 +8,50 @@ The schedule, in steps:   every save_every_steps a regular save, of everything w
                           with one, every fraction * save_every_steps the rows that it picks, at most that fraction, and
                           at regular saves all rows of the tables named in `whole`.
 
+Every save holds the dense state and the figures of the recovery too, so that a run also survives its own process:
+
+    state, image = restore(directory, state, spec, row_optimizer)      # base + deltas + the dense state saved last
+    with Recovery(directory, spec, row_optimizer, ...) as recovery:
+        state = recovery.begin(state, image)                           # and the batches go on from image.step
+
 Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
 Legend: S shards, V rows of a stack.
 """
 
+import contextlib
+import functools
+import math
 import threading
 import time
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
-from jaxrec.checkpoint import Checkpointer, RowCheckpointer, deltas, images, read_manifest, restore, restore_shard
+from jaxrec.checkpoint import (
+    Checkpointer,
+    DamagedImage,
+    Image,
+    RowCheckpointer,
+    images,
+    newest_first,
+    restore,
+    restore_shard,
+)
+from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
-from jaxrec.embedding import DeviceTables, HostTables
+from jaxrec.embedding import HostTables
 from jaxrec.embedding.host import without_gaps
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, TrainState
+
+_FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
 
 
 class RolledBack(Exception):
@@ -62,31 +86,33 @@ class Recovery:
       whole: tables that no scheme watches: all their rows are saved at regular saves. CPR's are all but the 7 largest.
       failures: {step: shards} that fail right after a step, for emulation.
       pipeline: an OAC `Pipeline` whose hook this is; saves are then taken at announced cuts, and failures drain it.
-      most_deltas: as for `RowCheckpointer`.
+      most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging them costs at most a sixteenth of the bytes
+        that saving everything at regular saves would write.
       pick_ahead_steps: how long before a save its rows are picked, in a thread beside training; less than the steps
         between saves, whatever is given. Batches trained meanwhile are tracked at the save, except for the picked
         rows, which it saves as they are then. Always 0 with a pipeline, and for schemes that look at values (SCAR).
+      copy: of whole images, as for `Checkpointer`.
 
     Attributes:
       pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
       failed: shards lost so far. lost_steps: steps trained again, with full recovery.
       rows_saved, saves: rows and saves so far.
 
-    Errors:
+    Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with `whole`.
-      A failed save is raised by the hook at the next one, and on leaving the `with` block, also if a shard was
-      recovered in between; its rows stay to be saved (SSU's as far as its list has room).
+
+    A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved (SSU's as far as its
+    list has room). Leaving the `with` block raises what the last save failed with.
     """
 
     def __init__(
         self, directory: str | Path, spec: EmbeddingSpec, row_optimizer: RowOptimizer, save_every_steps: float,
         total_steps: int, mode: Mode = "partial", scheme: Priority | None = None, fraction: float = 0.125,
         whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
-        most_deltas: int = 8, pick_ahead_steps: int = 4,
+        most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
     ):  # fmt: skip
         _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures or {}, pick_ahead_steps)
-        self.directory, self.spec, self.mode = Path(directory), spec, mode
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.spec, self.mode = local_path(directory), spec, mode
         self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
         self._mini = save_every_steps * fraction if scheme else save_every_steps
         ahead = pick_ahead_steps if scheme and scheme.by_tracker and pipeline is None else 0
@@ -94,8 +120,10 @@ class Recovery:
         self._scheme: Any = scheme
         self._fraction, self._whole = fraction, _ranges(spec, whole)
         self._failures, self._pipeline = dict(failures or {}), pipeline
-        self._checkpointer = Checkpointer(self.directory, spec)
-        self._deltas = RowCheckpointer(self.directory, spec, most_deltas=most_deltas)
+        self._most, self._copy = most_deltas or math.ceil(16 / fraction), copy
+        self._open = contextlib.ExitStack()  # what leaving the `with` block closes
+        self._checkpointer: Any = None  # whole images; made by `begin`, which knows the run
+        self._deltas: Any = None  # rows, with a scheme
         self._trackers: dict[str, Any] = {}
         self._picked: dict[str, Any] = {}  # of the save that is being written
         self._picking: Future | None = None  # for the save to come
@@ -103,53 +131,102 @@ class Recovery:
         self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while rows are being picked
         self._lock, self._cuts = threading.Lock(), 0  # cuts that have not picked yet
         self._announced: set[int] = set()  # steps of cuts to come
-        self._stall, self._begun = 0.0, False
-        self._late: Exception | None = None  # of a save, found when a shard was recovered
-        self._last = self._regular = self._coming = 0  # step of the last save; of the last regular one committed; begun
+        self._stall, self._base_wanted = 0.0, False  # the chain is damaged: a whole image goes before more deltas
+        # Step of the last save; of the last regular one committed; of the one that is being written, or that.
+        self._last = self._regular = self._coming = 0
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
 
     @property
     def stall_seconds(self) -> float:
         """How long training has waited for saves: for picking, copying, and what was being written still."""
-        background = self._checkpointer.stall_seconds + self._deltas.stall_seconds
-        return self._stall if self._pipeline is None else background
+        return self._stall if self._pipeline is None else sum(saver.stall_seconds for saver in self._savers())
 
-    def begin(self, state: TrainState) -> TrainState:
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all images and deltas committed since `begin`, merged deltas included."""
+        return sum(saver.bytes_written for saver in self._savers())
+
+    @property
+    def failed_saves(self) -> list[str]:
+        """What went wrong with saves, a line for each that failed."""
+        return [line for saver in self._savers() for line in saver.failures]
+
+    def _savers(self):
+        return [saver for saver in (self._checkpointer, self._deltas) if saver is not None]
+
+    def begin(self, state: TrainState, image: Image | None = None) -> TrainState:
         """Starts to track; saves the state as a base unless it is fresh, when initial rows are the base.
 
         With full recovery, which has dense parameters to go back to, a base is always saved.
 
-        Errors:
-          ValueError: the directory holds images or deltas of later steps than the state's; a fresh state wants none.
+        Args:
+          state: TrainState.
+          image: what `restore` returned with the state, if the run goes on: the figures are taken from it, and what the
+            mosaic of rows has lost against its step counts as lost by all shards.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: the directory holds images, and `image` is not one of them; a second `begin`.
         """
         step = int(state.dense.step)
-        if not self._begun:
-            self._refuse_others(step)
-        if step or self.mode == "full":
-            self._checkpointer.save(state)
-            self._checkpointer.wait()
-            self._deltas.rebase(self.directory / f"step_{step:08d}")
-        self._last = self._regular = self._coming = step
+        self._check_begin(step, image)
+        run = image.run if image else None
+        self._checkpointer = self._open.enter_context(Checkpointer(self.directory, self.spec, run=run, copy=self._copy))
         if self._scheme:
-            for name in self.spec.stacks:
-                self._trackers[name] = self._scheme.init(_value(state.tables, name), self._budget(name))
-        self._begun = True
+            base, run = image.path if image else None, self._checkpointer.run
+            self._deltas = RowCheckpointer(self.directory, self.spec, base, self._most, run)
+            self._open.enter_context(self._deltas)
+        self._last = self._regular = self._coming = step
+        known = image.extra.get("cpr", {}) if image else {}
+        self._watch_from(state.tables, known.get("trackers", {}))
+        self._take_figures(known, step)
+        fresh = image is None and not step and self.mode == "partial"
+        if not fresh and not (image and (self._scheme or image.path in images(self.directory))):
+            self._save_base(state)
         self._announce(step)
         return state
 
-    def _refuse_others(self, step):
-        found = {path.name: read_manifest(path).step for path in [*images(self.directory), *deltas(self.directory)]}
-        others = sorted(name for name, other in found.items() if other > step or not step)
-        if others:
+    def _check_begin(self, step, image):
+        found = newest_first(self.directory)
+        if self._checkpointer is not None:
+            raise ValueError("begin was called before: a Recovery watches one run, once.")
+        if image is None and found:
             raise ValueError(
-                f"{self.directory} holds {others[0]} (and {len(others) - 1} more) of another run than the one from "
-                f"step {step}: it would pass for newer rows. Restore it and begin there, or give another directory."
+                f"{self.directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
+                "this run: go on with that one (state, image = restore(directory, state, spec, row_optimizer), then "
+                "begin(state, image)), or give another directory."
             )
+        if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
+            raise ValueError(
+                f"image {image.path} of step {image.step} must lie in {self.directory}, and the state, of step {step}, "
+                "must be what `restore` returned with it."
+            )
+
+    def _watch_from(self, tables, known):
+        """Trackers of rows that are all as they were saved; the little more that they know comes from an image."""
+        for name in self.spec.stacks if self._scheme else ():
+            tracker = self._scheme.init(_value(tables, name), self._budget(name))
+            self._trackers[name] = self._scheme.recall(tracker, known[name]) if name in known else tracker
+
+    def _take_figures(self, known, step):
+        """Goes on with the figures of an image; rows of before its step that it lacks are lost in all shards."""
+        for name in _FIGURES:
+            setattr(self, name, known.get(name, getattr(self, name)))
+        regular = known.get("regular", step)
+        if regular < step:
+            self._regular = self._coming = regular
+            self.pls += lost_portion(step, regular, max(self._total, step), self.spec.shards, self.spec.shards)
+
+    def _figures(self, regular):
+        """What a save says of the recovery, beside rows and dense state."""
+        trackers = {name: self._scheme.remember(tracker) for name, tracker in self._trackers.items()}
+        return {"cpr": {name: getattr(self, name) for name in _FIGURES} | {"regular": regular, "trackers": trackers}}
 
     def hook(self, state: TrainState, step: int, plan: dict[str, Plan], metrics) -> TrainState:
         """Tracks the batch, saves if it is time to, and recovers from the failures of this step."""
-        if not self._begun:
-            raise ValueError("call state = recovery.begin(state) before the first step.")
+        self._refuse_unbegun()
         if self._scheme:
             with self._lock:
                 self._waiting.append((step, plan))
@@ -170,24 +247,32 @@ class Recovery:
             state = self.fail(state, self._failures.pop(step), step)
         return state
 
+    def _refuse_unbegun(self):
+        if self._checkpointer is None:
+            raise ValueError("call state = recovery.begin(state) before the first step.")
+
     def fail(
         self, state: TrainState, shards: Sequence[int], step: int | None = None, without: Collection[str] = ()
     ) -> TrainState:
         """Loses shards and recovers: partial recovery restores them alone, full recovery raises `RolledBack`.
 
+        Where an image is damaged, the newest one that is whole is used, with a warning; its step decides the PLS.
+
         Args:
-          state: TrainState; its tables change.
+          state: TrainState; its tables change, those of devices are donated.
           shards: the ones that fail, of all stacks.
           step: steps trained.
-          without: names of damaged deltas to leave out.
+          without: names of damaged images to leave out, when nothing else is whole.
 
         Returns:
           The state to go on with.
 
-        Errors:
+        Raises:
           RolledBack: with full recovery.
-          ValueError: there is no such shard; an image is missing or damaged.
+          DamagedImage: no image is whole; nothing has changed.
+          ValueError: there is no such shard; `begin` was not called.
         """
+        self._refuse_unbegun()
         step = int(state.dense.step) if step is None else step
         _check_shards(self.spec, shards)
         if self._pipeline is None:
@@ -197,46 +282,54 @@ class Recovery:
         return state
 
     def _recover(self, state, tables, shards, step, without):
-        self._keep_failure(self._picked_ahead)  # and drop it: rows of lost shards are no longer what was picked
-        self._touch(step)
-        for _ in (self._checkpointer, self._deltas):  # each may have failed
-            self._keep_failure(self._settle)
+        try:  # a save that failed does not keep a shard from coming back
+            self._picked_ahead()  # and dropped: rows of lost shards are no longer what was picked
+            self._touch(step)
+            self._settle()
+        except Exception as error:
+            warnings.warn(f"a save failed: {error}", stacklevel=3)
         if self.mode == "full":
             self.failed += len(shards)
             self._roll_back(state, step)
-        portion = lost_portion(step, self._regular, max(self._total, step), self.spec.shards, len(shards))
-        tables = self._bring_back(tables, shards, without)
-        self.failed, self.pls = self.failed + len(shards), self.pls + portion
-        return tables
-
-    def _keep_failure(self, finish):
-        """Finishes a save; if it failed, shards come from those before it, and the next save raises what went wrong."""
-        try:
-            finish()
-        except Exception as error:
-            self._late = self._late or error
-
-    def _bring_back(self, tables, shards, without):
-        newest = self._newest()
+        skipped: list[Path] = []
         for shard in shards:
-            tables = lose(tables, shard)
-            tables, _ = restore_shard(newest, tables, shard, self.spec, self._rows, without)
-            for name in self._trackers:
-                value = _value(tables, name)
-                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value)
+            tables = self._bring_back(tables, shard, step, without, skipped)
+        if skipped and self._scheme:
+            self._save_base(_at_step(state._replace(tables=tables), step))  # nothing more goes over a damaged chain
+        for path in {*skipped} - {path for path in skipped if self._scheme}:
+            set_aside(path)  # it does not count among the images to keep
         return tables
+
+    def _bring_back(self, tables, shard, step, without, skipped):
+        """One shard from the newest source that is whole; what is damaged is warned of and added to `skipped`."""
+        error: DamagedImage | None = None
+        for source in self._sources():
+            try:
+                tables, found = restore_shard(source, tables, shard, self.spec, self._rows, without)
+            except DamagedImage as damaged:
+                error = damaged
+                warn_skipped(damaged)
+                skipped += [] if source in skipped else [source]
+                continue
+            saved = self._regular if error is None else _regular_of(found)
+            self.pls += lost_portion(step, saved, max(self._total, step), self.spec.shards)
+            self.failed += 1
+            for name in self._trackers:
+                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, _value(tables, name))
+            return tables
+        assert error is not None
+        raise error
+
+    def _sources(self):
+        """What a shard may come back from, newest first: the chain, link by link, then older images."""
+        mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._scheme else []
+        return [*mine, *(path for path in images(self.directory) if path not in mine)] or [None]
 
     def _roll_back(self, state, step):
-        restored, image = restore(images(self.directory)[0], state, self.spec)
+        restored, image = restore(self.directory, state, self.spec, self._rows)
         self.lost_steps += step - image.step
         self._last = self._regular = self._coming = image.step
         raise RolledBack(restored, image.step)
-
-    def _newest(self):
-        if self._scheme:
-            return self._deltas.newest()
-        found = images(self.directory)
-        return found[0] if found else None
 
     # ---- saving
 
@@ -275,7 +368,7 @@ class Recovery:
 
     def _pick(self, tables=None):
         """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at values."""
-        self._settle()
+        self._settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
         picked = {}
         for name in self.spec.stacks:
             value = None if tables is None else _value(tables, name)
@@ -291,41 +384,54 @@ class Recovery:
         """Waits for the save that is being written; only what is committed counts as saved."""
         picked, self._picked = self._picked, {}
         coming, self._coming = self._coming, self._regular
-        self._checkpointer.wait()
-        self._deltas.wait()
+        if not all([saver.settle() for saver in self._savers()]):
+            return
         for name, pick in picked.items():
             self._trackers[name] = self._scheme.saved(self._trackers[name], pick)
         self._regular = self._coming = coming
 
     def _save(self, state, step):
-        self._raise_late()
         regular = self._due(step, self._every, self._last)
-        if self._scheme:
-            self._save_rows(state.tables, step, regular)
+        state = _at_step(state, step)
+        if self._base_wanted:
+            self._touch(step)
+            self._picked_ahead()
+            self._save_base(state)
+        elif self._scheme:
+            self._save_rows(state, step, regular)
         else:
             self._settle()
-            self._checkpointer.save(state._replace(dense=state.dense._replace(step=np.int32(step))))
             self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
-        self.saves += 1
+            self.saves += 1
+            self._checkpointer.save(state, self._figures(step))
         self._last, self._coming = step, step if regular else self._coming
 
-    def _save_rows(self, tables, step, regular):
+    def _save_rows(self, state, step, regular):
         picked = self._picked_ahead()
         self._touch(step, picked)
-        picked = self._pick(tables) if picked is None else picked
+        picked = self._pick(state.tables) if picked is None else picked
         rows: dict[tuple[str, int], np.ndarray] = {}
         for name, pick in picked.items():
             for shard, mine in enumerate(pick.rows):
                 all_of = [_shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
                 rows[name, shard] = np.unique(np.concatenate([mine, *all_of])) if regular and all_of else mine
-        self._deltas.save(tables, rows, step)
-        self._picked = picked  # only now: what was not copied stays to be saved
         self.rows_saved += sum(map(len, rows.values()))
+        self.saves += 1
+        self._deltas.save(state.tables, rows, step, self._figures(step if regular else self._regular), state.dense)
+        self._picked = picked  # only now: what was not copied stays to be saved
 
-    def _raise_late(self):
-        error, self._late = self._late, None
-        if error is not None:
-            raise error
+    def _save_base(self, state):
+        """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next save tries again."""
+        step = int(state.dense.step)
+        self._base_wanted = True
+        self._checkpointer.save(state, self._figures(step))
+        if not self._checkpointer.settle():
+            return
+        if self._deltas is not None:
+            self._deltas.restart(self._checkpointer.path_of(step))
+            self._watch_from(state.tables, {name: self._scheme.remember(t) for name, t in self._trackers.items()})
+        self._base_wanted, self._last = False, step
+        self._regular = self._coming = step
 
     def _budget(self, name):
         stack = self.spec.stacks[name]
@@ -338,19 +444,17 @@ class Recovery:
     def __exit__(self, kind, error, trace) -> None:
         try:
             if error is None:
-                self._raise_late()
                 self._picked_ahead()
         finally:
             self._picker.shutdown()
-            for background in (self._checkpointer, self._deltas):
-                background.__exit__(kind, error, trace)
+            self._open.__exit__(kind, error, trace)
 
 
 def lose(tables, shard: int):
     """Makes the rows and slots of one shard NaN in all stacks, as if its node were gone; nothing of it survives.
 
     Args:
-      tables: host tables change in place; device tables come back changed.
+      tables: host tables change in place; device tables are donated.
       shard: from 0 to S - 1.
 
     Returns:
@@ -361,10 +465,12 @@ def lose(tables, shard: int):
             for part in shards[shard].values():
                 part[:] = np.nan
         return tables
-    gone = lambda array: array.at[shard].set(np.nan)
-    value = {name: gone(array) for name, array in tables.value.items()}
-    slots = {name: {slot: gone(array) for slot, array in parts.items()} for name, parts in tables.slots.items()}
-    return DeviceTables(value, slots, tables.shards)
+    return _lose(tables, shard)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def _lose(tables, shard):
+    return jax.tree.map(lambda array: array.at[shard].set(np.nan), tables)
 
 
 def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
@@ -398,6 +504,16 @@ def _in_pick(plan, rows):
     """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
     found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
     return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
+
+
+def _at_step(state, step):
+    """A state that says which step it is of: a hook is told, and under OAC the dense half may not say so."""
+    return state._replace(dense=state.dense._replace(step=np.int32(step)))
+
+
+def _regular_of(found):
+    """The step up to which a chain counts as saved, which mini-saves do not move."""
+    return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
 
 
 def _value(tables, name):
