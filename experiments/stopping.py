@@ -1,11 +1,13 @@
 """How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not accidents."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -35,7 +37,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._held, self._ctrl_c = False, 0
+        self._held, self._to_raise, self._ctrl_c = False, False, 0
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -63,18 +65,37 @@ class Asked:
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
-        first, self.signal = self.signal is None, self.signal or number
+        if self.signal is None:
+            self.signal, self._to_raise = number, True
         self._ctrl_c += number == signal.SIGINT
         if self._ctrl_c == 3:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
+        self._answer(number)
+        if not self._held and self._to_raise:
+            if in_gc_callback(frame):  # what is raised here is lost, so the signal comes again in a moment
+                self._ctrl_c -= number == signal.SIGINT
+                threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+                return
+            self._to_raise = False
+            raise Stopped(number)
+
+    def _answer(self, number):
         words = "the running step ends, then its state is saved" if self._held else "stopping"
         if self._ctrl_c == 2:
             words += "; a third Ctrl-C kills at once"
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
-        if first and not self._held:
-            raise Stopped(number)
+
+
+def in_gc_callback(frame: FrameType | None) -> bool:
+    """Whether a frame runs inside a callback of the garbage collector (JAX has one), which swallows exceptions."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

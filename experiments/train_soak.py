@@ -32,8 +32,8 @@ from jaxrec.checkpoint.image import leaves_of, load_arrays
 
 HOMES = {"device": (), "host": ("--tables", "host"), "mapped": ("--tables", "host", "--table-directory", "{tables}")}
 WAYS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "two SIGINT")
-SMALL = ("--preset", "smoke", "--rows", "5000", "--batch-size", "128", "--steps", "120", "--evaluations", "12")
-LINES = 16  # that such a run prints while it is at work
+SMALL = ("--preset", "smoke", "--rows", "5000", "--batch-size", "128", "--steps", "120", "--evaluations", "5")
+LINES = 9  # that such a run prints while it is at work
 AS_OFTEN = ((), ("--save-every-steps", "7"), ("--save-every-steps", "1"))  # saves
 
 
@@ -79,8 +79,8 @@ class Soak:
     def start(self, home: str, workdir: Path, flags: tuple[str, ...] = ()) -> subprocess.Popen:
         """Starts train.py, or goes on."""
         placed = [flag.format(tables=workdir.with_name(workdir.name + ".tables")) for flag in HOMES[home]]
-        command = [sys.executable, Path(__file__).parent / "train.py", *SMALL, *placed, *flags]
-        command += ["--workdir", workdir, "--resume"]
+        command = [sys.executable, str(Path(__file__).parent / "train.py"), *SMALL, *placed, *flags]
+        command += ["--workdir", str(workdir), "--resume"]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, env=self.environment
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -167,6 +168,7 @@ def test_a_signal_raises_at_once_where_nothing_is_to_be_saved():
         before = signal.getsignal(number)
         with pytest.raises(Stopped, match=signal.Signals(number).name), stop_on_signals() as asked:
             os.kill(os.getpid(), number)
+            threading.Event().wait(60)
             pytest.fail("went on")
         assert asked.signal == number and signal.getsignal(number) is before
 
@@ -190,6 +192,7 @@ def test_a_lost_exception_is_raised_again_before_training():
     with pytest.raises(Stopped), stop_on_signals() as asked:
         with contextlib.suppress(Stopped):  # as a callback of somebody's C does
             os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
         with asked.held():
             pytest.fail("training began")
 
@@ -222,35 +225,51 @@ def test_signals_are_refused_in_another_thread():
 
 
 @pytest.mark.parametrize(
-    ("signals", "flags", "code"),
-    [(("SIGTERM",), "", 143), (("SIGINT",), "", 130), (("SIGHUP",), "", 129), (("SIGTERM",), "requeue=True", 75)]
-    + [(("SIGINT", "SIGINT"), "", 130), (("SIGINT", "SIGINT", "SIGINT"), "", -2)],
+    ("signals", "requeue", "code"),
+    [
+        (("SIGTERM",), False, 143),
+        (("SIGINT",), False, 130),
+        (("SIGHUP",), False, 129),
+        (("SIGTERM",), True, 75),
+        (("SIGINT", "SIGINT"), False, 130),
+        (("SIGINT", "SIGTERM", "SIGTERM", "SIGTERM"), False, 130),
+        (("SIGINT", "SIGINT", "SIGINT"), False, -2),
+    ],
 )
-def test_a_process_ends_with_the_code_of_its_signal(signals, flags, code):
+def test_a_process_ends_with_the_code_of_its_signal(signals, requeue, code):
     program = f"""
-import os, signal, sys
-from contract import command_line
-from stopping import Stopped, stop_on_signals
-def main(config):
+import os, signal
+from stopping import Stopped, leave, stop_on_signals
+try:
     with stop_on_signals() as asked, asked.held():
         for name in {signals}:
             os.kill(os.getpid(), signal.Signals[name])
         raise Stopped(asked.signal, "stopped and saved")
-import dataclasses
-@dataclasses.dataclass(frozen=True)
-class Config:
-    requeue: bool = {flags.removeprefix("requeue=") or False}
-sys.argv = ["x"]
-command_line(main, Config, "")
+except Stopped as stopped:
+    leave(stopped, requeue={requeue})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path_of_python()},
-    )
+    environment = os.environ | {"PYTHONPATH": path_of_python()}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == code and "Traceback" not in done.stderr
     assert ("stopped and saved" in done.stderr) == (code > 0)
+
+
+def test_a_signal_inside_the_garbage_collector_is_not_lost():
+    def callback(phase, info):
+        if phase == "start" and not came:
+            came.append(phase)
+            os.kill(os.getpid(), signal.SIGTERM)
+            len(came)  # Python calls handlers between two of its instructions
+
+    came: list[str] = []
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(Stopped, match="SIGTERM"), stop_on_signals():
+            gc.collect()
+            threading.Event().wait(60)
+            pytest.fail("the exception was lost")
+    finally:
+        gc.callbacks.remove(callback)
 
 
 def test_a_closed_pipe_ends_nothing(tmp_path):
@@ -377,7 +396,8 @@ def arrays_of(directory):
 
 
 def rows_of(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [{key: value for key, value in json.loads(line).items() if key != "train_seconds"} for line in lines]
 
 
@@ -405,7 +425,11 @@ def signalled(batches, at, number):
 
 @pytest.mark.parametrize(
     ("where", "at"),
-    [("data", 0), ("train", 0), ("train", 7), ("test", 0), ("test", 3), ("last test", 1)],
+    [("train", 7), ("test", 3)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("data", 0), ("train", 0), ("test", 0), ("last test", 1)]
+    ],
 )
 def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):
     whole = train.synthetic_data
@@ -413,10 +437,11 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
     def disturbed(config):
         if where == "data":
             os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
         data, tests = whole(config), iter(range(100))
         if where == "train":
             return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
-        wanted = {"test": 1, "last test": 3}[where]
+        wanted = {"test": 1, "end": 3}[where]
         return data._replace(
             test=lambda: signalled(data.test(), at, signal.SIGTERM) if next(tests) == wanted else data.test()
         )
