@@ -66,7 +66,7 @@ class Asked:
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
         if self.signal is None:
-            self.signal, self._to_raise = number, True
+            self.signal, self._to_raise = number, not self._held
         self._ctrl_c += number == signal.SIGINT
         if self._ctrl_c == 3:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
