@@ -13,6 +13,7 @@ import threading
 import types
 from pathlib import Path
 
+import clicks
 import numpy as np
 import pytest
 import saving
@@ -414,6 +415,21 @@ def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     train.main(dataclasses.replace(TINY, workdir=directory))
     return directory
+
+
+def test_the_test_set_is_the_same_at_every_batch_size():
+    few, many = (train.synthetic_data(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
+    assert few.best == many.best
+    for a, b in zip(few.test(), many.test(), strict=True):
+        np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
+        np.testing.assert_array_equal(a.label, b.label)
+
+
+def test_the_auc_to_expect_is_that_of_the_preset_and_of_nothing_else():
+    of = lambda **flags: clicks.expected_auc(train.Config(preset="smoke", **flags))
+    assert "this preset reaches about" in of() == of(tables="host", workdir=Path("x"))
+    assert of() != clicks.expected_auc(train.Config())
+    assert of(steps=50) == of(rows=1000) == of(learning_rate=0.1) == of(seed=1) == ""
 
 
 def signalled(batches, at, number):
