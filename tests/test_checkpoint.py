@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -356,3 +357,68 @@ def test_a_snapshot_shares_no_memory_with_the_state():
         parts["value"][:] = -1
     jax.tree.map(np.testing.assert_array_equal, image.arrays, before)
     json.dumps(image.manifest)
+
+
+def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, monkeypatch):
+    """A power cut finds all files on disk once the name is there, and the name once training goes on."""
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def note_fsync(handle):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def note_rename(source, target):
+        calls.append(("rename", str(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    directory, spec = tmp_path / "made" / "on the way", spec_of(2)
+    write_image(directory / "step_1", snapshot(make("host", spec), spec))
+    at = {call: number for number, call in enumerate(calls)}  # the last of each
+    renamed, partial = at["rename", str(directory / "step_1")], directory / "step_1.partial"
+    files = [partial / path.relative_to(directory / "step_1") for path in (directory / "step_1").rglob("*")]
+    assert all(at["fsync", str(path)] < renamed for path in [*files, partial])
+    assert at["fsync", str(directory)] > renamed
+    for made in (directory, tmp_path / "made"):  # a directory is there when the one above it is flushed
+        assert at["fsync", str(made.parent)] >= 0
+
+
+def _extra_memory(directory, copy, connection):
+    """Peak memory of a save beyond what the process had before it, in shards of the tables."""
+    spec = EmbeddingSpec({"t": Table(8 * 120_000, 32)}, {"t": Lookup("t")}, shards=8)  # 15 MB a shard
+    state = jaxrec.TrainState(jaxrec.DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
+    small = EmbeddingSpec({"t": Table(8, 32)}, {"t": Lookup("t")}, shards=8)
+    write_image(directory / "warm", snapshot(state._replace(tables=HostTables.create(small, sgd(0.1))), small))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Checkpointer(directory / copy, spec, copy=copy) as checkpointer:
+        checkpointer.save(state)
+        done = checkpointer.done()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    connection.send(((after - before) * 1024 / (120_000 * 32 * 4), done))
+
+
+@pytest.mark.parametrize(("copy", "at_least", "at_most"), [("shards", 0, 1.3), ("whole", 7, 17)])
+def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_path, copy, at_least, at_most):
+    context = multiprocessing.get_context("spawn")  # a child that has used little memory before
+    here, there = context.Pipe()
+    child = context.Process(target=_extra_memory, args=(tmp_path, copy, there))
+    child.start()
+    shards, done = here.recv()
+    child.join()
+    assert at_least <= shards <= at_most, shards
+    assert done or copy == "whole"  # training waits for the write
+    assert read_manifest(tmp_path / copy / "step_00000001").nbytes > 8 * 120_000 * 32 * 4
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
+    spec, state = spec_of(), make(home, spec_of(), devices=1 if home == "host" else 4, seed=1)
+    for copy in ("whole", "shards"):
+        with Checkpointer(tmp_path / copy, spec, copy=copy) as checkpointer:
+            checkpointer.save(state)
+        found, _ = restore(tmp_path / copy, make("device", spec), spec)
+        assert_same(state, found, spec)
+    tables = make("host", spec, seed=3).tables
+    restore_shard(tmp_path / "shards", tables, 3)
+    np.testing.assert_array_equal(dense_table(tables, "width_4")[3::8], dense_table(state.tables, "width_4")[3::8])

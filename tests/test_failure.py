@@ -38,6 +38,14 @@ def test_drawn_failures_take_distinct_nodes_and_keep_to_the_horizon(seed, nodes,
     np.testing.assert_allclose(longer.hours[: len(drawn.hours)], drawn.hours, rtol=1e-12)
 
 
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_placed_failures_are_uniform_over_the_whole_job_and_over_its_nodes(nodes):
+    placed = place_failures(4000, 56.0, nodes, 0)
+    share = np.histogram(placed.hours, bins=8, range=(0, 56.0))[0] / 4000
+    assert np.abs(share - 1 / 8).max() < 0.02  # a standard deviation is 0.005
+    assert np.abs(np.bincount(placed.node, minlength=nodes) / 4000 - 1 / nodes).max() < 0.03
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 99), shape=SHAPES, mtbf=st.floats(1, 50))
 def test_fits_recover_what_was_drawn(seed, shape, mtbf):

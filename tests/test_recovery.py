@@ -1,6 +1,7 @@
 """Recovery: survivors do not notice, the victim is what was saved, no failure is no difference; both homes and OAC."""
 
 import contextlib
+import math
 import threading
 
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import pytest
 from jaxrec import Batch, init_state, make_mesh, make_train_step
 from jaxrec.checkpoint import RowCheckpointer, deltas, images
 from jaxrec.cpr import Recovery, RolledBack, lose, mfu, random, round_robin, scar, ssu
-from jaxrec.cpr.recovery import without_rows
+from jaxrec.cpr.watch import without_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import fit, planned
 from jaxrec.oac import Pipeline
 from jaxrec.step import make_update
+from jaxrec.types import DenseState, TrainState
 
 TABLES = {"big": Table(90, 4), "small": Table(7, 4), "wide": Table(40, 8)}
 SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("big", "small")), "wide": Lookup("wide")}, shards=4)
@@ -141,13 +143,52 @@ def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme)
     with make(tmp_path, scheme, fraction=0.25, whole=whole, failures={30: [2]}) as recovery:
         train_with("host", recovery, [look, recovery.hook, lambda s, n, p, m: look(s, n, p, m)])
     assert recovery.saves == 20
-    budget = (
-        sum(recovery._budget(name) for name in SPEC.stacks) * 4 * 20 + 7 * 5
-    )  # and the small table at regular saves
+    # A quarter of each shard's watched rows, rounded up: 90 (+ 7) and 40 rows in 4 shards; the small table 5 times.
+    watched = (97 if scheme == "scar" else 90, 40)
+    budget = sum(math.ceil(0.25 * math.ceil(rows / 4)) for rows in watched) * 4 * 20 + (
+        0 if scheme == "scar" else 7 * 5
+    )
     assert 0 < recovery.rows_saved <= budget
     initial = rows_of(fresh("host"), 2)
     distance = lambda rows: sum(float(np.abs(rows[key] - lost[29][key]).sum()) for key in rows if key[1] == "value")
     assert distance(lost[30]) < 0.7 * distance(initial)
+
+
+@pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
+def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
+    """Every row is touched between saves, so that a save writes its whole budget: 3 of 12 and 2 of 5 rows a shard."""
+    spec = EmbeddingSpec({"a": Table(46, 2), "b": Table(20, 4)}, {"a": Lookup("a"), "b": Lookup("b")}, shards=4)
+    plans, saved = plan(spec, {"a": np.arange(46), "b": np.arange(20)}), []
+    tables = HostTables.create(spec, ROWS)
+    state = TrainState(DenseState(np.int32(0), {}, ()), tables)
+    with Recovery(tmp_path, spec, ROWS, 8, 100, scheme=SCHEMES[scheme], fraction=0.25, pick_ahead_steps=0) as recovery:
+        recovery.begin(state)
+        copy = recovery._deltas.save
+        recovery._deltas.save = lambda t, rows, *more: saved.append(rows) or copy(t, rows, *more)
+        for step in range(1, 13):
+            for shards in tables.shards.values():
+                for shard in shards:
+                    shard["value"][:] += step
+            recovery.hook(state, step, plans, {})
+    assert len(saved) == 6
+    for rows in saved:
+        assert {key: len(ids) for key, ids in rows.items()} == {
+            (name, shard): n for name, n in (("width_2", 3), ("width_4", 2)) for shard in range(4)
+        }
+
+
+@pytest.mark.parametrize(("home", "scheme"), [pair for pair in BOTH if pair[1] not in ("vanilla", "random")])
+def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_path, home, scheme):
+    """Its rows are those of the last save, so the tracker has nothing to save of it until it is touched again."""
+    saved = []
+    with make(tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as recovery:
+        state = recovery.begin(fresh(home))
+        state = fit(state, planned(SPEC, batches(0, 6), CAPACITY), STEP, [recovery.hook])
+        copy = recovery._deltas.save
+        recovery._deltas.save = lambda t, rows, *more: saved.append(rows) or copy(t, rows, *more)
+        state = recovery.fail(state, [1])
+        recovery._save(state, 8)
+    assert all((len(rows) == 0) == (shard == 1) for (_, shard), rows in saved[0].items())
 
 
 def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_path):

@@ -104,13 +104,14 @@ def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
 
 def advise(tip: Path, path: Path) -> str:
     """The sentence that ends an error about an image of the chain of a tip."""
-    others = [str(other) for other in newest_first(path.parent) if other != path]
-    if is_delta(path.name) and (path != tip or not _torn(path)):
-        return (
-            f"Nothing was changed. without=[{path.name!r}] restores all else of {tip.name}: rows saved in no newer "
-            "delta get their values from before it, or initial ones. `compact` takes it too, for the chain to go on."
-        )
-    return f"Nothing was changed. Other images beside it: {', '.join(others) or 'none'}."
+    others = [str(other) for other in newest_first(path.parent) if other not in (path, tip)]
+    said = f"Nothing was changed. Other images beside it: {', '.join(others[:3]) or 'none'}."
+    if path == tip and (_torn(path) or not is_delta(path.name)):
+        return said
+    return (
+        f"{said} without=[{path.name!r}] restores all else of {tip.name}: rows saved in no newer delta get their "
+        "values from before it, or initial ones. `compact` takes it too, for the chain to go on."
+    )
 
 
 def _torn(path):

@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,14 @@ import orbax.checkpoint as ocp
 
 from jaxrec.files import PARTIAL, make_directory, sync
 
-# Without OCDBT there is nothing to merge, which Orbax warns of at every save.
-logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
+# Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its threads raises, the
+# save raises as well: a hundred lines of tracebacks before that say no more.
+_NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
+logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
 
 
 class DamagedImage(ValueError):
@@ -122,7 +124,8 @@ def write_image(path: str | Path, image: Snapshot) -> Image:
 
 def _write_files(partial, image):
     """Arrays, then the manifest with their checksums, all flushed."""
-    for number, arrays in enumerate(filter(None, itertools.chain([image.arrays], image.later))):
+    pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
+    for number, arrays in enumerate(pieces):
         _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     sums = {str(file.relative_to(partial)): _checksum(file) for file in files}
@@ -132,7 +135,26 @@ def _write_files(partial, image):
         sync(file)
 
 
+def _pieces(arrays):
+    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all that it is given at once."""
+    piece, size = {}, 0
+    for name, array in arrays.items():
+        piece[name], size = array, size + array.nbytes
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = {}, 0
+    if piece:
+        yield piece
+
+
 def _write_arrays(directory, arrays):
+    needs, free = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(directory.parent).free
+    if needs > free:  # asked before, as tensorstore's threads complain at length of a disk that is full on the way
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free",
+            str(directory),
+        )
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     try:
         with _orbax() as orbax:
@@ -278,9 +300,11 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def warn_skipped(error: BaseException) -> None:
-    """Warns that an image was passed over because it is damaged; the error names it."""
-    warnings.warn(f"skipped what is damaged: {error}", stacklevel=3)
+def warn_skipped(errors: Sequence[BaseException]) -> None:
+    """Warns, once, that images were passed over because they are damaged; the errors name them, newest first."""
+    if errors:
+        more = f" (and {len(errors) - 1} more before it)" if len(errors) > 1 else ""
+        warnings.warn(f"skipped what is damaged: {errors[0]}{more}", stacklevel=3)
 
 
 def _orbax():

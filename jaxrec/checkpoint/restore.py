@@ -108,18 +108,18 @@ def _whole_chain(path) -> list[Image]:
 
 def _newest_whole(directory) -> list[Image]:
     """The verified chain of the newest image or delta of a directory that a whole state can be had from."""
-    skipped: DamagedImage | None = None
+    skipped: list[DamagedImage] = []
     for path in newest_first(directory):
         try:
             found = _whole_chain(path)
         except DamagedImage as error:
-            skipped = error
-            warn_skipped(error)
+            skipped.append(error)
             continue
         if found[-1].dense:
+            warn_skipped(skipped)
             return found
-    if skipped is not None:
-        raise DamagedImage(f"every image in {directory} is damaged; the last one: {skipped}")
+    if skipped:
+        raise DamagedImage(f"every image in {directory} is damaged; the newest one: {skipped[0]}")
     raise ValueError(f"{directory} holds no image of a whole state: give the directory of a run that has saved one.")
 
 

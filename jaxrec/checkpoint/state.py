@@ -70,7 +70,17 @@ def _kind(leaf):
 
 
 def manifest_of(spec: EmbeddingSpec, layout, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
-    """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written."""
+    """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written.
+
+    Raises:
+      ValueError: `extra` holds what JSON does not.
+    """
+    try:
+        json.dumps(extra)
+    except TypeError as error:  # said here, not by the thread that writes
+        raise ValueError(
+            f"extra={extra!r} must be JSON values ({error}): turn arrays and numpy numbers into plain ones."
+        ) from error
     return {
         "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": layout,
         "seed": spec.seed, "spec": spec.digest, "dense": list(dense), "extra": dict(extra or {}),

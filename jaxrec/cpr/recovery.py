@@ -19,7 +19,6 @@ Legend: S shards, V rows of a stack.
 """
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -29,7 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from jaxrec.checkpoint import (
@@ -45,8 +43,7 @@ from jaxrec.checkpoint import (
 from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
-from jaxrec.embedding import HostTables
-from jaxrec.embedding.host import without_gaps
+from jaxrec.cpr.watch import in_pick, in_ranges, ranges_of, shard_rows, value_of, without_rows
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, TrainState
@@ -118,7 +115,7 @@ class Recovery:
         ahead = pick_ahead_steps if scheme and scheme.by_tracker and pipeline is None else 0
         self._ahead = max(0, min(ahead, int(self._mini) - 1))
         self._scheme: Any = scheme
-        self._fraction, self._whole = fraction, _ranges(spec, whole)
+        self._fraction, self._whole = fraction, ranges_of(spec, whole)
         self._failures, self._pipeline = dict(failures or {}), pipeline
         self._most, self._copy = most_deltas or math.ceil(16 / fraction), copy
         self._open = contextlib.ExitStack()  # what leaving the `with` block closes
@@ -131,7 +128,8 @@ class Recovery:
         self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) trained while rows are being picked
         self._lock, self._cuts = threading.Lock(), 0  # cuts that have not picked yet
         self._announced: set[int] = set()  # steps of cuts to come
-        self._stall, self._base_wanted = 0.0, False  # the chain is damaged: a whole image goes before more deltas
+        self._stall, self._begun = 0.0, False
+        self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
         # Step of the last save; of the last regular one committed; of the one that is being written, or that.
         self._last = self._regular = self._coming = 0
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
@@ -185,6 +183,7 @@ class Recovery:
         fresh = image is None and not step and self.mode == "partial"
         if not fresh and not (image and (self._scheme or image.path in images(self.directory))):
             self._save_base(state)
+        self._begun = True
         self._announce(step)
         return state
 
@@ -207,7 +206,7 @@ class Recovery:
     def _watch_from(self, tables, known):
         """Trackers of rows that are all as they were saved; the little more that they know comes from an image."""
         for name in self.spec.stacks if self._scheme else ():
-            tracker = self._scheme.init(_value(tables, name), self._budget(name))
+            tracker = self._scheme.init(value_of(tables, name), self._budget(name))
             self._trackers[name] = self._scheme.recall(tracker, known[name]) if name in known else tracker
 
     def _take_figures(self, known, step):
@@ -248,7 +247,7 @@ class Recovery:
         return state
 
     def _refuse_unbegun(self):
-        if self._checkpointer is None:
+        if not self._begun:
             raise ValueError("call state = recovery.begin(state) before the first step.")
 
     def fail(
@@ -302,23 +301,22 @@ class Recovery:
 
     def _bring_back(self, tables, shard, step, without, skipped):
         """One shard from the newest source that is whole; what is damaged is warned of and added to `skipped`."""
-        error: DamagedImage | None = None
+        damaged: list[DamagedImage] = []
         for source in self._sources():
             try:
                 tables, found = restore_shard(source, tables, shard, self.spec, self._rows, without)
-            except DamagedImage as damaged:
-                error = damaged
-                warn_skipped(damaged)
+            except DamagedImage as error:
+                damaged.append(error)
                 skipped += [] if source in skipped else [source]
                 continue
-            saved = self._regular if error is None else _regular_of(found)
+            warn_skipped(damaged)
+            saved = _regular_of(found) if damaged else self._regular
             self.pls += lost_portion(step, saved, max(self._total, step), self.spec.shards)
             self.failed += 1
             for name in self._trackers:
-                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, _value(tables, name))
+                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value_of(tables, name))
             return tables
-        assert error is not None
-        raise error
+        raise damaged[0]
 
     def _sources(self):
         """What a shard may come back from, newest first: the chain, link by link, then older images."""
@@ -361,8 +359,8 @@ class Recovery:
         while self._waiting and self._waiting[0][0] <= step:
             for name, plan in self._waiting.pop(0)[1].items():
                 if picked or name in self._whole:
-                    gone = _in_ranges(plan, self._whole.get(name, ()))
-                    gone = gone | _in_pick(plan, picked[name].rows) if picked else gone
+                    gone = in_ranges(plan, self._whole.get(name, ()))
+                    gone = gone | in_pick(plan, picked[name].rows) if picked else gone
                     plan = without_rows(plan, gone, self.spec.stacks[name].rows)
                 self._trackers[name] = self._scheme.touch(self._trackers[name], plan)
 
@@ -371,7 +369,7 @@ class Recovery:
         self._settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
         picked = {}
         for name in self.spec.stacks:
-            value = None if tables is None else _value(tables, name)
+            value = None if tables is None else value_of(tables, name)
             picked[name], self._trackers[name] = self._scheme.pick(self._trackers[name], self._budget(name), value)
         return picked
 
@@ -413,7 +411,7 @@ class Recovery:
         rows: dict[tuple[str, int], np.ndarray] = {}
         for name, pick in picked.items():
             for shard, mine in enumerate(pick.rows):
-                all_of = [_shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
+                all_of = [shard_rows(first, end, shard, self.spec.shards) for first, end in self._whole.get(name, ())]
                 rows[name, shard] = np.unique(np.concatenate([mine, *all_of])) if regular and all_of else mine
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
@@ -425,8 +423,9 @@ class Recovery:
         step = int(state.dense.step)
         self._base_wanted = True
         self._checkpointer.save(state, self._figures(step))
-        if not self._checkpointer.settle():
+        if self._begun and not self._checkpointer.settle():
             return
+        self._checkpointer.wait()  # before the first step nothing has been lost yet, and the error is raised
         if self._deltas is not None:
             self._deltas.restart(self._checkpointer.path_of(step))
             self._watch_from(state.tables, {name: self._scheme.remember(t) for name, t in self._trackers.items()})
@@ -450,62 +449,6 @@ class Recovery:
             self._open.__exit__(kind, error, trace)
 
 
-def lose(tables, shard: int):
-    """Makes the rows and slots of one shard NaN in all stacks, as if its node were gone; nothing of it survives.
-
-    Args:
-      tables: host tables change in place; device tables are donated.
-      shard: from 0 to S - 1.
-
-    Returns:
-      The tables.
-    """
-    if isinstance(tables, HostTables):
-        for shards in tables.shards.values():
-            for part in shards[shard].values():
-                part[:] = np.nan
-        return tables
-    return _lose(tables, shard)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _lose(tables, shard):
-    return jax.tree.map(lambda array: array.at[shard].set(np.nan), tables)
-
-
-def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
-    """A plan on the host that reads nothing of some of its rows.
-
-    Args:
-      plan: of one stack.
-      gone: bool[S, U], which rows.
-      absent: V, which marks no row.
-    """
-    shards, padded = gone.shape
-    keep = ~gone & (np.arange(padded) < np.asarray(plan.count)[:, None])
-    kept, _, place = without_gaps(plan, keep, padded, absent)
-    missing = shards * padded
-    place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
-    place = np.append(place.reshape(-1), missing).astype(np.int32)
-    inverse = {name: place[np.asarray(positions)] for name, positions in plan.inverse.items()}
-    return kept._replace(inverse=inverse, invalid=plan.invalid)
-
-
-def _in_ranges(plan, ranges):
-    """bool[S, U]: rows of a plan that lie in any of [(first, end)]."""
-    unique = np.asarray(plan.unique)
-    found = np.zeros(unique.shape, bool)
-    for first, end in ranges:
-        found |= (unique >= first) & (unique < end)
-    return found
-
-
-def _in_pick(plan, rows):
-    """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
-    found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
-    return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
-
-
 def _at_step(state, step):
     """A state that says which step it is of: a hook is told, and under OAC the dense half may not say so."""
     return state._replace(dense=state.dense._replace(step=np.int32(step)))
@@ -514,27 +457,6 @@ def _at_step(state, step):
 def _regular_of(found):
     """The step up to which a chain counts as saved, which mini-saves do not move."""
     return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
-
-
-def _value(tables, name):
-    """The embedding rows of a stack as trackers take them."""
-    if isinstance(tables, HostTables):
-        return [shard["value"] for shard in tables.shards[name]]
-    return tables.value[name]
-
-
-def _ranges(spec, whole):
-    """{stack: [(first, end)]} of the tables saved whole."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for name, stack in spec.stacks.items():
-        for place, table in enumerate(stack.tables):
-            if table in whole:
-                ranges.setdefault(name, []).append((stack.offsets[place], stack.offsets[place + 1]))
-    return ranges
-
-
-def _shard_rows(first, end, shard, shards):
-    return np.arange(first + (shard - first) % shards, end, shards, dtype=np.int32)
 
 
 def _check_shards(spec, shards):

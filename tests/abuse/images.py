@@ -1,0 +1,683 @@
+"""Images, row deltas and recovery: damaged, mixed up, misplaced, interrupted, out of room."""
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrec
+from abuse import situation
+from jaxrec.checkpoint import (
+    Checkpointer,
+    DamagedImage,
+    RowCheckpointer,
+    chain,
+    compact,
+    copy_rows,
+    deltas,
+    images,
+    newest,
+    read_manifest,
+    restore,
+    restore_shard,
+    save_rows,
+    snapshot,
+    write_image,
+)
+from jaxrec.cpr import Recovery, RolledBack, mfu
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
+from jaxrec.types import DenseState, TrainState
+
+SPEC = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=2)
+OTHER = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=2, seed=1)
+ROWS = adagrad(0.1)
+
+
+def state_of(step=0, fill=None, params=None, spec=SPEC):
+    """Host tables that hold the step everywhere, and a little dense state."""
+    tables = HostTables.create(spec, ROWS)
+    for shard in tables.shards["width_2"]:
+        for array in shard.values() if step or fill is not None else ():
+            array[:] = step if fill is None else fill
+    params = {"w": jnp.full((1, 2), float(step))} if params is None else params
+    return TrainState(DenseState(jnp.asarray(step, jnp.int32), params, ()), tables)
+
+
+def save(directory, step, run="run", **more):
+    path = directory / f"step_{step:08d}"
+    write_image(path, snapshot(state_of(step, **more), SPEC, run=run))
+    return path
+
+
+def save_delta(directory, base, step, rows=(0, 1)):
+    """A delta of some rows, all of which hold the step."""
+    ids = {("width_2", shard): np.array([row for row in rows if row % 2 == shard], np.int32) for shard in (0, 1)}
+    return save_rows(directory, base, ids, state_of(step).tables, step)
+
+
+def damage(path, part="value"):
+    """Changes one byte of the rows of an image, of its last shard."""
+    file = max(
+        file for file in path.rglob("*") if file.is_file() and f".0001.{part}" in str(file) and file.name[0] != "."
+    )
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def value(state, row):
+    return float(state.tables.shards["width_2"][row % 2]["value"][row // 2, 0])
+
+
+def recovery_in(directory, **more):
+    return Recovery(directory, SPEC, ROWS, **({"save_every_steps": 4, "total_steps": 100} | more))
+
+
+def untouched(directory):
+    """What a directory holds, to compare with later."""
+    return {str(file): file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
+
+
+# ---- runs
+
+
+@situation("images of another run in the directory", ValueError, "holds step_00000003 of run run, and this is run ")
+def _(directory):
+    save(directory, 3)
+    Checkpointer(directory, SPEC)
+
+
+@situation("row deltas of another run in the directory", ValueError, "of run run, and this is run other")
+def _(directory):
+    save_delta(directory, save(directory, 3), 4)
+    shutil.rmtree(directory / "step_00000003")
+    RowCheckpointer(directory, SPEC, run="other")
+
+
+@situation("a second writer of images", ValueError, "images.lock is locked: somebody else is saving images in it")
+def _(directory):
+    with Checkpointer(directory, SPEC) as first:
+        first.save(state_of(1))
+        Checkpointer(directory, SPEC, run=first.run)
+
+
+@situation("a second recovery in one directory", ValueError, "is locked: somebody else is saving")
+def _(directory):
+    with recovery_in(directory, scheme=mfu()) as first, recovery_in(directory, scheme=mfu()) as second:
+        first.begin(state_of())
+        second.begin(state_of())
+
+
+@situation("a writer in another process", ValueError, "is locked")
+def _(directory):
+    lock = str(directory / "images.lock")
+    code = f"import fcntl; f = open({lock!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        Checkpointer(directory, SPEC)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+        Checkpointer(directory, SPEC).close()  # the kernel has freed the lock
+
+
+@situation("a base of another run with the same name", DamagedImage, "not the image that delta_000001 was saved over")
+def _(directory):
+    delta = save_delta(directory, save(directory, 3), 4)
+    shutil.rmtree(directory / "step_00000003")
+    save(directory, 3, run="other", fill=9)
+    restore_shard(delta, state_of().tables, 0)
+
+
+@situation("a delta of another run in the middle of a chain", DamagedImage, "not the image that delta_000002 was saved")
+def _(directory):
+    base = save(directory, 3)
+    last = save_delta(directory, save_delta(directory, base, 4), 5)
+    shutil.rmtree(directory / "delta_000001")
+    other = save_delta(directory / "other", save(directory / "other", 3), 8)
+    shutil.move(other, directory / "delta_000001")
+    chain(last)
+
+
+@situation(
+    "an image of a newer version of jaxrec", ValueError, "has format 3, and this version of jaxrec reads format 2"
+)
+def _(directory):
+    file = save(directory, 3) / "manifest.json"
+    body = file.read_text().splitlines()[0].replace('"format": 2', '"format": 3, "colour": "red"')
+    file.write_text(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n")
+    restore(directory, state_of(), SPEC)
+
+
+@situation("saving at a step before an image that is whole", ValueError, "whole and of a later step than 5")
+def _(directory):
+    save(directory, 9)
+    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+        checkpointer.save(state_of(5))
+
+
+@situation("saving at a step before an image that is damaged")
+def _(directory):
+    damage(save(directory, 9))
+    with Checkpointer(directory, SPEC, run="run", keep=1) as checkpointer:
+        checkpointer.save(state_of(5))
+    assert [path.name for path in images(directory)] == ["step_00000005"]
+    assert (directory / "step_00000009.damaged").is_dir()  # on doubt it is kept
+
+
+@situation("deltas in the directory that a new saver of rows does not know", ValueError, "is newer than initial rows")
+def _(directory):
+    save_delta(directory, None, 4)
+    try:
+        RowCheckpointer(directory, SPEC)
+    finally:
+        assert deltas(directory)
+
+
+@situation("deltas newer than the base that a saver of rows is given", ValueError, "is newer than step_00000003")
+def _(directory):
+    base = save(directory, 3)
+    save_delta(directory, base, 4)
+    try:
+        RowCheckpointer(directory, SPEC, base)
+    finally:
+        assert deltas(directory)
+
+
+# ---- paths
+
+
+for _scheme in ("s3", "gs", "file"):
+
+    @situation(f"{_scheme}:// as the directory of a checkpointer", ValueError, "object stores are not supported")
+    def _(directory, scheme=_scheme):
+        before = os.getcwd()
+        os.chdir(directory)
+        try:
+            Checkpointer(f"{scheme}://bucket/run", SPEC)
+        finally:
+            os.chdir(before)
+            assert not list(directory.iterdir())  # nothing was made here under a strange name
+
+
+@situation("s3:// as the directory of a recovery", ValueError, "object stores are not supported")
+def _(directory):
+    recovery_in("s3://bucket/run")
+
+
+@situation("gs:// as the image to restore", ValueError, "object stores are not supported")
+def _(directory):
+    restore("gs://bucket/run/step_00000003", state_of(), SPEC)
+
+
+@situation("a relative directory, and os.chdir before the save")
+def _(directory):
+    before = os.getcwd()
+    (directory / "elsewhere").mkdir()
+    try:
+        os.chdir(directory)
+        checkpointer = Checkpointer("run", SPEC)
+        os.chdir("elsewhere")
+        checkpointer.save(state_of(3))
+        checkpointer.close()
+    finally:
+        os.chdir(before)
+    assert [path.name for path in images(directory / "run")] == ["step_00000003"]
+
+
+@situation("a directory without images to restore from", ValueError, "holds no image of a whole state")
+def _(directory):
+    restore(directory, state_of(), SPEC)
+
+
+@situation("a shard from a directory without images", ValueError, "holds no image: give the directory of a run")
+def _(directory):
+    tables = state_of(5).tables
+    try:
+        restore_shard(directory, tables, 0)
+    finally:
+        assert (tables.shards["width_2"][0]["value"] == 5).all()
+
+
+@situation("a path that does not exist", DamagedImage, "no readable manifest .No such file")
+def _(directory):
+    restore(directory / "step_00000003", state_of(), SPEC)
+
+
+@situation("a file where a directory of images is wanted", NotADirectoryError, "Not a directory")
+def _(directory):
+    (directory / "file").touch()
+    Checkpointer(directory / "file", SPEC)
+
+
+@situation("an image of a step beyond 8 digits is the newest one")
+def _(directory):
+    for step in (99_999_999, 100_000_000):
+        save(directory, step)
+    assert images(directory)[0].name == "step_100000000"
+    damage(directory / "step_100000000")
+    with pytest.raises(DamagedImage, match=r"Other images beside it: .*step_99999999"):
+        restore(directory / "step_100000000", state_of(), SPEC)
+
+
+# ---- damage
+
+
+@situation("the newest of several images is damaged: a directory stands for the newest whole one")
+def _(directory):
+    for step in (3, 6, 9):
+        save(directory, step)
+    damage(directory / "step_00000009")
+    with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000009"):
+        state, image = restore(directory, state_of(), SPEC)
+    assert image.step == 6 and value(state, 5) == 6
+
+
+@situation("every image of a directory is damaged", DamagedImage, "every image in .* is damaged")
+def _(directory):
+    template = state_of(7)
+    for step in (3, 6):
+        damage(save(directory, step))
+    try:
+        restore(directory, template, SPEC)
+    finally:
+        assert value(template, 1) == 7
+
+
+@situation("an image without a manifest beside a whole one")
+def _(directory):
+    save(directory, 3)
+    (save(directory, 6) / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="step_00000006 has no readable manifest"):
+        assert restore(directory, state_of(), SPEC)[1].step == 3
+
+
+@situation("an empty directory of the name of the image to be saved")
+def _(directory):
+    (directory / "step_00000003").mkdir()
+    with Checkpointer(directory, SPEC) as checkpointer:
+        checkpointer.save(state_of(3))
+    assert restore(directory, state_of(), SPEC)[1].step == 3 and not list(directory.glob("*.damaged"))
+
+
+@situation("a damaged image of the step to be saved is replaced")
+def _(directory):
+    damage(save(directory, 3))
+    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+        checkpointer.save(state_of(3))
+    assert restore(directory, state_of(), SPEC)[1].step == 3
+
+
+@situation("a whole image of the step to be saved is left as it is")
+def _(directory):
+    save(directory, 3)
+    before = untouched(directory)
+    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+        checkpointer.save(state_of(3, fill=8))
+    after = untouched(directory)
+    assert all(after[name] == before[name] for name in before)
+
+
+@situation("a partial image of a save that was killed goes when the next saver begins")
+def _(directory):
+    (directory / "step_00000003.partial" / "arrays.0000").mkdir(parents=True)
+    (directory / "delta_000001.partial").mkdir()
+    Checkpointer(directory, SPEC).close()
+    RowCheckpointer(directory, SPEC).close()
+    assert sorted(path.name for path in directory.iterdir()) == ["images.lock", "rows.lock"]
+
+
+@situation("a delta whose manifest cannot be read for a moment keeps its base")
+def _(directory):
+    base = save(directory, 1)
+    manifest = save_delta(directory, base, 2) / "manifest.json"
+    with Checkpointer(directory, SPEC, keep=1, run="run") as checkpointer:
+        content = manifest.read_bytes()
+        manifest.write_bytes(b"")
+        checkpointer.save(state_of(3))
+        checkpointer.wait()
+        manifest.write_bytes(content)
+    assert base in images(directory)
+    restore_shard(directory / "delta_000001", state_of().tables, 1)
+
+
+@situation("a base is kept for a saver of rows that has not saved anything yet")
+def _(directory):
+    with Checkpointer(directory, SPEC, keep=1) as whole:
+        whole.save(state_of(1))
+        whole.wait()
+        with RowCheckpointer(directory, SPEC, newest(directory)) as rows:
+            whole.save(state_of(2))
+            whole.wait()
+            rows.save(state_of(3).tables, {("width_2", 0): np.array([0, 2], np.int32)}, 3)
+    assert [image.path.name for image in chain(rows.newest())] == ["step_00000001", "delta_000001"]
+
+
+@situation("a damaged delta of the chain, restored as a whole state from the directory")
+def _(directory):
+    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
+        state = recovery.begin(state_of())
+        for step in (4, 8):
+            recovery._save(state_of(step), step)
+            recovery._settle()
+    state_deltas = deltas(directory)
+    file = next(file for file in sorted(state_deltas[0].rglob("*")) if file.is_file() and "dense.0001" in str(file))
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.warns(UserWarning, match="skipped what is damaged"):
+        state, image = restore(directory, state_of(), SPEC)
+    assert image.step == 4 and float(state.dense.params["w"][0, 0]) == 4
+
+
+# ---- what does not fit
+
+
+@situation(
+    "an image of float32 parameters in a bfloat16 model",
+    ValueError,
+    "other dtypes: .*float32, wanted bfloat16.*cast=True",
+)
+def _(directory):
+    save(directory, 3)
+    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.bfloat16)}), SPEC)
+
+
+@situation("an image of float32 parameters in an int32 model", ValueError, "float32, wanted int32")
+def _(directory):
+    save(directory, 3)
+    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.int32)}), SPEC)
+
+
+@situation("an image of float32 parameters in a bfloat16 model, cast because it was asked for")
+def _(directory):
+    save(directory, 3)
+    state, _ = restore(directory, state_of(params={"w": jnp.zeros((4, 2), jnp.bfloat16)}), SPEC, cast=True)
+    assert state.dense.params["w"].dtype == jnp.bfloat16 and state.dense.params["w"].shape == (4, 2)
+
+
+@situation("parameters of another name", ValueError, "other dense state")
+def _(directory):
+    save(directory, 3)
+    restore(directory, state_of(params={"v": jnp.zeros((1, 2))}), SPEC)
+
+
+@situation("tables of another number of rows", ValueError, "other tables")
+def _(directory):
+    save(directory, 3)
+    spec = EmbeddingSpec({"t": Table(9, 2)}, {"t": Lookup("t")}, shards=2)
+    restore(directory, state_of(spec=spec), spec)
+
+
+@situation("tables of another row optimizer", ValueError, "other row optimizer slots")
+def _(directory):
+    save(directory, 3)
+    restore(directory, state_of()._replace(tables=HostTables.create(SPEC, sgd(0.1))), SPEC)
+
+
+@situation("deltas over initial rows of another seed", ValueError, "goes over initial rows of seed 0, not 1")
+def _(directory):
+    with RowCheckpointer(directory, SPEC) as rows:
+        rows.save(state_of(3).tables, {("width_2", 0): np.array([0], np.int32)}, 3, dense=state_of(3).dense)
+    restore(directory, state_of(spec=OTHER), OTHER)
+
+
+@situation("device tables from deltas over initial rows, without their optimizer", ValueError, "give row_optimizer=")
+def _(directory):
+    with RowCheckpointer(directory, SPEC) as rows:
+        rows.save(state_of(3).tables, {("width_2", 0): np.array([0], np.int32)}, 3, dense=state_of(3).dense)
+    tables = DeviceTables.create(SPEC, ROWS, jaxrec.make_mesh())
+    restore(directory, state_of()._replace(tables=tables), SPEC)
+
+
+@situation("a delta that was saved without its dense state, as a whole state", ValueError, "without its dense state")
+def _(directory):
+    restore(save_delta(directory, save(directory, 3), 4), state_of(), SPEC)
+
+
+@situation("a Python number in the optimizer's state comes back as one")
+def _(directory):
+    params = {"w": jnp.ones((1, 2)), "count": 7, "rate": 0.5}
+    save(directory, 3, params=params)
+    state, _ = restore(directory, state_of(params={"w": jnp.zeros((1, 2)), "count": 0, "rate": 0.0}), SPEC)
+    assert state.dense.params["count"] == 7 and state.dense.params["rate"] == 0.5
+    assert isinstance(state.dense.params["count"], int)
+
+
+@situation("PRNG keys in the dense state come back as keys")
+def _(directory):
+    keys = jax.random.split(jax.random.key(3), (1, 2))
+    save(directory, 3, params={"key": keys})
+    state, _ = restore(directory, state_of(params={"key": jax.random.split(jax.random.key(0), (1, 2))}), SPEC)
+    np.testing.assert_array_equal(jax.random.key_data(state.dense.params["key"]), jax.random.key_data(keys))
+
+
+@situation("keys of another generator", ValueError, "other dense state")
+def _(directory):
+    save(directory, 3, params={"key": jax.random.split(jax.random.key(3), (1, 2))})
+    other = jax.random.split(jax.random.key(3, impl="rbg"), (1, 2))
+    restore(directory, state_of(params={"key": other}), SPEC)
+
+
+@situation("a copy that is neither whole nor by shards", ValueError, "copy='half' must be 'whole' or 'shards'")
+def _(directory):
+    Checkpointer(directory, SPEC, copy="half")
+
+
+@situation("a base outside of the directory", ValueError, "must lie in")
+def _(directory):
+    save_delta(directory / "b", save(directory / "a", 3), 4)
+
+
+@situation("rows of another shard to be saved", ValueError, "Pick them shard by shard")
+def _(directory):
+    copy_rows(state_of().tables, {("width_2", 0): np.array([1])}, 1)
+
+
+@situation("merging a chain with a damaged delta", DamagedImage, "is damaged.*without=")
+def _(directory):
+    first = save_delta(directory, save(directory, 3), 4)
+    last = save_delta(directory, first, 5)
+    damage(first)
+    try:
+        compact(last)
+    finally:
+        assert len(deltas(directory)) == 2
+
+
+@situation("numpy numbers to save along", ValueError, "must be JSON values .*turn arrays and numpy numbers into plain")
+def _(directory):
+    with Checkpointer(directory, SPEC) as checkpointer:
+        checkpointer.save(state_of(3), {"position": np.int64(7)})
+
+
+# ---- recovery
+
+
+@situation("a base that cannot be written when a recovery begins", OSError, "No space left on device")
+def _(directory):
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=10)
+    try:
+        with recovery_in(directory, mode="full") as recovery:
+            recovery.begin(state_of())
+    finally:
+        shutil.disk_usage = usage
+
+
+@situation("a first step before begin", ValueError, "call state = recovery.begin")
+def _(directory):
+    recovery_in(directory).hook(state_of(), 1, {}, {})
+
+
+@situation("a failure before begin", ValueError, "call state = recovery.begin")
+def _(directory):
+    recovery_in(directory).fail(state_of(), [0])
+
+
+@situation("begin twice", ValueError, "begin was called before")
+def _(directory):
+    with recovery_in(directory) as recovery:
+        recovery.begin(recovery.begin(state_of()))
+
+
+@situation("a fresh run in the directory of another one", ValueError, "would pass for rows of this run")
+def _(directory):
+    save(directory, 3)
+    with recovery_in(directory) as recovery:
+        recovery.begin(state_of())
+
+
+@situation("begin with an image of another directory", ValueError, "must lie in")
+def _(directory):
+    image = read_manifest(save(directory / "a", 3))
+    with recovery_in(directory / "b") as recovery:
+        recovery.begin(state_of(3), image)
+
+
+@situation("begin with an image and a state of different steps", ValueError, "must be what `restore` returned")
+def _(directory):
+    image = read_manifest(save(directory, 3))
+    with recovery_in(directory) as recovery:
+        recovery.begin(state_of(4), image)
+
+
+@situation("a shard that is not there", ValueError, r"shards=\[2\] must be distinct and lie between 0 and 1")
+def _(directory):
+    with recovery_in(directory) as recovery:
+        recovery.fail(recovery.begin(state_of()), [2])
+
+
+@situation("the newest image of a vanilla recovery is damaged: the one before it is used, and its step counts")
+def _(directory):
+    with recovery_in(directory) as recovery:
+        recovery.begin(state_of())
+        for step in (4, 8):
+            recovery._save(state_of(step), step)
+            recovery._settle()
+        damage(directory / "step_00000008")
+        state = state_of(9)
+        with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000008"):
+            recovery.fail(state, [1], step=9)
+        assert value(state, 1) == 4 and value(state, 0) == 9
+        assert recovery.pls == pytest.approx((9 - 4) / (100 * 2))
+        assert (directory / "step_00000008.damaged").is_dir()
+
+
+@situation("all images of a vanilla recovery are damaged: no initial rows in silence", DamagedImage, "step_00000004")
+def _(directory):
+    with recovery_in(directory) as recovery:
+        recovery.begin(state_of())
+        recovery._save(state_of(4), 4)
+        recovery._settle()
+        damage(directory / "step_00000004")
+        state = state_of(5)
+        try:
+            recovery.fail(state, [1], step=5)
+        finally:
+            assert value(state, 1) == 5 and recovery.pls == 0 and recovery.failed == 0
+
+
+@situation("the newest image of a full recovery is damaged: all goes back to the one before it")
+def _(directory):
+    with recovery_in(directory, mode="full") as recovery:
+        recovery.begin(state_of())
+        for step in (4, 8):
+            recovery._save(state_of(step), step)
+            recovery._settle()
+        damage(directory / "step_00000008")
+        with pytest.warns(UserWarning, match="step_00000008"), pytest.raises(RolledBack) as back:
+            recovery.fail(state_of(9), [1], step=9)
+        assert back.value.step == 4 and recovery.lost_steps == 5 and value(back.value.state, 3) == 4
+
+
+@situation("a damaged delta of a recovery: rows come from before it, and a whole image is saved over it")
+def _(directory):
+    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
+        recovery.begin(state_of())
+        for step in (4, 8):
+            recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
+            recovery._save(state_of(step), step)
+            recovery._settle()
+        damage(deltas(directory)[0])
+        state = state_of(9)
+        with pytest.warns(UserWarning, match="skipped what is damaged"):
+            state = recovery.fail(state, [1], step=9)
+        assert value(state, 1) == 4 and value(state, 0) == 9
+        assert recovery.pls == pytest.approx((9 - 4) / (100 * 2))
+        assert [path.name for path in images(directory)] == ["step_00000009"] and not deltas(directory)
+        other = recovery.fail(state_of(10), [0], step=10)  # the survivor has what it had then
+        assert value(other, 0) == 9
+
+
+@situation("an exception in the body, and a save that failed before it", KeyError, "the body")
+def _(directory):
+    try:
+        with recovery_in(directory) as recovery:
+            recovery.begin(state_of())
+            recovery._save(state_of(4), 4)
+            recovery._checkpointer._thread.join()
+            recovery._checkpointer._error = OSError(errno.ENOSPC, "No space left on device")
+            raise KeyError("the body")
+    except KeyError as error:
+        assert "And a save failed: [Errno 28] No space left on device" in error.__notes__
+        raise
+
+
+def _small_disk(command):
+    """Runs a shell command where $DISK is a file system of 1 MB of its own; None where that is not allowed."""
+    script = f'set -e; mount -t tmpfs -o size=1m none "$DISK"; {command}'
+    allowed = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$DISK"'], env=os.environ | {"DISK": "/mnt"},
+        capture_output=True,
+    )  # fmt: skip
+    if allowed.returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    return ["unshare", "-Urm", "sh", "-c", script]
+
+
+def fill_a_real_disk(directory):
+    """Run by a process of its own, in a file system of 1 MB: training goes on, and what was saved before is whole."""
+    spec = EmbeddingSpec({"t": Table(6000, 16)}, {"t": Lookup("t")}, shards=2)  # 400 kB an image
+    state = TrainState(DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        checkpointer = Checkpointer(directory, spec, keep=1)
+        for step in range(1, 3):
+            checkpointer.save(state._replace(dense=DenseState(np.int32(step), {}, ())))
+            checkpointer.done() or checkpointer._thread.join()
+        (directory / "other").write_bytes(bytes(500_000))
+        for step in range(3, 5):
+            checkpointer.save(state._replace(dense=DenseState(np.int32(step), {}, ())))
+            checkpointer._thread.join()
+        assert checkpointer.settle() is False
+        assert len(checkpointer.failures) == 2, (checkpointer.failures, shutil.disk_usage(directory))
+        (directory / "other").unlink()
+        checkpointer.save(state._replace(dense=DenseState(np.int32(5), {}, ())))
+        checkpointer.close()
+    assert [str(w.message).count("No space left on device") for w in said] == [1, 1], [str(w.message) for w in said]
+    assert all("\n" not in str(w.message) for w in said)
+    assert restore(directory, state, spec)[1].step == 5 and not list(directory.glob("*.partial"))
+
+
+@situation("a disk that is really full: one line, training goes on, the next save tries again")
+def _(directory):
+    python = f"{sys.executable} -m abuse.images"
+    here = Path(__file__).parent.parent
+    environment = os.environ | {"DISK": str(directory), "PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(_small_disk(python), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("\n") < 3, done.stderr  # no tracebacks of threads
+
+
+if __name__ == "__main__":
+    fill_a_real_disk(Path(os.environ["DISK"]))

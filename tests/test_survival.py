@@ -1,0 +1,222 @@
+"""A run with CPR outlives its process: after kill -9 its state is base, deltas and the dense state saved with them."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_recovery import CAPACITY, DENSE, ROWS, SCHEMES, SPEC, STEP, batches, fresh, loss, rows_of, same
+
+from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest_first, restore
+from jaxrec.cpr import Recovery
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, host_plan, rowwise_adagrad
+from jaxrec.loop import fit, planned
+from jaxrec.oac import Pipeline
+from jaxrec.step import make_update
+from jaxrec.types import DenseState, TrainState
+
+TOTAL, EVERY = 400, 16
+
+
+def recovery_in(directory, scheme, **more):
+    given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5} | more
+    return Recovery(directory, SPEC, ROWS, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
+
+
+def all_rows(state):
+    return {(shard, *key): rows for shard in range(SPEC.shards) for key, rows in rows_of(state, shard).items()}
+
+
+def keep(directory):
+    """A hook that writes down the whole state after every step, for the replay."""
+
+    def hook(state, step, plan, metrics):
+        dense = [np.array(leaf) for leaf in jax.tree.leaves(state.dense)]
+        rows = {"/".join(map(str, key)): array for key, array in all_rows(state).items()}
+        with open(directory / "partial", "wb") as file:
+            np.savez(file, **rows, **{f"dense{number}": leaf for number, leaf in enumerate(dense)})
+        os.replace(directory / "partial", directory / f"{step}.npz")
+        return state
+
+    return hook
+
+
+def go_on(directory, scheme, steps, home="host", hooks=(), **more):
+    """Restores what is there and trains some steps more; returns the state and the recovery."""
+    state, image = fresh(home), None
+    if newest_first(directory):
+        state, image = restore(directory, state, SPEC, ROWS)
+    first = image.step if image else 0
+    with recovery_in(directory, scheme, **more) as recovery:
+        state = recovery.begin(state, image)
+        given = planned(SPEC, batches(first, first + steps), CAPACITY)
+        state = fit(state, given, STEP, [*hooks, recovery.hook])
+    return state, recovery
+
+
+def _train_until_killed(directory, notes, scheme, die_at):
+    """Kills itself at a call that changes the disk."""
+    count = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
+    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    save = RowCheckpointer.save
+
+    def note_and_save(saver, tables, rows, step, *more):
+        np.savez(notes / f"saved{step}.npz", **{f"{name}.{shard}": ids for (name, shard), ids in rows.items()})
+        return save(saver, tables, rows, step, *more)
+
+    RowCheckpointer.save = note_and_save
+    go_on(directory, scheme, 60, hooks=[keep(notes)])
+
+
+def noted(notes, step, rows):
+    """Rows and dense leaves as they were after a step."""
+    with np.load(notes / f"{step}.npz") as file:
+        dense = [file[f"dense{number}"] for number in range(sum(name.startswith("dense") for name in file))]
+        return {key: file["/".join(map(str, key))] for key in rows}, dense
+
+
+def replayed(notes, step, scheme):
+    """What must have survived: each row as it was after the step that saved it last, dense state of the last step."""
+    rows = all_rows(fresh("host"))
+    if not SCHEMES[scheme]:
+        return noted(notes, step, rows)
+    for number in sorted(int(path.name[5:-4]) for path in notes.glob("saved*.npz")):
+        if number <= step:
+            then, dense = noted(notes, number, rows)
+            with np.load(notes / f"saved{number}.npz") as ids:
+                for (shard, name, part), table in rows.items():
+                    mine = ids[f"{name}.{shard}"] // SPEC.shards
+                    table[mine] = then[shard, name, part][mine]
+    return rows, dense
+
+
+def kill_often(tmp_path, scheme, instants):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
+    directory, notes, killed, step, pls = tmp_path / "run", tmp_path / "notes", 0, 0, 0.0
+    notes.mkdir()
+    keep(notes)(fresh("host"), 0, None, None)
+    for number, die_at in enumerate(instants):
+        child = context.Process(target=_train_until_killed, args=(directory, notes, scheme, die_at))
+        child.start()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
+        if not newest_first(directory):
+            continue
+        copied = shutil.copytree(directory, tmp_path / f"copy{number}")
+        state, tip = restore(copied, fresh("host"), SPEC, ROWS)
+        assert tip.step >= step  # what was committed stays
+        rows, dense = replayed(notes, tip.step, scheme)
+        assert same(all_rows(state), rows)
+        for found, wanted in zip(jax.tree.leaves(state.dense), dense, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        # A resumed copy gives the same bits as the other copy of it, and counts what the mosaic lost.
+        again = shutil.copytree(copied, tmp_path / f"again{number}")
+        (a, first), (b, second) = (go_on(path, scheme, 10) for path in (copied, again))
+        assert same(all_rows(a), all_rows(b)) and first.pls == second.pls
+        pls = tip.extra["cpr"]["pls"] + (tip.step - tip.extra["cpr"]["regular"]) / TOTAL
+        assert first.pls == pytest.approx(pls) and tip.step - tip.extra["cpr"]["regular"] < EVERY
+        step = tip.step
+        shutil.rmtree(copied)
+        shutil.rmtree(again)
+    assert killed >= len(instants) // 2 and step > 0
+    return pls
+
+
+def test_kill_9_at_any_instant_leaves_base_deltas_and_the_dense_state_saved_with_them(tmp_path):
+    kill_often(tmp_path, "mfu", [60, 150, 333, 401])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu", "ssu", "scar", "round_robin"])
+def test_kill_9_at_40_instants(tmp_path, scheme):
+    instants = np.random.default_rng(len(scheme)).integers(1, 700, 40).tolist()
+    pls = kill_often(tmp_path, scheme, instants)
+    assert (pls > 0) == (scheme != "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("home", "scheme"), [("host", "ssu"), ("device", "mfu"), ("device", "vanilla"), ("host", "scar")]
+)
+def test_what_is_restored_is_what_one_call_gives_in_any_home(tmp_path, home, scheme):
+    _, recovery = go_on(tmp_path, scheme, 41, home, pick_ahead_steps=0)
+    found = {}
+    for other in ("host", "device"):
+        restored, image = restore(tmp_path, fresh(other), SPEC, ROWS)
+        found[other] = all_rows(restored)
+        assert image.step == (40 if SCHEMES[scheme] else 32) and image.run
+    assert same(found["host"], found["device"])
+    _, second = go_on(tmp_path, scheme, 3, home)
+    assert second.saves == recovery.saves and second.rows_saved == recovery.rows_saved
+
+
+def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
+    update = make_update(SPEC, loss, DENSE, ROWS)
+
+    def train(state, image, start, stop, directory):
+        pipeline = Pipeline(state, update, mode="oac", window=4)
+        with recovery_in(directory, "mfu", pipeline=pipeline) as recovery, pipeline:
+            recovery.begin(pipeline.state, image)
+            for _ in pipeline.run(batches(start, stop), [recovery.hook]):
+                pass
+            pipeline.drain()
+        return pipeline.state, recovery
+
+    train(fresh("host"), None, 0, 30, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    state, image = restore(tmp_path / "a", fresh("host"), SPEC, ROWS)
+    found, first = train(state, image, image.step, 50, tmp_path / "a")
+    wanted, second = go_on(tmp_path / "b", "mfu", 50 - image.step, pick_ahead_steps=0)
+    assert same(all_rows(found), all_rows(wanted)) and first.pls == second.pls > 0
+
+
+def test_trackers_go_on_where_they_were(tmp_path):
+    """Round-robin knows whose turn it is, SSU which batch it samples; all else a saved row has forgotten."""
+    for scheme, known in (("round_robin", "turn"), ("ssu", "batch")):
+        _, recovery = go_on(tmp_path / scheme, scheme, 40, pick_ahead_steps=0)
+        _, image = restore(tmp_path / scheme, fresh("host"), SPEC, ROWS)
+        with recovery_in(tmp_path / scheme, scheme) as again:
+            again.begin(fresh("host")._replace(dense=fresh("host").dense._replace(step=np.int32(image.step))), image)
+            for name, tracker in again._trackers.items():
+                np.testing.assert_array_equal(getattr(tracker, known), getattr(recovery._trackers[name], known))
+
+
+def bytes_of(directory, scheme, saves, rows, **more):
+    """Bytes written in some save intervals in which every batch touches more rows than are saved."""
+    spec = EmbeddingSpec({"t": Table(rows, 16)}, {"t": Lookup("t")}, shards=4)
+    optimizer, rng = rowwise_adagrad(0.1), np.random.default_rng(0)
+    state = TrainState(
+        DenseState(np.int32(0), {"w": np.zeros((1, 100), np.float32)}, ()), HostTables.create(spec, optimizer)
+    )
+    plans = [host_plan(spec, {"t": rng.integers(0, rows, rows // 4, dtype=np.int32)}) for _ in range(8)]
+    with Recovery(directory, spec, optimizer, 8, 8 * saves, scheme=SCHEMES[scheme], **more) as recovery:
+        state = recovery.begin(state)
+        for step in range(1, 8 * saves + 1):
+            state = recovery.hook(state, step, plans[step % len(plans)], {})
+    return recovery.bytes_written
+
+
+def test_mfu_writes_at_most_15_percent_more_than_saving_everything_over_20_intervals(tmp_path):
+    rows = 40_000
+    vanilla, mfu = (bytes_of(tmp_path / scheme, scheme, 20, rows) for scheme in ("vanilla", "mfu"))
+    assert vanilla == pytest.approx(20 * rows * 17 * 4, rel=0.02)
+    assert 0.9 < mfu / vanilla <= 1.15, mfu / vanilla
+    often = bytes_of(tmp_path / "often", "mfu", 4, rows, most_deltas=8)  # negative control: what it was
+    assert often / (vanilla * 4 / 20) > 1.5
+    assert len(images(tmp_path / "vanilla")) == 2 and len(deltas(tmp_path / "mfu")) <= 128
