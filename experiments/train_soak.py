@@ -85,14 +85,12 @@ class Soak:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, env=self.environment
         )
 
-    def undisturbed(self, home: str) -> Path:
-        """The run that others are compared with."""
-        workdir = self.directory / f"undisturbed-{home}"
-        process = self.start(home, workdir)
+    def undisturbed(self) -> None:
+        """The run that others are compared with, whatever their home: all have the same bits."""
+        process = self.start("host", self.directory / "undisturbed")
         said, _ = process.communicate()
         if process.returncode:
-            raise ValueError(f"an undisturbed run over {home} tables ended with {process.returncode}: {said[-2000:]}")
-        return workdir
+            raise ValueError(f"an undisturbed run ended with {process.returncode}: {said[-2000:]}")
 
     def disturbed(self, number: int, bar: tqdm) -> None:
         """One run, disturbed until it is finished or the time is over, then compared."""
@@ -111,9 +109,7 @@ class Soak:
             code = process.returncode
             if process.returncode and time.perf_counter() > self.until + 60:
                 return
-        self.refuse(
-            *(f"{workdir.name}: {what}" for what in differences(self.directory / f"undisturbed-{home}", workdir))
-        )
+        self.refuse(*(f"{workdir.name}: {what}" for what in differences(self.directory / "undisturbed", workdir)))
         with self.figures.lock:
             self.figures.finished += 1
         if not self.figures.wrong:
@@ -165,12 +161,12 @@ def judge(code: int, number: int, said: str, workdir: Path) -> tuple[str, list[s
             verify(read_manifest(path))
         except ValueError as error:
             wrong.append(f"said that step {step} was saved: {error}")
-    # Before main() has begun there is nothing to save, and Python's own handlers are at work.
-    begun = (workdir / "config.json").exists()
-    allowed = {0, -number} | ({128 + number} if number != signal.SIGKILL else set())
-    if code not in allowed or (code == -number != -signal.SIGKILL and "AUC to expect" in said):
+    # Before the job has begun, and after all of it is written, Python's own handlers are at work.
+    at_work = "AUC to expect" in said and "run written to" not in said
+    killed = -number if number == signal.SIGKILL or not at_work else 0
+    if code not in (0, killed, 128 + number):
         wrong.append(f"ended with {code}:\n{said[-3000:]}")
-    if "Traceback" in said and begun and "AUC to expect" in said:
+    if at_work and "Traceback" in said:
         wrong.append(f"a traceback:\n{said[-3000:]}")
     saved = "saved" if "stopped and saved" in said else "nothing to save"
     return {0: "finished", -signal.SIGKILL: "killed"}.get(code, saved), wrong
@@ -205,8 +201,7 @@ def main(config: Config) -> dict:
     directory, start = run.directory / "files", time.perf_counter()
     directory.mkdir()
     soak = Soak(directory, config)
-    for home in HOMES:
-        soak.undisturbed(home)
+    soak.undisturbed()
     soak.until = time.perf_counter() + (20 if config.preset == "smoke" else 60 * config.minutes)
     soak.work(config.workers)
     figures = soak.figures
