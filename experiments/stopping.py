@@ -38,6 +38,7 @@ class Asked:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._held, self._to_raise, self._ctrl_c = False, False, 0
+        self._again: threading.Timer | None = None
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -75,10 +76,16 @@ class Asked:
         if not self._held and self._to_raise:
             if in_gc_callback(frame):  # what is raised here is lost, so the signal comes again in a moment
                 self._ctrl_c -= number == signal.SIGINT
-                threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+                self._again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
+                self._again.start()
                 return
             self._to_raise = False
             raise Stopped(number)
+
+    def forget(self) -> None:
+        """Sends no signal again."""
+        if self._again is not None:
+            self._again.cancel()
 
     def _answer(self, number):
         words = "the running step ends, then its state is saved" if self._held else "stopping"
@@ -117,6 +124,7 @@ def stop_on_signals() -> Iterator[Asked]:
                 before[number] = signal.signal(number, asked.on_signal)
         yield asked
     finally:
+        asked.forget()
         for number, handler in before.items():
             signal.signal(number, handler)
 
