@@ -20,7 +20,7 @@ from jaxrec.files import local_path
 from jaxrec.types import Batch
 
 TEST_BATCH = 2048  # whatever the batch size: the test examples are the same
-EXPECTED_AUC = {"smoke": 0.716, "default": 0.743}  # measured with seed 0
+EXPECTED_AUC = {"smoke": 0.716, "default": 0.744}  # measured with seed 0
 
 
 class Data(NamedTuple):
