@@ -15,7 +15,7 @@ import dataclasses
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.files import Lock, local_path, make_directory
+from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import evaluate, fit, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
 from jaxrec.sharding import make_mesh
@@ -135,9 +135,9 @@ def make_job(config: Config, data: Data) -> Job:
 
 
 def host_tables(config: Config, spec: EmbeddingSpec, row_optimizer) -> HostTables:
-    """Fresh tables in host memory or in mapped files; those of a run that goes on are overwritten."""
+    """Fresh tables in host memory or in mapped files; files of a run that goes on are used again."""
     directory = config.table_directory
-    if directory is None or not (config.resume and (directory / "tables.json").exists()):
+    if directory is None or not (directory / "tables.json").exists():
         return HostTables.create(spec, row_optimizer, directory)
     tables = HostTables.attach(spec, row_optimizer, directory)
     for name, stack in spec.stacks.items():  # a killed step may have left them half written
@@ -146,12 +146,20 @@ def host_tables(config: Config, spec: EmbeddingSpec, row_optimizer) -> HostTable
     return tables
 
 
-def own(directory: Path | None) -> contextlib.AbstractContextManager:
-    """Keeps a second run out of a directory of mapped tables."""
+@contextlib.contextmanager
+def own(directory: Path | None, run: str) -> Iterator[None]:
+    """Keeps other runs out of a directory of mapped tables, now and later."""
     if directory is None:
-        return contextlib.nullcontext()
-    make_directory(local_path(directory))
-    return Lock(local_path(directory) / "lock", "training on these tables")
+        yield
+        return
+    directory = local_path(directory)
+    make_directory(directory)
+    with Lock(directory / "run.lock", "training on these tables"):
+        owner = directory / "run"
+        if (directory / "tables.json").exists() and not (owner.exists() and owner.read_text() == run):
+            raise ValueError(f"{directory} holds tables of another run: give another --table-directory, or remove it.")
+        write_text(owner, run)
+        yield
 
 
 class Recorder:
@@ -303,7 +311,7 @@ def main(config: Config) -> dict:
     with stop_on_signals() as asked, Run("train", config, config.workdir, config.resume) as run:
         results = run.read_json("results.json")
         if not results.get("last_state_saved"):
-            with own(config.table_directory):
+            with own(config.table_directory, run.id):
                 return train(config, run, asked)
         say(f"{run.directory} is complete, nothing is left to do:")
         run.show(results)

@@ -408,11 +408,31 @@ def _(directory):
 
 @situation("another run's tables in use", ValueError, "lock is locked: somebody else is training on these tables")
 def _(directory):
-    with train.own(directory), train.own(directory):
+    with train.own(directory, "a"), train.own(directory, "b"):
+        pass
+
+
+@situation("another run's tables", ValueError, "holds tables of another run: give another --table-directory")
+def _(directory):
+    with train.own(directory, "a"):
+        (directory / "tables.json").touch()
+    with train.own(directory, "a"):
+        pass
+    try:
+        with train.own(directory, "b"):
+            pass
+    finally:
+        assert (directory / "run").read_text() == "a"
+
+
+@situation("tables that no run made", ValueError, "holds tables of another run")
+def _(directory):
+    (directory / "tables.json").touch()
+    with train.own(directory, "a"):
         pass
 
 
 @situation("tables in an object store", ValueError, "no path on this machine")
 def _(directory):
-    with train.own(Path("s3://bucket/tables")):
+    with train.own(Path("s3://bucket/tables"), "a"):
         pass
