@@ -39,7 +39,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import throughput
+import reference
 from contract import Flags, Run, command_line, plot
 from tqdm import tqdm
 
@@ -89,9 +89,9 @@ class Work:
     def __init__(self, config: Config, directory: Path):
         keep_memory()
         rows = int(config.table_mb * 1e6 / (4 * (16 + 1)))
-        of_reference = throughput.Config(rows=rows, batch_size=2048, seed=config.seed)
-        self.clicks, batches = throughput.synthetic(of_reference)
-        self.spec, loss, params, optimizer, self.row_optimizer = throughput.reference_work(of_reference)
+        of_reference = reference.Job(rows=rows, batch_size=2048, seed=config.seed)
+        self.clicks, batches = reference.synthetic(of_reference)
+        self.spec, loss, params, optimizer, self.row_optimizer = reference.reference_work(of_reference)
         self.state = init_state(params, optimizer, HostTables.create(self.spec, self.row_optimizer))
         self.train_step = make_train_step(self.spec, loss, optimizer, self.row_optimizer)
         ((self.stack, stack),) = self.spec.stacks.items()
@@ -249,7 +249,7 @@ def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
         "full_stall_over_fastest_blocking_save": column("full_stall_s") / blocking,
         "full_over_orbax_standard_save": column("full_save_s") / column("orbax_standard_save_s"),
     }
-    return {key: value for name, values in pairs.items() for key, value in throughput.ratio(name, values).items()}
+    return {key: value for name, values in pairs.items() for key, value in reference.ratio(name, values).items()}
 
 
 ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")

@@ -22,25 +22,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import throughput
 from contract import Flags, Run, command_line, plot
+from oac_work import MODES, Work, turn
+from reference import Job, ratio
 from tqdm import tqdm
-
-from jaxrec.embedding import HostTables, capacity_of, plan
-from jaxrec.loop import keep_memory
-from jaxrec.oac import Pipeline, ring
-from jaxrec.oac.stale import LastWriters
-from jaxrec.step import init_state, make_update
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"mode": "sync"},
-    "semisync": {"mode": "semisync"},
-    "async": {"mode": "async"},
-    "oac": {"mode": "oac"},
-    "oac_skip_stale_reads": {"mode": "oac", "skip_stale_reads": True},
-    "oac_skip_rewritten": {"mode": "oac", "skip_rewritten": True},
-    "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,66 +69,6 @@ class EmulatedLink:
         return jax.tree.map(np.asarray, tree)
 
 
-class Work:
-    """The job, its batches, and how long each stage takes alone."""
-
-    def __init__(self, config: Config, number: int):
-        keep_memory()
-        clicks, _ = throughput.synthetic(throughput.Config(rows=config.rows, batch_size=1, seed=config.seed))
-        self.batches = list(clicks.stream(config.batch_size, batches=number))
-        of_reference = throughput.Config(rows=config.rows, batch_size=config.batch_size, width=config.width)
-        spec, loss, self.params, self.optimizer, row_optimizer = throughput.reference_work(of_reference)
-        self.update = make_update(spec, loss, self.optimizer, row_optimizer)
-        self.tables = HostTables.create(spec, row_optimizer)
-        self.config = config
-
-    def pipeline(self, name: str, link: EmulatedLink | None) -> Pipeline:
-        """A pipeline of one mode; all share the tables, each has a dense state."""
-        options = dict(MODES[name])
-        if options["mode"] in ("async", "oac"):
-            options["window"] = self.config.window
-        if link:
-            options |= {"send": link.send, "fetch": link.fetch}
-        state = init_state(self.params, self.optimizer, self.tables)
-        return Pipeline(state, self.update, loaders=3, fetchers=2, **options)
-
-    def stages_ms(self, repeats: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Median milliseconds of every stage alone, and the bytes of a batch both ways."""
-        window, tables = self.config.window, self.tables
-        last, held, capacity = LastWriters(tables.spec, window, window), None, None
-        dense = init_state(self.params, self.optimizer, tables).dense
-        update = jax.jit(self.update, donate_argnums=0)
-        replay, append = jax.jit(ring.replay), jax.jit(ring.append, donate_argnums=0)
-        times: dict[str, list[float]] = {
-            name: [] for name in ("plan", "gather", "replay", "update", "append", "write_back")
-        }
-
-        def timed(name, function, *args):
-            start = time.perf_counter()
-            out = jax.block_until_ready(function(*args))
-            times[name].append(1e3 * (time.perf_counter() - start))
-            return out
-
-        def plan_batch(number, batch):
-            plans = plan(tables.spec, batch.ids, capacity)
-            return plans, last.sources(plans, number)
-
-        size = {}
-        for number, batch in enumerate(self.batches[:repeats]):
-            plans, source = timed("plan", plan_batch, number, batch)
-            capacity = capacity_of(plans)
-            read = timed("gather", tables.read, plans)
-            inputs, rows, source = jax.device_put((plans, batch)), jax.device_put(read), jax.device_put(source)
-            held = ring.init(rows, window) if held is None else held
-            right = timed("replay", replay, held, rows, source)
-            dense, new, _ = timed("update", update, dense, right, *inputs)
-            held = timed("append", append, held, {name: p.unique for name, p in plans.items()}, new, number)
-            timed("write_back", tables.put, plans, new)
-            nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-            size = {"send": nbytes((plans, batch, read, source)), "fetch": nbytes(new)}
-        return {name: float(np.median(values[2:])) for name, values in times.items()}, size
-
-
 def links(config: Config, stages: dict[str, float], size: dict[str, int]) -> dict[str, EmulatedLink | None]:
     """The regimes: {name: link}."""
     if config.link == "none":
@@ -158,21 +83,11 @@ def links(config: Config, stages: dict[str, float], size: dict[str, int]) -> dic
     }
 
 
-def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
-    """Seconds a batch in the steady state of one run."""
-    start = 0.0
-    for index, (_, metrics) in enumerate(pipeline.run(batches)):
-        if index in (skip, len(batches) - 1):
-            jax.block_until_ready(metrics)
-            end = time.perf_counter()
-            start = start or end
-    return (end - start) / (len(batches) - 1 - skip)
-
-
 def measure(work: Work, regime: str, link: EmulatedLink | None, rounds: int, names: list[str]) -> dict[str, Any]:
     """All modes in turns over one link."""
-    pipelines = {name: work.pipeline(name, link) for name in names}
-    skip = work.config.window + 2
+    options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
+    pipelines = {name: work.pipeline(name, **options) for name in names}
+    skip = work.window + 2
     for pipeline in pipelines.values():
         turn(pipeline, work.batches[: skip + 2], skip)  # compiles
     turns: dict[str, list[float]] = {name: [] for name in names}
@@ -190,18 +105,18 @@ def measure(work: Work, regime: str, link: EmulatedLink | None, rounds: int, nam
     times = {name: np.array(values) for name, values in turns.items()}
     slowest = np.array([max(stage.values()) for stage in alone]) / 1e3
     results: dict[str, Any] = {"emulated_link": link is not None, "examples_per_s": {}}
-    results["examples_per_s"] = {n: work.config.batch_size / float(np.median(t)) for n, t in times.items()}
+    results["examples_per_s"] = {n: work.job.batch_size / float(np.median(t)) for n, t in times.items()}
     results["stage_ms"] = {name: float(np.median([stage[name] for stage in alone])) for name in alone[0]}
     results["slowest_stage"] = max(results["stage_ms"], key=results["stage_ms"].__getitem__)
-    results |= throughput.ratio("oac_over_async", times["async"] / times["oac"])
-    results |= throughput.ratio("oac_over_sync", times["sync"] / times["oac"])
-    results |= throughput.ratio("semisync_over_sync", times["sync"] / times["semisync"])
-    results |= throughput.ratio("pipeline_efficiency", slowest / times["oac"])
+    results |= ratio("oac_over_async", times["async"] / times["oac"])
+    results |= ratio("oac_over_sync", times["sync"] / times["oac"])
+    results |= ratio("semisync_over_sync", times["sync"] / times["semisync"])
+    results |= ratio("pipeline_efficiency", slowest / times["oac"])
     for name in names[4:]:
         counters = pipelines[name].counters
         moved = counters["bytes_sent"] + counters["bytes_fetched"]
         results[f"{name}_bytes_saved_percent"] = 100 * (1 - moved / counters["bytes_without_savings"])
-        results |= throughput.ratio(f"{name}_over_oac", times["oac"] / times[name])
+        results |= ratio(f"{name}_over_oac", times["oac"] / times[name])
     results["compilations"] = {name: pipeline.compilations for name, pipeline in pipelines.items()}
     return results
 
@@ -221,7 +136,8 @@ def main(config: Config) -> dict:
     rounds, number = {"smoke": (1, 12), "default": (4, 36), "paper": (20, 100)}[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    work = Work(config, number)
+    job = Job(rows=config.rows, batch_size=config.batch_size, width=config.width, seed=config.seed)
+    work = Work(job, number, config.window)
     work.stages_ms(4)  # compiles
     stages, size = work.stages_ms(12)
     commit = stages["replay"] + stages["update"] + stages["append"]

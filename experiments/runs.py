@@ -3,25 +3,21 @@
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-import jax
+from environment import environment
 from stopping import say
 
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
 
 _MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # when a run goes on
-_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba")
 
 
 class Run:
@@ -195,30 +191,6 @@ def _row(line: bytes) -> dict:
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
     return row
-
-
-def environment() -> dict:
-    """Versions, commit, device and cores: what a figure depends on beside its configuration."""
-    versions: dict[str, str | None] = {}
-    for package in _VERSIONS:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        **versions,
-        "commit": commit.stdout.strip() or None,
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def to_json(content, indent: int | None = None) -> str:

@@ -33,7 +33,6 @@ share caches and memory), S-EASGD 0.84 at a gap of 3.3, S-MA 0.96 at 3.7; back t
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import threading
 import time
@@ -45,15 +44,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import simpy
-import throughput
 from contract import Flags, Run, command_line, plot
+from reference import Job, ratio, reference_work
+from shadow_work import Trainers
+from sides import Side
 from tqdm import tqdm
 
-from jaxrec.embedding import HostTables
-from jaxrec.loop import keep_memory
 from jaxrec.shadowsync.rules import Rule, easgd, model_averaging
 from jaxrec.shadowsync.shadow import AllToAll, Centre, Foreground, Left, Shadow, pack
-from jaxrec.shadowsync.trainers import train_freely
 from jaxrec.types import DenseState, TrainState
 
 SCALE = 1000  # real parameters over those of a sleeping trainer
@@ -274,55 +272,6 @@ def simulate(point: Point, window: int) -> dict[str, float]:
     return {"steps_per_s": (steps - before[0]) / seconds, "rounds_per_s": (rounds - before[1]) / seconds}
 
 
-class Trainers:
-    """A process of n trainers on n cores."""
-
-    def __init__(self, config: Config, trainers: int):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:trainers])
-        of_xla = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={trainers}"
-        os.environ["XLA_FLAGS"] = of_xla
-        jax.config.update("jax_platforms", "cpu")
-        keep_memory()
-        reference = throughput.Config(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
-        self.work = throughput.reference_work(reference)
-        _, self.batches = throughput.synthetic(reference)
-        self.tables = HostTables.create(self.work[0], self.work[-1])
-        self.trainers, self.pace_seconds = trainers, config.pace_seconds
-
-    def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
-        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps."""
-        way, steps = way_and_steps
-        spec, loss, params, optimizer, row_optimizer = self.work
-        synchroniser = None
-        if way != "none":
-            rule, _ = WAYS[way]
-            transport: Any = Centre(rule, params) if rule.has_centre else AllToAll(rule, self.trainers)
-            synchroniser = lambda trainer: Shadow(rule, transport, trainer, self.pace_seconds)
-        clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
-        first = len(self.batches)
-
-        def note(trainer, step, metrics):
-            clocks[trainer].append((time.perf_counter(), time.process_time()))
-
-        def stream(trainer):
-            for batch in itertools.cycle(self.batches[trainer:] + self.batches[:trainer]):
-                if min(map(len, clocks)) > first + steps:
-                    return
-                yield batch
-
-        _, figures = train_freely(
-            spec, loss, optimizer, row_optimizer, params, self.tables, [stream(i) for i in range(self.trainers)],
-            synchroniser, hook=note,
-        )  # fmt: skip
-        start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
-        done = sum(start < clock <= end for each in clocks for clock in each)
-        return {
-            "steps_per_s": done / (end[0] - start[0]),
-            "busy_cores": (end[1] - start[1]) / (end[0] - start[0]),
-            "average_sync_gap": float(np.mean(figures.average_sync_gap)),
-        }
-
-
 def measured(config: Config, run: Run) -> dict[str, Any]:
     """Trainers that train, all ways in turns."""
     for row in run.metrics():
@@ -331,8 +280,9 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
     preset, cores = PRESETS[config.preset], len(os.sched_getaffinity(0))
     numbers = sorted({1, cores} | {2**i for i in range(10) if 2**i < cores})
     turns = [("none", 1)] + [(way, n) for way in preset.measured for n in numbers if n > 1]
+    job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
     with ThreadPoolExecutor(2) as pool:
-        processes = pool.map(lambda n: throughput.Side(functools.partial(Trainers, config, n)), numbers)
+        processes = pool.map(lambda n: Side(functools.partial(Trainers, job, n, config.pace_seconds)), numbers)
         sides = dict(zip(numbers, processes, strict=True))
     found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
     for _ in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
@@ -351,8 +301,8 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
         results[f"measured_examples_per_s_{end}"] = float(np.median(rate[way, n]))
         results[f"measured_busy_cores_{end}"] = float(np.median(of((way, n), "busy_cores")))
         if n > 1:
-            results |= throughput.ratio(f"measured_efficiency_{end}", rate[way, n] / (n * rate[base]))
-            results |= throughput.ratio(f"measured_cpu_time_efficiency_{end}", cpu_s[base] / cpu_s[way, n])
+            results |= ratio(f"measured_efficiency_{end}", rate[way, n] / (n * rate[base]))
+            results |= ratio(f"measured_cpu_time_efficiency_{end}", cpu_s[base] / cpu_s[way, n])
         if way != "none":
             results[f"measured_average_sync_gap_{end}"] = float(np.median(of((way, n), "average_sync_gap")))
     run.log({"kind": "measured", "results": results})
@@ -361,7 +311,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
 
 def points(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
     """All lines at these numbers of trainers."""
-    params = jax.eval_shape(lambda: throughput.reference_work(throughput.Config(rows=100))[2])
+    params = jax.eval_shape(lambda: reference_work(Job(rows=100))[2])
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
     sizes = sizes if config.tensors == "dlrm" else [sum(sizes) // 4] * 4
     of_two = Point("fr_easgd_5", 1, 2, step_s, 0.1, config.seed, tuple(sizes), bytes_per_s=1.0)

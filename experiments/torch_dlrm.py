@@ -1,11 +1,15 @@
-"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of throughput.py.
+"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of sides.py.
 
-Every variant is a function (cardinalities, width, batches) -> step, where step(i) trains on batch i and returns its
-loss. All do the same work as jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one
-accumulator a row (`adagrad`: one an element, torch.optim's own), one id a field.
+Every variant is a function of `Work` -> step, where step(i, resident) trains on batch i and returns its loss, on the
+device; batches are sent from pinned memory with the step, or lie on the device if `resident`. All do the same work as
+jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator a row (`adagrad`:
+one an element, torch.optim's own), one id a field.
 """
 
+import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +18,68 @@ from torch import nn
 DENSE_RATE, ROW_RATE, EPS = 0.01, 0.02, 1e-8
 
 
-class Dense(nn.Module):
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What to train, and where."""
+
+    cardinalities: tuple[int, ...]
+    width: int
+    batches: list
+    model: str = "dlrm"
+    device: str = "cpu"
+
+    @property
+    def rows(self) -> int:
+        """Of all tables."""
+        return int(sum(self.cardinalities))
+
+    @property
+    def stacked_offsets(self) -> np.ndarray:
+        """Where each table begins in the stack of all."""
+        return np.concatenate([[0], np.cumsum(self.cardinalities)[:-1]])
+
+    def dense_part(self, compiled: bool = False) -> nn.Module:
+        """The dense network on the device."""
+        of_model = DLRM if self.model == "dlrm" else DCNv2
+        module = of_model(len(self.cardinalities), self.width).to(self.device)
+        return torch.compile(module) if compiled else module
+
+
+class DLRM(nn.Module):
     """Bottom MLP, dot interaction, top MLP: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
+
+    pairs: torch.Tensor
 
     def __init__(self, fields: int, width: int):
         super().__init__()
         self.bottom = mlp([13, 512, 256, 64, width], last_relu=True)
         self.top = mlp([width + (fields + 1) * fields // 2, 512, 256, 1], last_relu=False)
         i, j = np.tril_indices(fields + 1, -1)
-        self.pairs = torch.as_tensor(i * (fields + 1) + j)
+        self.register_buffer("pairs", torch.as_tensor(i * (fields + 1) + j))
 
     def forward(self, dense, vectors):
         x = self.bottom(dense)
         every = torch.cat([x[:, None], vectors], dim=1)
         products = torch.bmm(every, every.transpose(1, 2)).flatten(1)
         return self.top(torch.cat([x, products.index_select(1, self.pairs)], dim=1))[:, 0]
+
+
+class DCNv2(nn.Module):
+    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
+
+    def __init__(self, fields: int, width: int):
+        super().__init__()
+        size = 13 + fields * width
+        self.cross = nn.ModuleList(nn.Linear(size, size) for _ in range(3))
+        self.tower = mlp([size, 512, 256], last_relu=True)
+        self.last = nn.Linear(size + 256, 1)
+
+    def forward(self, dense, vectors):
+        x0 = torch.cat([dense, vectors.flatten(1)], dim=1)
+        crossed = x0
+        for layer in self.cross:
+            crossed = x0 * layer(crossed) + crossed
+        return self.last(torch.cat([crossed, self.tower(x0)], dim=1))[:, 0]
 
 
 def mlp(sizes, last_relu):
@@ -52,61 +103,67 @@ def rowwise_adagrad_(weight, accumulator):
     weight.grad = None
 
 
-def tensors(batches, offsets):
-    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given."""
-    return [
+def tensors(work: Work, offsets, arrange=lambda ids: ids):
+    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then arranged."""
+    found = [
         (
             torch.as_tensor(b.dense),
-            torch.as_tensor(b.ids["sparse"].astype(np.int64) + offsets),
+            arrange(torch.as_tensor(b.ids["sparse"].astype(np.int64) + offsets)),
             torch.as_tensor(b.label),
         )
-        for b in batches
+        for b in work.batches
     ]
+    return found if work.device == "cpu" else [tuple(t.pin_memory() for t in batch) for batch in found]
 
 
-def make_step(dense_part, lookup, step_rows, data):
+def make_step(work: Work, dense_part, lookup, step_rows, data):
     """The training step around a lookup [B, F, E] and a row optimizer."""
     optimizer = torch.optim.SGD(dense_part.parameters(), lr=DENSE_RATE)
     loss_function = nn.BCEWithLogitsLoss()
 
-    def step(index):
-        dense, ids, label = data[index % len(data)]
+    def to_device(batch):
+        return [tensor.to(work.device, non_blocking=True) for tensor in batch]
+
+    on_device = functools.cache(lambda index: to_device(data[index]))
+
+    def step(index, resident=False):
+        index %= len(data)
+        dense, ids, label = on_device(index) if resident else to_device(data[index])
         loss = loss_function(dense_part(dense, lookup(ids)), label)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         step_rows()
-        return float(loss.detach())
+        return loss.detach()
 
     return step
 
 
-def stacked(cardinalities, width, batches, row_optimizer="rowwise", compiled=False):
+def stacked(work: Work, row_optimizer="rowwise", compiled=False):
     """One EmbeddingBag for all fields."""
-    fields, rows = len(cardinalities), int(sum(cardinalities))
-    bag = nn.EmbeddingBag(rows, width, mode="sum", sparse=True)
-    dense_part = Dense(fields, width)
-    part = torch.compile(dense_part) if compiled else dense_part
-    data = tensors(batches, np.concatenate([[0], np.cumsum(cardinalities)[:-1]]))
+    fields = len(work.cardinalities)
+    bag = nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=work.device)
+    data = tensors(work, work.stacked_offsets)
 
     def lookup(ids):
-        return bag(ids.reshape(-1, 1)).reshape(-1, fields, width)
+        return bag(ids.reshape(-1, 1)).reshape(-1, fields, work.width)
 
-    return make_step(part, lookup, _row_step([bag.weight], row_optimizer), data)
+    return make_step(work, work.dense_part(compiled), lookup, _row_step([bag.weight], row_optimizer), data)
 
 
-def unique(cardinalities, width, batches):
+def unique(work: Work, compiled=False):
     """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in place."""
-    fields, rows = len(cardinalities), int(sum(cardinalities))
-    weight, accumulator = torch.randn(rows, width) * rows**-0.5, torch.zeros(rows)
-    data = tensors(batches, np.concatenate([[0], np.cumsum(cardinalities)[:-1]]))
+    fields, rows = len(work.cardinalities), work.rows
+    weight = torch.randn(rows, work.width, device=work.device).mul_(rows**-0.5)
+    accumulator = torch.zeros(rows, device=work.device)
+    data = tensors(work, work.stacked_offsets)
     touched: list[torch.Tensor] = []
 
     def lookup(ids):
         found, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
         leaf = weight.index_select(0, found).requires_grad_()
         touched[:] = found, leaf
-        return leaf.index_select(0, inverse).view(-1, fields, width)
+        return leaf.index_select(0, inverse).view(-1, fields, work.width)
 
     @torch.no_grad()
     def step_rows():
@@ -116,27 +173,24 @@ def unique(cardinalities, width, batches):
         accumulator[found] = now
         weight[found] = leaf - ROW_RATE * leaf.grad / (now.sqrt() + EPS)[:, None]
 
-    return make_step(Dense(fields, width), lookup, step_rows, data)
+    return make_step(work, work.dense_part(compiled), lookup, step_rows, data)
 
 
-def separate(cardinalities, width, batches):
+def separate(work: Work):
     """One EmbeddingBag a field, as in facebookresearch/dlrm."""
-    bags = [nn.EmbeddingBag(int(n), width, mode="sum", sparse=True) for n in cardinalities]
-    data = [
-        (dense, ids.T.contiguous(), label)
-        for dense, ids, label in tensors(batches, np.zeros(len(cardinalities), np.int64))
-    ]
+    bags = [nn.EmbeddingBag(n, work.width, mode="sum", sparse=True, device=work.device) for n in work.cardinalities]
+    data = tensors(work, 0, lambda ids: ids.T.contiguous())
 
     def lookup(ids):
         return torch.stack([bag(row[:, None]) for bag, row in zip(bags, ids, strict=True)], dim=1)
 
-    return make_step(Dense(len(bags), width), lookup, _row_step([bag.weight for bag in bags], "rowwise"), data)
+    return make_step(work, work.dense_part(), lookup, _row_step([bag.weight for bag in bags], "rowwise"), data)
 
 
 def _row_step(weights, kind):
     if kind == "adagrad":
         return _adagrad_step(torch.optim.Adagrad(weights, lr=ROW_RATE, eps=EPS))
-    accumulators = [torch.zeros(len(weight)) for weight in weights]
+    accumulators = [torch.zeros(len(weight), device=weight.device) for weight in weights]
 
     def step():
         for weight, accumulator in zip(weights, accumulators, strict=True):
@@ -153,7 +207,7 @@ def _adagrad_step(optimizer):
     return step
 
 
-def fbgemm(cardinalities, width, batches):
+def fbgemm(work: Work):
     """FBGEMM's fused tables, EXACT_ROWWISE_ADAGRAD inside the backward pass."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
@@ -162,40 +216,30 @@ def fbgemm(cardinalities, width, batches):
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    fields = len(cardinalities)
+    place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    if work.device != "cpu":
+        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
-        [(int(n), width, EmbeddingLocation.HOST, ComputeDevice.CPU) for n in cardinalities],
+        [(n, work.width, *place) for n in work.cardinalities],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=ROW_RATE,
         eps=EPS,
     )
-    data = [
-        (dense, ids.T.contiguous().reshape(-1), label)
-        for dense, ids, label in tensors(batches, np.zeros(fields, np.int64))
-    ]
-    bags = torch.arange(len(data[0][1]) + 1)
+    data = tensors(work, 0, lambda ids: ids.T.contiguous().reshape(-1))
+    bags = torch.arange(len(data[0][1]) + 1, device=work.device)
 
     def lookup(ids):
-        return tables(ids, bags).reshape(-1, fields, width)
+        return tables(ids, bags).reshape(-1, len(work.cardinalities), work.width)
 
-    return make_step(Dense(fields, width), lookup, lambda: None, data)
-
-
-def compiled(cardinalities, width, batches):
-    """`stacked` with the dense part under torch.compile."""
-    return stacked(cardinalities, width, batches, compiled=True)
+    return make_step(work, work.dense_part(), lookup, lambda: None, data)
 
 
-def sparse_adagrad(cardinalities, width, batches):
-    """`stacked` with torch.optim.Adagrad on the sparse gradient."""
-    return stacked(cardinalities, width, batches, row_optimizer="adagrad")
-
-
-VARIANTS = {
+VARIANTS: dict[str, Any] = {
     "torch_unique": unique,
     "torch_stacked": stacked,
     "torch_separate": separate,
-    "torch_sparse_adagrad": sparse_adagrad,
-    "torch_compiled": compiled,
+    "torch_sparse_adagrad": functools.partial(stacked, row_optimizer="adagrad"),
+    "torch_compiled": functools.partial(stacked, compiled=True),
+    "torch_unique_compiled": functools.partial(unique, compiled=True),
     "fbgemm": fbgemm,
 }

@@ -469,7 +469,8 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
     if where != "data":
         step = int(str(stopped.value).split("saved at step ")[1].split(";")[0])
         assert step == arrays_of(tmp_path)[0] and 0 < step <= 12
-        assert all(row["step"] <= step for row in rows_of(tmp_path))
+        logged = [row["step"] for row in rows_of(tmp_path)]
+        assert max(logged, default=0) <= step and (where == "train" or step not in logged)  # left off half way
     monkeypatch.setattr(train, "synthetic_data", whole)
     results = train.main(dataclasses.replace(config, resume=True))
     assert_equal(undisturbed, tmp_path)

@@ -1,6 +1,6 @@
 """Batches out of blocks: seeded shuffle, exact position, and a prefetch thread.
 
-Legend: B batch, N dense features, F fields, n rows of a block.
+Legend: B batch, N dense features, F columns of a lookup, H hots, n rows of a block.
 """
 
 import queue
@@ -12,6 +12,10 @@ import numpy as np
 
 from jaxrec.types import Batch
 
+Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
+Columns = dict[Column, np.ndarray]
+_RANK = {"label": 1, "dense": 2, "weight": 1}
+
 
 class BlockSource(Protocol):
     """Rows in blocks that can be read in any order."""
@@ -21,8 +25,12 @@ class BlockSource(Protocol):
         """n of each block."""
         ...
 
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}."""
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight': f32[n].
+
+        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are a last axis:
+        [n, F, H]. All blocks have the same columns, of the same types and shapes of a row.
+        """
         ...
 
 
@@ -31,7 +39,8 @@ class Loader:
 
     Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks, then the rows within
     windows of consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 whose
-    ids are missing. Iterating starts at `position()`.
+    ids are missing. Iterating starts at `position()`; an iterator ends with an error if it is asked for more after
+    another one began or `seek` was called.
 
     Args:
       source: the blocks.
@@ -39,10 +48,18 @@ class Loader:
       shuffle_seed: None for the order of the file.
       window_blocks: how many blocks are held and shuffled together.
       epochs: passes over the data; None for ever.
-      lookup: the name of the ids in `Batch.ids`.
+      lookup: the name of the ids in `Batch.ids`, where blocks hold one array of them.
 
-    Errors:
-      ValueError: a size below 1, or a source without rows.
+    Raises:
+      ValueError: a size below 1, or a source without rows; while iterating, a block that does not fit the others.
+
+    >>> class TwoBlocks:
+    ...     rows = [3, 2]
+    ...     def __getitem__(self, index):
+    ...         ids = np.arange(self.rows[index])[:, None]
+    ...         return {"label": ids[:, 0] % 2, "dense": np.zeros((len(ids), 1)), "ids": {"item": ids}}
+    >>> [batch.ids["item"].ravel().tolist() for batch in Loader(TwoBlocks(), 2)]
+    [[0, 1], [2, 0], [1, -1]]
     """
 
     def __init__(
@@ -55,16 +72,17 @@ class Loader:
         epochs: int | None = 1,
         lookup: str = "sparse",
     ):
-        if batch_size < 1 or window_blocks < 1:
-            raise ValueError(f"batch_size={batch_size}, window_blocks={window_blocks}: both must be at least 1.")
+        self._batch_size = _integer("batch_size", batch_size, 1)
+        self._window_blocks = _integer("window_blocks", window_blocks, 1)
+        self._seed = None if shuffle_seed is None else _integer("shuffle_seed", shuffle_seed, 0)
+        self._epochs = None if epochs is None else _integer("epochs", epochs, 1)
         self._source, self._lookup = source, lookup
         self._rows = np.asarray(source.rows, np.int64)
         if self._rows.sum() == 0:
             raise ValueError("the source holds no rows: prepare a file that has some.")
-        self._batch_size, self._seed = batch_size, shuffle_seed
-        self._window_blocks, self._epochs = window_blocks, epochs
-        self.batches_per_epoch = -(-int(self._rows.sum()) // batch_size)
-        self._position = 0
+        self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
+        self._position, self._turn = 0, object()
+        self._first: tuple[int, dict[Column, tuple]] | None = None  # the block read first, and its layout
 
     def __len__(self) -> int:
         if self._epochs is None:
@@ -77,17 +95,25 @@ class Loader:
 
     def seek(self, position: int) -> None:
         """Makes the next iteration begin with batch `position`; costs no more than reading one window."""
-        if position < 0 or (self._epochs is not None and position > len(self)):
-            raise ValueError(f"position={position} must lie between 0 and the number of batches.")
-        self._position = position
+        position = _integer("position", position, 0)
+        if self._epochs is not None and position > len(self):
+            raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
+        self._position, self._turn = position, object()
 
     def __iter__(self) -> Iterator[Batch]:
+        # All iterators move the one position, so only the youngest may.
+        self._turn = turn = object()
         while self._epochs is None or self._position < len(self):
             epoch, first = divmod(self._position, self.batches_per_epoch)
             for batch in self._epoch(epoch, first * self._batch_size):
                 # Counted before it is handed over: whoever holds batch p finds position() == p + 1.
                 self._position += 1
                 yield batch
+                if self._turn is not turn:
+                    raise ValueError(
+                        "the loader began anew (another iterator, or seek) while this iterator was in use: leave the "
+                        "loop then, or make a Loader for each."
+                    )
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Batch]:
         size, rest = self._batch_size, None
@@ -101,7 +127,7 @@ class Loader:
         if rest is not None and len(rest["label"]):
             yield self._batch(rest)
 
-    def _windows(self, epoch: int, skip: int) -> Iterator[dict[str, np.ndarray]]:
+    def _windows(self, epoch: int, skip: int) -> Iterator[Columns]:
         """The windows of an epoch, rows in their final order, without the first `skip` rows."""
         order = np.arange(len(self._rows))
         if self._seed is not None:
@@ -112,7 +138,7 @@ class Loader:
             if skip >= rows:
                 skip -= rows
                 continue
-            blocks = [self._source[int(i)] for i in chosen]
+            blocks = [self._block(int(i)) for i in chosen]
             window = {key: np.concatenate([block[key] for block in blocks]) for key in blocks[0]}
             if self._seed is not None:
                 shuffled = np.random.default_rng([self._seed, epoch, number]).permutation(rows)
@@ -120,16 +146,93 @@ class Loader:
             yield {key: array[skip:] for key, array in window.items()}
             skip = 0
 
-    def _batch(self, rows) -> Batch:
+    def _block(self, index: int) -> Columns:
+        """The columns of a block, which are those of the block read first."""
+        columns = _columns(index, self._source[index], int(self._rows[index]), self._lookup)
+        layout = {key: (array.shape[1:], array.dtype) for key, array in columns.items()}
+        if self._first is None:
+            self._first = index, layout
+        first, expected = self._first
+        if list(map(str, layout)) != list(map(str, expected)):
+            names, others = ([_shown(key) for key in keys] for keys in (layout, expected))
+            raise ValueError(
+                f"block {index} has {', '.join(names)}, but block {first} has {', '.join(others)}: give all blocks the "
+                "same columns."
+            )
+        for key, (shape, dtype) in layout.items():
+            if (shape, dtype) != expected[key]:
+                raise ValueError(
+                    f"block {index}: {_shown(key)} has rows of shape {shape} and type {dtype}, but in block {first} of "
+                    f"shape {expected[key][0]} and type {expected[key][1]}: make them alike."
+                )
+        return columns
+
+    def _batch(self, rows: Columns) -> Batch:
         missing = self._batch_size - len(rows["label"])
-        label, dense, ids = rows["label"].astype(np.float32), rows["dense"], rows["ids"]
-        weight = np.ones(self._batch_size, np.float32)
-        if missing:
-            label = np.pad(label, (0, missing))
-            dense = np.pad(dense, ((0, missing), (0, 0)))
-            ids = np.pad(ids, ((0, missing), (0, 0)), constant_values=-1)
-            weight[self._batch_size - missing :] = 0
-        return Batch({self._lookup: ids}, dense, label, weight)
+        weight = rows["weight"] if "weight" in rows else np.ones(len(rows["label"]), np.float32)
+        ids = {key[1]: _padded(array, missing, -1) for key, array in rows.items() if isinstance(key, tuple)}
+        label, weight = (_padded(array.astype(np.float32), missing, 0) for array in (rows["label"], weight))
+        return Batch(ids, _padded(rows["dense"], missing, 0), label, weight)
+
+
+def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
+    """The columns of a block by name, always in the same order; refuses what is no column of so many rows."""
+    names = list(block)
+    for name in ("label", "dense", "ids"):
+        if name not in names:
+            raise ValueError(f"block {index} has no {name!r}, only {names}: a block has label, dense and ids.")
+    for name in set(names) - {"label", "dense", "ids", "weight"}:
+        raise ValueError(
+            f"block {index} has {name!r}, which a batch has no place for: leave it out, or call it weight."
+        )
+    ids = block["ids"] if isinstance(block["ids"], Mapping) else {lookup: block["ids"]}
+    if not ids:
+        raise ValueError(f"block {index} has no ids: give an array, or {{lookup: array}}.")
+    columns: Columns = {name: block[name] for name in _RANK if name in block}
+    columns |= {("ids", name): ids[name] for name in sorted(ids)}
+    for key, array in columns.items():
+        _check_column(f"block {index}: {_shown(key)}", key, array, rows)
+    if "weight" in columns:
+        _check_weight(index, columns["weight"])
+    return columns
+
+
+def _check_column(what: str, key: Column, array: Any, rows: int) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{what} is a {type(array).__name__}: make it a numpy array.")
+    if array.ndim == 0 or len(array) != rows:
+        found = len(array) if array.ndim else "no"
+        raise ValueError(f"{what} has {found} rows instead of {rows}: give each column as many as `rows` says.")
+    kinds, rule = ("iu", "ids are integers") if isinstance(key, tuple) else ("buif", "a column holds numbers")
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{what} are {array.dtype}, but {rule}: cast them.")
+    rank = array.ndim if isinstance(key, tuple) else _RANK[key]
+    if array.ndim != rank:
+        raise ValueError(f"{what} has shape {array.shape}, but it has {rank} axes: reshape it.")
+
+
+def _check_weight(index: int, weight: np.ndarray) -> None:
+    bad = ~(np.isfinite(weight) & (weight >= 0))
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(f"block {index}, row {row}: weight {weight[row]} must be finite and at least 0.")
+
+
+def _shown(key: Column) -> str:
+    return f"ids[{key[1]!r}]" if isinstance(key, tuple) else repr(key)
+
+
+def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
+    """Rows of one value behind the last."""
+    if not missing:
+        return array
+    return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
+
+
+def _integer(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+    return int(value)
 
 
 class _Failure:
@@ -155,9 +258,7 @@ def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
     >>> list(prefetch(range(3)))
     [0, 1, 2]
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth} must be at least 1.")
-    return _consume(iterable, queue.Queue(depth), threading.Event())
+    return _consume(iterable, queue.Queue(_integer("depth", depth, 1)), threading.Event())
 
 
 def _consume(iterable, items, stop):

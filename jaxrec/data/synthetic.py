@@ -7,6 +7,8 @@ Legend: B batch, N dense features, F fields, L latent width.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,9 +29,16 @@ _TRAIN, _TEST = 0, 1
 def scaled_cardinalities(rows: int) -> tuple[int, ...]:
     """The Criteo Kaggle cardinalities brought to `rows` in all: the largest cut to a common cap, or all stretched.
 
+    Args:
+      rows: of all tables together, at least 78.
+
+    Raises:
+      ValueError: fewer rows than 26 tables of 3.
+
     >>> sum(scaled_cardinalities(1_000_000))
     1000000
     """
+    _check_integer("rows", rows, 3 * len(CRITEO_KAGGLE_CARDINALITIES))
     cardinalities = np.array(CRITEO_KAGGLE_CARDINALITIES)
     cardinalities = np.maximum(cardinalities, cardinalities * rows // int(cardinalities.sum()))
     low, high = 0.0, float(cardinalities.max())
@@ -49,13 +58,16 @@ class SyntheticClicks:
     """The click log as pure functions of a batch index.
 
     Attributes:
-      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first.
+      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first; below 2**31.
       dense_features: N.
       exponent: of the power law of the ids; 0 is uniform. Default 1.05, measured on production traces.
       seed: of teacher and examples.
       signal: standard deviation of the teacher's logit.
       bias: of the teacher's logit; -1.2 gives about 25 % clicks.
       lookup: name of the lookup in `Batch.ids`.
+
+    Raises:
+      ValueError: no field, a size or number out of range, or one that is not finite; in `batch` and `stream` as well.
     """
 
     cardinalities: tuple[int, ...]
@@ -67,11 +79,17 @@ class SyntheticClicks:
     lookup: str = "sparse"
 
     def __post_init__(self):
-        if not self.cardinalities or min(self.cardinalities) < 1 or self.exponent < 0:
-            raise ValueError(
-                f"cardinalities={self.cardinalities}, exponent={self.exponent}: need at least one field, "
-                "cardinalities of 1 or more and an exponent of 0 or more."
-            )
+        if not self.cardinalities:
+            raise ValueError(f"cardinalities={self.cardinalities}: give at least one field.")
+        for cardinality in self.cardinalities:
+            _check_integer("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
+        _check_integer("dense_features", self.dense_features, 0)
+        _check_integer("seed", self.seed, 0)
+        for name, least in (("exponent", 0), ("signal", 0), ("bias", -math.inf)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                rule = "finite" if least else "finite and at least 0"
+                raise ValueError(f"{name}={value} must be {rule}.")
 
     def batch(self, index: int, batch_size: int, test: bool = False) -> Batch:
         """Draws batch `index`; test batches are a stream of their own.
@@ -84,6 +102,8 @@ class SyntheticClicks:
         Returns:
           Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight 1.
         """
+        _check_integer("index", index, 0)
+        _check_integer("batch_size", batch_size, 1)
         rng = np.random.default_rng([self.seed, _TEST if test else _TRAIN, index])
         ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
         dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
@@ -112,10 +132,18 @@ class SyntheticClicks:
 
     def stream(self, batch_size: int, start: int = 0, batches: int | None = None, test=False) -> Iterator[Batch]:
         """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index `batches`."""
-        index = start
-        while batches is None or index < batches:
-            yield self.batch(index, batch_size, test)
-            index += 1
+        # Checked here, not at the first batch: a generator would tell nothing before somebody iterates.
+        for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("batches", batches, 0)):
+            if value is not None:
+                _check_integer(name, value, least)
+        indices = itertools.count(start) if batches is None else range(start, batches)
+        return (self.batch(index, batch_size, test) for index in indices)
+
+
+def _check_integer(name: str, value: int, least: int, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        rule = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} must be an integer {rule}.")
 
 
 def _power_law(uniform, cardinalities, exponent):

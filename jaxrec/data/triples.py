@@ -45,7 +45,7 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
     Returns:
       Triples, in the order of the files.
 
-    Errors:
+    Raises:
       ValueError: a file is missing, cannot be unpacked or is empty; a line is not of three integers; there are more or
         fewer triples than the first line says; an id is negative or too large. Names the file and the line.
     """
@@ -80,7 +80,7 @@ def generate_triples(
     Returns:
       Triples, all distinct.
 
-    Errors:
+    Raises:
       ValueError: not 1 <= clusters <= entities, or less than ten triples.
     """
     if not 1 <= clusters <= entities or entities * relations * tails < 10:
@@ -125,7 +125,7 @@ class TripleBatches:
       groups: G, a divisor of B.
       seed: of the order of each epoch and of the negatives.
 
-    Errors:
+    Raises:
       ValueError: no triples, a size below 1, groups that do not divide the batch, or relations too many for a float.
     """
 

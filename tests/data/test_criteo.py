@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data.criteo import encode, open_split, preparation, prepare
+from jaxrec.data.criteo import encode, open_split, preparation, prepare, source
 from jaxrec.data.criteo import parse as parse_module
-from jaxrec.data.criteo.parse import DENSE, FIELDS, parse, read_chunks
+from jaxrec.data.criteo.parse import DENSE, FIELDS, parse
+from jaxrec.data.criteo.source import read_chunks
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}
 
@@ -32,7 +33,8 @@ def lines(rows, seed=0, missing=0.1):
 
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
-    (gzip.open(path, "wb") if path.suffix == ".gz" else open(path, "wb")).write(text.encode())
+    # A file that nobody closes has all of its text only by the grace of the garbage collector.
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 
@@ -300,7 +302,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     rows[2] = rows[390] = "nonsense"
     path, out = write(tmp_path / "t.txt", rows), tmp_path / "out"
     arguments = {"hash_cap": 7, "split": split, "train_fraction": 0.5, "max_bad_rows": 1, **SMALL}
-    monkeypatch.setattr(parse_module, "_CHUNK_BYTES", 4000)
+    monkeypatch.setattr(source, "_CHUNK_BYTES", 4000)
     # One bad row is allowed and there are two: an undisturbed run fails at line 391, and so must every later one.
     for _ in range(3):
         with pytest.raises(ValueError, match="line 391: 1 fields"):
@@ -339,7 +341,7 @@ def test_two_preparations_do_not_meet(tmp_path):
     thread = threading.Thread(target=first)
     thread.start()
     inside.wait()
-    with pytest.raises(ValueError, match="another process is preparing"):
+    with pytest.raises(ValueError, match="somebody else is preparing"):
         prepare([path], tmp_path / "out", **SMALL)
     leave.set()
     thread.join()

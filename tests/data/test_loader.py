@@ -73,6 +73,121 @@ def test_seek_continues_exactly(kwargs, data):
         np.testing.assert_array_equal(a.weight, b.weight)
 
 
+class RichBlocks(Blocks):
+    """Several lookups, one of several hots with padding, and a weight; the number of the row stands in all columns."""
+
+    def __getitem__(self, index):
+        block = super().__getitem__(index)
+        row = np.arange(self.starts[index], self.starts[index + 1])
+        bag = np.repeat(row[:, None, None], 2, axis=1) + np.zeros((1, 1, 4), np.int32)
+        bag[:, 1, 2:] = -1
+        ids = {"pair": block["ids"][:, :2], "bag": bag.astype(np.int32), "one": row.astype(np.int64)}
+        return {**block, "ids": ids, "weight": (row % 3).astype(np.float64) / 2}
+
+
+@given(loaders, st.data())
+def test_weights_hots_and_several_lookups_stay_with_their_rows(kwargs, data):
+    kwargs = dict(kwargs)
+    plain, source = make(kwargs), RichBlocks(kwargs.pop("sizes"))
+    loader = Loader(source, kwargs.pop("batch_size"), **kwargs)
+    whole = list(plain)
+    position = data.draw(st.integers(0, len(whole)))
+    loader.seek(position)
+    for a, b in zip(whole[position:], loader, strict=True):
+        real, number = a.weight > 0, a.ids["sparse"][:, 0]
+        np.testing.assert_array_equal(b.weight, np.where(real, number % 3 / 2, 0))
+        assert b.weight.dtype == np.float32 and set(b.ids) == {"pair", "bag", "one"}
+        np.testing.assert_array_equal(b.ids["pair"], a.ids["sparse"][:, :2])
+        np.testing.assert_array_equal(b.ids["one"], number)
+        bag = np.repeat(np.repeat(number[:, None, None], 2, axis=1), 4, axis=2)
+        bag[:, 1, 2:] = -1
+        np.testing.assert_array_equal(b.ids["bag"], bag)
+        np.testing.assert_array_equal(b.dense, a.dense)
+        np.testing.assert_array_equal(b.label, a.label)
+
+
+def test_batches_of_the_loader_train_a_model_of_bags():
+    """The last batch is padded, and its padding touches nothing."""
+    import jaxrec
+    from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+
+    spec = EmbeddingSpec(
+        {"a": Table(40, 4), "b": Table(40, 4)},
+        {"pair": Lookup(("a", "b")), "bag": Lookup(("a", "b"), hots=4), "one": Lookup("a")},
+    )
+    for batch in Loader(RichBlocks([9, 8, 7]), 10):
+        plans = jaxrec.plan(spec, batch.ids)
+        assert all(int(plan.invalid) == 0 for plan in plans.values())
+    stack = spec.stacks["width_4"]
+    used = np.concatenate([plan.unique.ravel() for plan in plans.values()])
+    assert set(used[used < stack.rows]) == {*range(20, 24), *range(60, 64)}
+
+
+class Broken(Blocks):
+    """The second block is other than the first."""
+
+    def __init__(self, sizes, **columns):
+        super().__init__(sizes)
+        self.columns = columns
+
+    def __getitem__(self, index):
+        block = super().__getitem__(index)
+        if index == 1:
+            block |= self.columns
+        return {key: array for key, array in block.items() if array is not None}
+
+
+BROKEN = {
+    "no label": ({"label": None}, "block 1 has no 'label'"),
+    "too few rows": ({"dense": np.zeros((2, 2))}, r"block 1: 'dense' has 2 rows instead of 5"),
+    "a weight in one block only": ({"weight": np.ones(5)}, "block 1 has .*'weight'.* block 0"),
+    "another lookup": ({"ids": {"x": np.zeros((5, 3), int)}}, "block 1 has .* block 0"),
+    "another width": ({"ids": np.zeros((5, 4), np.int32)}, r"block 1: ids\['sparse'\] has rows of shape \(4,\)"),
+    "another number of hots": ({"ids": np.zeros((5, 3, 2), np.int32)}, "block 1: .* has rows of shape"),
+    "fractions for ids": ({"ids": np.zeros((5, 3))}, r"block 1: ids\['sparse'\] are float64"),
+    "a list": ({"dense": [[0, 0]] * 5}, "block 1: 'dense' is a list"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BROKEN))
+@pytest.mark.parametrize("window_blocks", [1, 4])
+def test_a_block_that_does_not_fit_is_named(case, window_blocks):
+    columns, message = BROKEN[case]
+    loader = Loader(Broken([5, 5, 5], **columns), 4, window_blocks=window_blocks)
+    with pytest.raises(ValueError, match=message):
+        list(loader)
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none_is_refused(weight):
+    class Weighted(Blocks):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "weight": np.array([1, weight, 1])}
+
+    with pytest.raises(ValueError, match="block 0, row 1: weight"):
+        list(Loader(Weighted([3]), 2))
+
+
+def test_an_iterator_ends_when_another_one_begins():
+    """They share the position: without that, both would go on and neither would be where `position` says."""
+    loader = Loader(Blocks([6]), 2)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    with pytest.raises(ValueError, match="began anew"):
+        next(first)
+    assert next(second).ids["sparse"][0, 0] == 4  # the second began where the first was
+    for _ in loader:
+        raise AssertionError("one epoch is over")
+    loader.seek(0)
+    batches = iter(loader)
+    next(batches)
+    loader.seek(2)
+    with pytest.raises(ValueError, match="began anew"):
+        next(batches)
+    assert [b.ids["sparse"][0, 0] for b in loader] == [4]
+
+
 def test_shuffles_differ_by_seed_and_epoch():
     def order(seed, epochs=1):
         return [b.ids["sparse"][0, 0] for b in Loader(Blocks([50] * 4), 1, shuffle_seed=seed, epochs=epochs)]
@@ -91,7 +206,13 @@ def test_a_loader_goes_on_where_it_was_left():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Loader(Blocks([3]), 0), "at least 1"),
+        (lambda: Loader(Blocks([3]), 0), "batch_size=0"),
+        (lambda: Loader(Blocks([3]), 2.5), "batch_size=2.5"),
+        (lambda: Loader(Blocks([3]), 2, window_blocks=0), "window_blocks=0"),
+        (lambda: Loader(Blocks([3]), 2, epochs=0), "epochs=0"),
+        (lambda: Loader(Blocks([3]), 2, shuffle_seed=-1), "shuffle_seed=-1"),
+        (lambda: Loader(Blocks([3]), 2).seek(-1), "position=-1"),
+        (lambda: Loader(Blocks([3]), 2).seek(0.5), "position=0.5"),
         (lambda: Loader(Blocks([]), 2), "no rows"),
         (lambda: Loader(Blocks([3]), 2).seek(3), "position=3"),
         (lambda: len(Loader(Blocks([3]), 2, epochs=None)), "no length"),

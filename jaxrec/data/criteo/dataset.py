@@ -3,35 +3,54 @@
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
 
-import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrec.data.criteo.parse import DENSE, FIELDS
+from jaxrec.files import aside, local_path, sync
 
-DONE = "dataset_info.json"
+DONE, METADATA = "dataset_info.json", "metadata.json"
 _NAME, _TEMPLATE = "criteo", "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 _CITATION = "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015)."
 _LICENSE = "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution."
 
 
-def write_blocks(directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int) -> None:
-    """Writes one shard of a split: label u8, dense f32 and ids i32 rows, cut into blocks."""
+def write_blocks(directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int) -> int:
+    """Writes one shard of a split: label u8, dense f32 and ids i32 rows, cut into blocks.
+
+    Returns:
+      The size of the shard in bytes.
+
+    Raises:
+      OSError: the disk is full, or the directory may not be written.
+    """
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    serialize = _serializer()
-    with aside(_shard_path(directory, name, index)) as partial:
-        writer = ArrayRecordWriter(str(partial), "group_size:1")
-        for start in range(0, len(rows["label"]), block_rows):
-            block = {key: rows[key][start : start + block_rows] for key in ("label", "dense", "ids")}
-            writer.write(serialize(block))
-        writer.close()
+    serialize, path = _serializer(), _shard_path(directory, name, index)
+    with aside(path) as partial:
+        try:
+            writer = ArrayRecordWriter(str(partial), "group_size:1")
+            for start in range(0, len(rows["label"]), block_rows):
+                block = {key: rows[key][start : start + block_rows] for key in ("label", "dense", "ids")}
+                writer.write(serialize(block))
+            writer.close()
+        except RuntimeError as error:
+            raise _os_error(error, path) from error
+    return path.stat().st_size
+
+
+def _os_error(error: RuntimeError, path: Path) -> OSError:
+    """array_record has one kind of error for all that can happen to a file, and its words say which."""
+    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+    kind = next((kind for kind in kinds if os.strerror(kind) in str(error)), errno.EIO)
+    return OSError(kind, os.strerror(kind), str(path))
 
 
 def _shard_path(directory: Path, name: str, index: int) -> Path:
@@ -59,46 +78,59 @@ def _serializer() -> Callable[[dict[str, np.ndarray]], bytes]:
     return lambda block: serializer.get_tf_example(features.encode_example(block)).SerializeToString(deterministic=True)
 
 
-def register(directory, state, cardinalities):
+def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -> None:
     """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json` comes last."""
+    beside = directory / "metadata.partial"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        _write_metadata(directory, beside, state, cardinalities)
+        for path in sorted(beside.iterdir(), key=lambda path: path.name == DONE):
+            if not path.is_symlink():
+                sync(path)
+                os.replace(path, directory / path.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk gets its space back
+    sync(directory)
+
+
+def _write_metadata(directory, beside, state, cardinalities):
     tfds = tfds_module()
-    block_rows, shards = state["options"]["block_rows"], state["shards"]
-    splits, totals = [], {}
-    for name in dict.fromkeys(shard["split"] for shard in shards):
-        mine = [shard for shard in shards if shard["split"] == name]
-        totals[name] = (sum(s["rows"] for s in mine), sum(s["clicks"] for s in mine))
-        template = tfds.core.ShardedFileTemplate(
-            data_dir=directory, dataset_name=_NAME, split=name, filetype_suffix="array_record", template=_TEMPLATE
-        )
-        lengths = [-(-shard["rows"] // block_rows) for shard in mine]
-        size = sum(_shard_path(directory, name, index).stat().st_size for index in range(len(mine)))
-        splits.append(tfds.core.SplitInfo(name=name, shard_lengths=lengths, num_bytes=size, filename_template=template))
-    metadata = {
+    for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
+        (beside / shard.name).symlink_to(shard.resolve())  # tfds wants to see the data beside its files
+    tfds.folder_dataset.write_metadata(
+        data_dir=beside, features=_features(), version="1.0.0", check_data=False,
+        split_infos=[_split_info(tfds, directory, name, state) for name in ("train", "test")],
+        filename_template=tfds.core.ShardedFileTemplate(
+            data_dir=beside, dataset_name=_NAME, filetype_suffix="array_record", template=_TEMPLATE
+        ),
+        citation=_CITATION, license=_LICENSE, metadata=tfds.core.MetadataDict(_metadata(state, cardinalities)),
+    )  # fmt: skip
+
+
+def _split_info(tfds, directory, name, state):
+    mine = [shard for shard in state["shards"] if shard["split"] == name]
+    template = tfds.core.ShardedFileTemplate(
+        data_dir=directory, dataset_name=_NAME, split=name, filetype_suffix="array_record", template=_TEMPLATE
+    )
+    lengths = [-(-shard["rows"] // state["options"]["block_rows"]) for shard in mine]
+    size = sum(shard["bytes"] for shard in mine)
+    return tfds.core.SplitInfo(name=name, shard_lengths=lengths, num_bytes=size, filename_template=template)
+
+
+def _metadata(state, cardinalities):
+    of = {name: [shard for shard in state["shards"] if shard["split"] == name] for name in ("train", "test")}
+    rows = {name: sum(shard["rows"] for shard in mine) for name, mine in of.items()}
+    return {
         "cardinalities": cardinalities,
-        "rows": {name: rows for name, (rows, _) in totals.items()},
-        "label_mean": {name: clicks / rows for name, (rows, clicks) in totals.items()},
+        "rows": rows,
+        "label_mean": {name: sum(shard["clicks"] for shard in mine) / rows[name] for name, mine in of.items()},
         "skipped_rows": len(state["bad_rows"]),
         "options": state["options"],
         "sources": state["sources"],
+        "texts": state["texts"],
+        "shard_bytes": {name: [shard["bytes"] for shard in mine] for name, mine in of.items()},
     }
-    aside = directory / "metadata.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
-        (aside / shard.name).symlink_to(shard.resolve())  # tfds wants to see the data beside its files
-    tfds.folder_dataset.write_metadata(
-        data_dir=aside, features=_features(), split_infos=splits, version="1.0.0", check_data=False,
-        filename_template=tfds.core.ShardedFileTemplate(
-            data_dir=aside, dataset_name=_NAME, filetype_suffix="array_record", template=_TEMPLATE
-        ),
-        citation=_CITATION, license=_LICENSE, metadata=tfds.core.MetadataDict(metadata),
-    )  # fmt: skip
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == DONE):
-        if not path.is_symlink():
-            sync(path)
-            os.replace(path, directory / path.name)
-    shutil.rmtree(aside)
-    sync(directory)
 
 
 class Split:
@@ -109,8 +141,8 @@ class Split:
       rows: rows of each block.
     """
 
-    def __init__(self, source, metadata: dict[str, Any], name: str):
-        self._source, self.metadata = source, metadata
+    def __init__(self, source, metadata: dict[str, Any], directory: Path, name: str):
+        self._source, self.metadata, self._directory, self._name = source, metadata, directory, name
         block_rows, rows = metadata["options"]["block_rows"], metadata["rows"][name]
         self.rows = [min(block_rows, rows - start) for start in range(0, rows, block_rows)]
 
@@ -118,27 +150,113 @@ class Split:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}."""
-        return self._source[index]
+        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}.
+
+        Raises:
+          IndexError: there is no such block.
+          ValueError: its shard is damaged or gone; names the file and the remedy.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of split {self._name!r}: blocks are numbered from 0 to {len(self) - 1}.")
+        try:
+            block = self._source[index]
+            found = {key: len(block[key]) for key in ("label", "dense", "ids")}
+        except Exception as error:  # of many kinds, from array_record, protobuf and tfds
+            raise self._unreadable(index, str(error).partition("\n")[0][:200]) from error
+        if set(found.values()) != {self.rows[index]}:
+            raise self._unreadable(index, f"it holds {found} rows instead of {self.rows[index]}")
+        return block
+
+    def _unreadable(self, index, why) -> ValueError:
+        shard, block = divmod(index, self.metadata["options"]["blocks_per_shard"])
+        path = _shard_path(self._directory, self._name, shard)
+        return ValueError(f"{path}, block {block} cannot be read ({why}). {_remedy(self._directory)}")
+
+
+def _remedy(directory: Path) -> str:
+    return f"Bring the file back, or delete {directory} and run the preparation again."
 
 
 def open_split(directory: str | Path, name: str) -> Split:
     """Opens the 'train' or 'test' split of a prepared directory.
 
-    Errors:
-      ValueError: the preparation is not complete, a shard is missing, or there is no such split.
+    Args:
+      directory: as given to `prepare`.
+      name: of the split.
+
+    Raises:
+      ValueError: the preparation is not complete, there is no such split, or a file is missing, cut or damaged; names
+        the file and the remedy. Damage inside of a shard is found when its block is read.
     """
-    directory = Path(directory)
-    if not (directory / DONE).exists():
-        raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
-    metadata = json.loads((directory / "metadata.json").read_text())
+    directory = local_path(directory)
+    metadata = read_metadata(directory)
     if name not in metadata["rows"]:
         raise ValueError(f"{directory} has no split {name!r}, only {sorted(metadata['rows'])}.")
-    shard_rows = metadata["options"]["block_rows"] * metadata["options"]["blocks_per_shard"]
-    for index in range(-(-metadata["rows"][name] // shard_rows)):
-        if not (shard := _shard_path(directory, name, index)).exists():
-            raise ValueError(f"{shard} is missing: delete the directory and run the preparation again.")
-    return Split(tfds_module().builder_from_directory(directory).as_data_source(name), metadata, name)
+    check_shards(directory, metadata)
+    try:
+        source = tfds_module().builder_from_directory(directory).as_data_source(name)
+        blocks = len(source)
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # of many kinds, from protobuf and tfds
+        why = str(error).partition("\n")[0][:200]
+        raise ValueError(f"{directory / DONE} cannot be read ({why}). {_remedy(directory)}") from error
+    split = Split(source, metadata, directory, name)
+    if blocks != len(split):
+        raise ValueError(
+            f"{directory / DONE} tells of {blocks} blocks of split {name!r}, {METADATA} of {len(split)}: one of them "
+            f"is damaged. {_remedy(directory)}"
+        )
+    return split
+
+
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """The metadata of a complete preparation.
+
+    Raises:
+      ValueError: it is not complete, or a file that describes it is missing or damaged.
+    """
+    if not (directory / DONE).exists():
+        raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
+    for name in (DONE, "features.json"):
+        read_json(directory / name, (), _remedy(directory))
+    keys = ("cardinalities", "rows", "label_mean", "skipped_rows", "options", "sources")
+    return read_json(directory / METADATA, keys, _remedy(directory))
+
+
+def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
+    """An object of JSON that has at least some keys; without them, or where it is cut, a ValueError with a remedy."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing. {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is cut or damaged ({error}). {remedy}") from error
+    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{path} is cut or damaged: it has no {', '.join(missing)}. {remedy}")
+    return content
+
+
+def check_shards(directory: Path, metadata: dict[str, Any]) -> None:
+    """Refuses a dataset that lacks a shard or has one of another size than was written."""
+    options = metadata["options"]
+    shard_rows = options["block_rows"] * options["blocks_per_shard"]
+    for name, rows in metadata["rows"].items():
+        # Preparations of earlier versions did not note sizes.
+        sizes = metadata.get("shard_bytes", {}).get(name, [None] * -(-rows // shard_rows))
+        for index, size in enumerate(sizes):
+            check_shard(directory, name, index, size)
+
+
+def check_shard(directory: Path, name: str, index: int, size: int | None) -> None:
+    """Refuses a shard that is missing, or of another size in bytes than the one given."""
+    path = _shard_path(directory, name, index)
+    if not path.exists():
+        raise ValueError(f"{path} is missing. {_remedy(directory)}")
+    found = path.stat().st_size
+    if size not in (None, found):
+        raise ValueError(f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}")
 
 
 def tfds_module():
@@ -150,27 +268,3 @@ def tfds_module():
     except ImportError as error:
         raise ImportError(f"prepared datasets need {error.name}: pip install 'jaxrec[data]'") from error
     return tensorflow_datasets
-
-
-@contextlib.contextmanager
-def aside(path: Path) -> Iterator[Path]:
-    """Yields a name to write to; what is written takes its place at once, or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    yield partial
-    sync(partial)
-    os.replace(partial, path)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or directory is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, content) -> None:
-    """Writes JSON whole or not at all."""
-    with aside(path) as partial:
-        partial.write_text(json.dumps(content))

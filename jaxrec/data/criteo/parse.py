@@ -3,33 +3,20 @@
 Legend: n rows of a chunk, N = 13 dense features, F = 26 fields.
 """
 
-import gzip
 import io
 import re
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrec.data.criteo.source import Chunk
+
 DENSE, FIELDS = 13, 26
 _TABS = DENSE + FIELDS
-_CHUNK_BYTES = 16 << 20
 _INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}"), re.compile(rb"[0-9a-fA-F]{1,8}")
 _LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})?){26}")
 _ALLOWED = b"0123456789abcdefABCDEF-\t\n"
 _LONGEST = np.array([1] + [18] * DENSE + [8] * FIELDS)  # bytes of a field that needs no second look
-
-
-class Chunk(NamedTuple):
-    """Whole lines of one file."""
-
-    path: Path
-    first_line: int  # in the file, from 1
-    first_row: int  # in all files together, from 0, every line counted
-    text: bytes  # ends with a newline
-    lines: int
 
 
 class Columns(NamedTuple):
@@ -43,50 +30,6 @@ class Columns(NamedTuple):
     bad_rows: list[int]  # numbers of the lines left out
 
 
-def read_chunks(paths) -> Iterator[Chunk]:
-    """Streams files, plain or .gz, as chunks of whole lines in bounded memory.
-
-    Errors:
-      ValueError: a file is empty, a .gz is truncated or corrupt, or a line is endless.
-    """
-    first_row = 0
-    for path in paths:
-        first_line, rest = 1, b""
-        for block in _blocks(path):
-            cut = block.rfind(b"\n") + 1
-            text, rest = rest + block[:cut], (block[cut:] if cut else rest + block)
-            if len(rest) > 4 * _CHUNK_BYTES:
-                raise ValueError(f"{path}, line {first_line}: no end of line in {len(rest)} bytes; is it a text file?")
-            if not cut:
-                continue
-            text = text.replace(b"\r\n", b"\n")
-            lines = text.count(b"\n")
-            yield Chunk(path, first_line, first_row, text, lines)
-            first_line, first_row = first_line + lines, first_row + lines
-        if rest:
-            yield Chunk(path, first_line, first_row, rest.removesuffix(b"\r") + b"\n", 1)
-            first_line, first_row = first_line + 1, first_row + 1
-        if first_line == 1:
-            raise ValueError(f"{path}, line 1: the file is empty, but a click log has at least one row.")
-
-
-def _blocks(path) -> Iterator[bytes]:
-    opened = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-    with opened as file:
-        read = 0
-        while True:
-            try:
-                block = file.read(_CHUNK_BYTES)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(
-                    f"{path}, after {read} bytes of text: the .gz is truncated or corrupt ({error}); fetch it again."
-                ) from error
-            if not block:
-                return
-            read += len(block)
-            yield block
-
-
 def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
     """Checks and converts a chunk.
 
@@ -94,7 +37,7 @@ def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
       chunk: whole lines.
       bad_rows_left: how many bad lines may still be left out.
 
-    Errors:
+    Raises:
       ValueError: more lines are bad; names file, line, rule and remedy of the first.
     """
     parsed = _parse_good(chunk.text, chunk.lines)
@@ -108,8 +51,9 @@ def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
     if len(bad) > bad_rows_left:
         at = int(bad[0])
         raise ValueError(
-            f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at])}. Correct it, or leave out up to N bad "
-            f"rows with max_bad_rows=N (this chunk has {len(bad)}, {bad_rows_left} are allowed)."
+            f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at], chunk.first_line + at)}. Correct it, or "
+            f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N of prepare.py); this chunk has "
+            f"{len(bad)}, {bad_rows_left} are allowed."
         )
     kept = [line for line, ok in zip(lines, good, strict=True) if ok]
     parsed = _parse_good(b"".join(line + b"\n" for line in kept), len(kept))
@@ -117,18 +61,31 @@ def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
     return Columns(rows[good], *parsed, bad_rows=rows[bad].tolist())
 
 
-def _explain(line: bytes) -> str:
+def _explain(line: bytes, number: int) -> str:
     fields = line.split(b"\t")
     if len(fields) != _TABS + 1:
-        return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs"
+        return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs{_recognised(line, number)}"
     if fields[0] not in (b"0", b"1"):
-        return f"label {_shown(fields[0])}, but a label is 0 or 1"
-    for number, field in enumerate(fields[1:], 1):
-        if number <= DENSE and field and not _INTEGER.fullmatch(field):
-            return f"I{number} is {_shown(field)}, but a dense feature is an integer of up to 18 digits or empty"
-        if number > DENSE and field and not _HEX.fullmatch(field):
-            return f"C{number - DENSE} is {_shown(field)}, but a category has up to 8 hexadecimal digits or is empty"
+        return f"label {_shown(fields[0])}, but a label is 0 or 1{_recognised(line, number)}"
+    for place, field in enumerate(fields[1:], 1):
+        if place <= DENSE and field and not _INTEGER.fullmatch(field):
+            return f"I{place} is {_shown(field)}, but a dense feature is an integer of up to 18 digits or empty"
+        if place > DENSE and field and not _HEX.fullmatch(field):
+            return f"C{place - DENSE} is {_shown(field)}, but a category has up to 8 hexadecimal digits or is empty"
     raise AssertionError(line)
+
+
+def _recognised(line: bytes, number: int) -> str:
+    """What a first line tells about its whole file."""
+    if number != 1:
+        return ""
+    if _LINE.fullmatch(b"0\t" + line):
+        return "; this looks like Kaggle's test.txt, which has no labels: give train.txt"
+    if re.match(rb"\s*[A-Za-z_]{3}", line):
+        return "; this looks like a header: remove the line (tail -n +2)"
+    if line.count(b",") >= _TABS:
+        return "; this looks like a file with commas: turn them into tabs"
+    return ""
 
 
 def _shown(field: bytes) -> str:

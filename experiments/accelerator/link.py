@@ -1,0 +1,277 @@
+"""Parts 2 and 3: OAC over the real link between host tables and the device.
+
+`oac`: every mode and windows 1 to 16 in turns, rows sent and fetched in several ways, validation 'planned' and
+'device'; before that the bandwidth of the link alone, and whether oac gives the bits of sync on this device: as XLA is,
+and with --xla_gpu_deterministic_ops, each in a process of its own. `sync_again` says whether the device repeats itself
+at all; `async` must differ, or nothing was stale and equality says nothing. `oac_wide`: ten tables of width 128, ids by
+a power law of exponent 1.05, as many rows as fit half of the free memory, at most 64 GB.
+"""
+
+import functools
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from oac_work import Work, turn
+from reference import Job
+from sides import Failed, Side
+
+from accelerator.measure import Task, interval, last_line, over, words
+from jaxrec.embedding import HostTables
+
+COUNTED = 10  # batches of a turn that count
+FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
+
+
+def to_pinned(placement):
+    """The same placement in memory of the host that the device reads without a copy by its processor."""
+    return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), placement)
+
+
+def send_pinned(tree, placement):
+    """To the device by way of pinned memory."""
+    return jax.device_put(jax.device_put(tree, to_pinned(placement)), placement)
+
+
+def fetch_pinned(tree):
+    """To the host by way of pinned memory."""
+    return jax.tree.map(np.asarray, jax.device_put(tree, to_pinned(jax.tree.map(lambda leaf: leaf.sharding, tree))))
+
+
+def fetch_plain(tree):
+    """To the host, leaf after leaf; the pipeline's own way starts all copies first (`copy_to_host_async`)."""
+    return jax.tree.map(np.asarray, tree)
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync": ("sync", {}),
+    "oac_4": ("oac", {"window": 4}),
+    "async_4": ("async", {"window": 4}),
+    "semisync": ("semisync", {}),
+    "oac_1": ("oac", {"window": 1}),
+    "oac_2": ("oac", {"window": 2}),
+    "oac_8": ("oac", {"window": 8}),
+    "oac_16": ("oac", {"window": 16}),
+    "oac_4_skip_both": ("oac_skip_both", {"window": 4}),
+    "oac_4_validation_device": ("oac", {"window": 4, "validation": "device"}),
+    "oac_4_fetch_plain": ("oac", {"window": 4, "fetch": fetch_plain}),
+    "oac_4_fetch_pinned": ("oac", {"window": 4, "fetch": fetch_pinned}),
+    "oac_4_send_pinned": ("oac", {"window": 4, "send": send_pinned}),
+}
+SMOKE = ("sync", "oac_4", "async_4", "oac_4_skip_both", "oac_4_validation_device", "oac_4_fetch_pinned")
+WIDE = ("sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_skip_both")
+EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_skip_both", "oac_4_validation_device", "async_4")
+
+
+def run(task: Task) -> None:
+    """Part 2."""
+    bandwidth(task)
+    equality(task)
+    sizes = (64,) if task.smoke else (16384, 4096, 65536, 2048)
+    ways = {name: WAYS[name] for name in (SMOKE if task.smoke else WAYS)}
+
+    def one(point, until):
+        job = Job("host", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"])
+        pipelines(task, point, Work(job, _batches(ways)), ways, until)
+
+    task.each([{"width": 16, "batch": size} for size in sizes], one)
+
+
+def run_wide(task: Task) -> None:
+    """Part 3."""
+    width, number = 128, 10
+    free = memory_available()
+    rows = 2_000 if task.smoke else int(min(0.5 * free, 64e9) // (4 * (width + 1)))
+    ways = {name: WAYS[name] for name in WIDE[: 3 if task.smoke else None]}
+    kept: list[HostTables] = []  # all points train the same tables: making them takes long
+
+    def create(spec, row_optimizer):
+        if not kept:
+            kept.append(filled_tables(spec, row_optimizer))
+        return kept[0]
+
+    def one(point, until):
+        job = Job("host", rows // number * number, point["batch"], width, equal_tables=number)
+        work = Work(job, _batches(ways), create=create)
+        sizes = {"width": width, "rows": job.rows, "table_gb": round(4e-9 * job.rows * (width + 1), 2)}
+        pipelines(task, point | {"tables": number} | sizes, work, ways, until)
+
+    task.each([{"batch": size} for size in ((64,) if task.smoke else (16384, 4096, 65536))], one)
+
+
+def _batches(ways):
+    """So many that a turn of the widest window has COUNTED batches of its steady state."""
+    return COUNTED + 3 + max(options.get("window", 0) for _, options in ways.values())
+
+
+def memory_available() -> int:
+    """Bytes that may be taken without swapping."""
+    for line in open("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError("/proc/meminfo does not say what memory is available: this part needs Linux.")
+
+
+def filled_tables(spec, row_optimizer) -> HostTables:
+    """Host tables of random rows, made by a core a shard: `HostTables.create` draws them on one."""
+    layout = {name: row_optimizer.init(stack.width) for name, stack in spec.stacks.items()}
+    shards: dict[str, list[dict[str, np.ndarray]]] = {name: [] for name in layout}
+    for name, stack in spec.stacks.items():
+        widths = {"value": stack.width} | {slot: one.width for slot, one in layout[name].items()}
+        for _ in range(spec.shards):
+            shards[name].append({part: np.empty((stack.rows_per_shard, w), np.float32) for part, w in widths.items()})
+
+    def fill(number, parts, rows=1 << 12):
+        rng = np.random.default_rng(number)
+        for start in range(0, len(parts["value"]), rows):
+            chunk = parts["value"][start : start + rows]
+            rng.random(out=chunk, dtype=np.float32)
+            chunk -= 0.5
+            chunk *= 0.02
+        for slot, array in parts.items():
+            if slot != "value":
+                array[:] = 0.01
+
+    every = [parts for stack in shards.values() for parts in stack]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, range(len(every)), every))
+    return HostTables(spec, layout, shards)
+
+
+def pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
+    """All ways of a job in turns: milliseconds a batch, and rates over sync and async."""
+    made, turns = {}, {}
+    for name, (mode, options) in ways.items():
+        try:
+            made[name] = work.pipeline(mode, **options)
+            turn(made[name], work.batches[: _skip(made[name]) + 2], _skip(made[name]))  # compiles
+        except Exception as error:  # a device may know no pinned memory, or have no room for the widest ring
+            if name in ("sync", "oac_4"):
+                raise
+            made.pop(name, None)
+            task.leave_out(f"{name} at batch {point['batch']}", f"{type(error).__name__}: {last_line(error)}")
+    for name, pipeline in made.items():
+        batches = work.batches[: _skip(pipeline) + 1 + COUNTED]
+        turns[name] = functools.partial(turn, pipeline, batches, _skip(pipeline))
+    times = task.turns(turns, until)
+    figures: dict[str, Any] = {f"{name}_ms": interval([1e3 * t for t in times[name]]) for name in times}
+    figures["oac_4_examples_per_s"] = interval([work.job.batch_size / t for t in times["oac_4"]])
+    for name in times:
+        figures |= {f"{name}_rate_over_sync": over(times["sync"], times[name])} if name != "sync" else {}
+        if name.startswith("oac") and "async_4" in times:
+            figures[f"{name}_rate_over_async_4"] = over(times["async_4"], times[name])
+        if name.startswith("oac_4_"):
+            figures[f"{name}_rate_over_oac_4"] = over(times["oac_4"], times[name])
+    counters = made["oac_4"].counters
+    figures["stale_rows_share"] = counters["stale_rows"] / max(1, counters["rows"])
+    figures["megabytes_a_batch"] = (counters["bytes_sent"] + counters["bytes_fetched"]) / counters["batches"] / 1e6
+    task.row(point, figures)
+
+
+def _skip(pipeline):
+    return pipeline.window + 2
+
+
+def bandwidth(task: Task) -> None:
+    """Gigabytes a second over the link alone, each way, one array at a time."""
+    device = jax.devices()[0]
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    for megabytes in (1,) if task.smoke else (1, 16, 256):
+        ways: dict[str, Any] = {}
+        for name, way in {
+            "send_plain": functools.partial(_send, megabytes, None),
+            "send_pinned": functools.partial(_send, megabytes, pinned),
+            "fetch_plain": functools.partial(_fetch, megabytes, "plain"),
+            "fetch_async": functools.partial(_fetch, megabytes, "async"),
+            "fetch_pinned": functools.partial(_fetch, megabytes, "pinned"),
+        }.items():
+            try:
+                way()
+                ways[name] = way
+            except Exception as error:
+                task.leave_out(f"{name} of {megabytes} MB", f"{type(error).__name__}: {last_line(error)}")
+        found = task.turns(ways, time.monotonic() + 0.02 * task.left())
+        task.row({"link_megabytes": megabytes}, {f"{name}_gb_per_s": interval(rates) for name, rates in found.items()})
+
+
+def _send(megabytes, by):
+    array = _numbers(megabytes << 18)
+    placed = array if by is None else jax.block_until_ready(jax.device_put(array, by))
+    start = time.perf_counter()
+    jax.block_until_ready(jax.device_put(placed, SingleDeviceSharding(jax.devices()[0])))
+    return array.nbytes / 1e9 / (time.perf_counter() - start)
+
+
+def _fetch(megabytes, way):
+    array = jax.block_until_ready(_made(megabytes << 18, jnp.float32(1)))  # anew: an array keeps its copy on the host
+    start = time.perf_counter()
+    if way == "pinned":
+        fetch_pinned(array)
+    else:
+        if way == "async":
+            array.copy_to_host_async()
+        np.asarray(array)
+    return array.nbytes / 1e9 / (time.perf_counter() - start)
+
+
+@functools.lru_cache(maxsize=1)
+def _numbers(size):
+    return np.random.default_rng(0).random(size, dtype=np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _made(size, add):
+    return jnp.arange(size, dtype=jnp.float32) + add
+
+
+class Exactness:
+    """A process that trains the same batches in several ways and compares every bit with sync."""
+
+    def __init__(self, job: Job, xla_flags: str, batches: int):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()  # before the first program
+        self.work = Work(job, batches)
+        self.right, _ = self._train("sync", {})
+
+    def _train(self, mode, options):
+        work = self.work
+        with work.pipeline(mode, tables=work.create(), **options) as pipeline:
+            losses = np.array([metrics["loss"] for _, metrics in pipeline.run(work.batches)])
+            tables, dense = pipeline.tables.shards, jax.tree.map(np.asarray, pipeline.state.dense)
+        return {"loss": losses, "dense": dense, "rows": tables}, pipeline.counters["stale_rows"]
+
+    def compare(self, name: str) -> dict[str, Any]:
+        """Whether a way has the bits of sync in losses, dense parameters, rows and slots, and how far off it is."""
+        mode, options = ("sync", {}) if name == "sync_again" else WAYS[name]
+        found, stale = self._train(mode, options)
+        worst, equal = 0.0, True
+        for a, b in zip(jax.tree.leaves(self.right), jax.tree.leaves(found), strict=True):
+            equal &= a.tobytes() == b.tobytes()
+            worst = max(worst, float(np.max(np.abs(a.astype(np.float64) - b), initial=0.0)))
+        return {"bitwise_equal": equal, "largest_difference": worst, "stale_rows": int(stale)}
+
+
+def equality(task: Task) -> None:
+    """Whether oac has the bits of sync on this device, with the two settings of XLA."""
+    job = Job("host", 5_000 if task.smoke else 200_000, 64 if task.smoke else 4096)
+    for setting, flags in FLAGS.items():
+        point = {"equality": setting, "batch": job.batch_size}
+        if task.left() < 60 and not task.smoke:
+            task.leave_out(words(point), "no time was left")
+            continue
+        side = None
+        try:
+            side = Side(functools.partial(Exactness, job, flags, 12 if task.smoke else 40))
+            figures: dict[str, Any] = {}
+            for name in EXACT[:: 3 if task.smoke else 1]:
+                figures |= {f"{name}_{key}": value for key, value in side.ask("compare", name).items()}
+            task.row(point, figures)
+        except Failed as error:
+            task.leave_out(words(point), last_line(error))
+        finally:
+            if side is not None:
+                side.close()

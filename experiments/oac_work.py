@@ -1,0 +1,100 @@
+"""The reference work over host tables in a pipeline of any mode: what oac_throughput.py and on_accelerator.py time."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from reference import Job, reference_work, synthetic
+
+from jaxrec.embedding import HostTables, capacity_of, plan
+from jaxrec.loop import keep_memory
+from jaxrec.oac import Pipeline, ring
+from jaxrec.oac.stale import LastWriters
+from jaxrec.step import init_state, make_update
+from jaxrec.types import TrainState
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"mode": "sync"},
+    "semisync": {"mode": "semisync"},
+    "async": {"mode": "async"},
+    "oac": {"mode": "oac"},
+    "oac_skip_stale_reads": {"mode": "oac", "skip_stale_reads": True},
+    "oac_skip_rewritten": {"mode": "oac", "skip_rewritten": True},
+    "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
+}
+
+
+class Work:
+    """The job, its batches, and how long each stage takes alone."""
+
+    def __init__(self, job: Job, number: int, window: int = 4, create: Callable = HostTables.create):
+        keep_memory()
+        if job.precision != "default":
+            jax.config.update("jax_default_matmul_precision", job.precision)
+        self.job, self.window = job, window
+        _, self.batches = synthetic(job, number)
+        self.spec, loss, self.params, self.optimizer, row_optimizer = reference_work(job)
+        self.update = make_update(self.spec, loss, self.optimizer, row_optimizer)
+        self.create = functools.partial(create, self.spec, row_optimizer)
+        self.tables = self.create()
+
+    def state(self, tables: HostTables | None = None) -> TrainState:
+        """An initial state, over the shared tables or others."""
+        return init_state(self.params, self.optimizer, tables or self.tables)
+
+    def pipeline(self, mode: str, tables: HostTables | None = None, **options) -> Pipeline:
+        """A pipeline of one of MODES; all share the tables if none are given, each has a dense state."""
+        options = MODES[mode] | options
+        if options["mode"] in ("async", "oac"):
+            options.setdefault("window", self.window)
+        return Pipeline(self.state(tables), self.update, loaders=3, fetchers=2, **options)
+
+    def stages_ms(self, repeats: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Median milliseconds of every stage alone, and the bytes of a batch both ways."""
+        window, tables = self.window, self.tables
+        last, held, capacity = LastWriters(tables.spec, window, window), None, None
+        dense = self.state().dense
+        update = jax.jit(self.update, donate_argnums=0)
+        replay, append = jax.jit(ring.replay), jax.jit(ring.append, donate_argnums=0)
+        times: dict[str, list[float]] = {
+            name: [] for name in ("plan", "gather", "replay", "update", "append", "write_back")
+        }
+
+        def timed(name, function, *args):
+            start = time.perf_counter()
+            out = jax.block_until_ready(function(*args))
+            times[name].append(1e3 * (time.perf_counter() - start))
+            return out
+
+        def plan_batch(number, batch):
+            plans = plan(tables.spec, batch.ids, capacity)
+            return plans, last.sources(plans, number)
+
+        size = {}
+        for number, batch in enumerate(self.batches[:repeats]):
+            plans, source = timed("plan", plan_batch, number, batch)
+            capacity = capacity_of(plans)
+            read = timed("gather", tables.read, plans)
+            inputs, rows, source = jax.device_put((plans, batch)), jax.device_put(read), jax.device_put(source)
+            held = ring.init(rows, window) if held is None else held
+            right = timed("replay", replay, held, rows, source)
+            dense, new, _ = timed("update", update, dense, right, *inputs)
+            held = timed("append", append, held, {name: p.unique for name, p in plans.items()}, new, number)
+            timed("write_back", tables.put, plans, new)
+            nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            size = {"send": nbytes((plans, batch, read, source)), "fetch": nbytes(new)}
+        return {name: float(np.median(values[2:])) for name, values in times.items()}, size
+
+
+def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
+    """Seconds a batch in the steady state of one run."""
+    start = 0.0
+    for index, (_, metrics) in enumerate(pipeline.run(batches)):
+        if index in (skip, len(batches) - 1):
+            jax.block_until_ready(metrics)
+            end = time.perf_counter()
+            start = start or end
+    return (end - start) / (len(batches) - 1 - skip)

@@ -1,0 +1,247 @@
+"""What wants an accelerator, measured in parts: each a process of its own, each with a limit, none stops the next.
+
+    python experiments/on_accelerator.py --out DIR                         all parts in order: 25 minutes at most
+    python experiments/on_accelerator.py step_time --out DIR               one part
+    python experiments/on_accelerator.py --out DIR --smoke                 tiny, on any machine; figures mean nothing
+
+On a machine that is lent for ten minutes a command, these three, each within its ten minutes:
+
+    python experiments/on_accelerator.py step_time --out $OUT              8 minutes
+    python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
+    python experiments/on_accelerator.py shadow saves trainers --out $OUT  8.5 minutes
+
+Parts, most valuable first (accelerator/*.py says what each measures):
+
+    step_time    a step of DLRM and DCNv2, tables on the device, beside PyTorch eager and compiled
+    oac          host tables over the real link: all modes, windows 1 to 16, bitwise equality on the device
+    oac_wide     the same with ten tables of width 128, as many rows as the host holds
+    shadow       the step rate with a shadow beside it, and with the shadow blocked
+    saves        saving and restoring one shard beside compute: stall, seconds, bytes
+    trainers     free-running trainers on 1 to all processor cores; uses no accelerator
+
+A part writes DIR/PART.json when it has ended, whole or not at all, and is skipped next time unless --again. One that
+fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: why, the rows measured until then, and its last
+lines. A part keeps its time itself: what it left out is in its file. Comparisons are in turns, medians with 95 %
+bootstrap intervals; every file names device, driver, versions and commit. Wants jaxrec, jax, flax, optax, orbax, numpy
+and numba; torch for the comparison with it. The exit code is 1 if a part that was asked for has no result.
+"""
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+for _place in (ROOT, ROOT / "experiments"):  # jaxrec need not be installed
+    if str(_place) not in sys.path:
+        sys.path.insert(0, str(_place))
+
+from accelerator.measure import ROW, Task, table  # noqa: E402
+
+from jaxrec.files import local_path, make_directory, write_json, write_text  # noqa: E402
+
+
+class Part(NamedTuple):
+    """Where a part's function is, its share of the 25 minutes, and whether it wants an accelerator."""
+
+    module: str
+    function: str
+    minutes: float
+    on_device: bool = True
+
+
+PARTS = {
+    "step_time": Part("accelerator.step_time", "run", 8),
+    "oac": Part("accelerator.link", "run", 5),
+    "oac_wide": Part("accelerator.link", "run_wide", 3.5),
+    "shadow": Part("accelerator.shadow", "run", 2.5),
+    "saves": Part("accelerator.saves", "run", 3),
+    "trainers": Part("accelerator.trainers", "run", 3, on_device=False),
+}
+LAST_LINES = 60
+
+
+def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
+    """Runs a part in this process and writes its file.
+
+    Raises:
+      ValueError: the part wants an accelerator, and jax sees none.
+    """
+    from environment import environment
+
+    part, task = PARTS[name], Task(seconds, smoke)
+    about = environment()
+    if part.on_device and not smoke and about["platform"] == "cpu":
+        raise ValueError(
+            f"part {name} wants an accelerator, and jax sees {about['device']!r} only: install jax for the card, or "
+            "give --smoke to see that all works."
+        )
+    importlib.import_module(part.module).__dict__[part.function](task)
+    if not task.rows:
+        raise ValueError(f"part {name} has measured nothing: {'; '.join(task.left_out)}")
+    kind = "smoke, not a measurement" if smoke else "measured"
+    taken = time.monotonic() - task.start
+    found = dict(part=name, kind=kind, about=about, seconds=taken, left_out=task.left_out, rows=task.rows)
+    write_json(out / f"{name}.json", found)
+    print(table(task.rows))
+
+
+def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
+    """Runs a part's process, kills it with all that it started at its limit, and notes a failure.
+
+    The process holds a pipe from this one, and ends itself and all that it started when the pipe closes: no part goes
+    on, and keeps the card, when this process is killed.
+
+    Args:
+      name: of the part.
+      command: of its process.
+      out: where PART.json is expected, and PART.failed.txt goes.
+      seconds: the limit.
+
+    Returns:
+      Whether the part has written its file.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    if name in PARTS and not PARTS[name].on_device:
+        environment["JAX_PLATFORMS"] = "cpu"
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=environment, process_group=0,
+    )  # fmt: skip
+    result = out / f"{name}.json"
+    before = _age(result)
+    lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+    rows: list[str] = []
+    reader = threading.Thread(target=_read, args=(child.stdout, lines, rows), daemon=True)
+    reader.start()
+    why = None
+    try:
+        code = child.wait(seconds)
+        if code or _age(result) == before:
+            why = f"its process ended with code {code}" + " and without a result" * (not code)
+    except subprocess.TimeoutExpired:
+        why = f"it was killed at its limit of {seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # what it started too; on Ctrl-C all of it
+        child.wait()
+        reader.join(10)
+    failed = out / f"{name}.failed.txt"
+    if why is None:
+        failed.unlink(missing_ok=True)
+        return True
+    parts = [f"part {name} failed: {why}.", "", f"{len(rows)} rows were measured before:", *rows]
+    try:
+        write_text(failed, "\n".join([*parts, "", "Its last lines:", *lines]) + "\n")
+        print(f"part {name} failed: {why}; see {failed}")
+    except OSError as error:  # a full disk must not stop the next part
+        print("\n".join([*parts, f"{failed} could not be written: {error}"]))
+    return False
+
+
+def _age(path):
+    """When a file was written; None if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _read(stream, lines, rows):
+    """Prints what a process says, and keeps its rows and its last lines."""
+    for line in stream:
+        line = line.rstrip("\n")
+        if line.startswith(ROW):
+            rows.append(line.removeprefix(ROW))
+        else:
+            lines.append(line)
+            print(line, flush=True)
+
+
+def summary(names, out: Path) -> str:
+    """One line a part: what there is of it."""
+    lines = []
+    for name in names:
+        path = out / f"{name}.json"
+        if path.exists():
+            try:
+                found = json.loads(path.read_text())
+            except ValueError:
+                lines.append(f"{name:<10}  {path} is damaged: --again measures it anew")
+                continue
+            said = f"{len(found['rows'])} rows in {found['seconds']:.0f} s, {len(found['left_out'])} left out"
+            lines.append(f"{name:<10}  {found['kind']}: {said}; {found['about']['device']}")
+        else:
+            lines.append(f"{name:<10}  no result")
+    return "\n".join(lines)
+
+
+def flags(given=None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--out", required=True, help="where results go")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one round, on any machine")
+    parser.add_argument("--again", action="store_true", help="also parts that have a result")
+    parser.add_argument("--minutes-per-part", type=float, default=8, help="the most; a part's own share may be less")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    found = parser.parse_args(given)
+    for name in found.parts:
+        if name not in PARTS:
+            parser.error(f"there is no part {name!r}: take some of {', '.join(PARTS)}.")
+    if not found.minutes_per_part > 0:
+        parser.error(f"--minutes-per-part {found.minutes_per_part} must be above 0.")
+    try:
+        found.out = local_path(found.out)
+        make_directory(found.out)
+    except (ValueError, OSError) as error:
+        parser.error(f"--out {found.out}: {error}")
+    if not found.out.is_dir() or not os.access(found.out, os.W_OK):
+        parser.error(f"--out {found.out} is no directory that can be written to: give another.")
+    return found
+
+
+def main(given: argparse.Namespace) -> int:
+    """Runs the parts that have no result yet, in their order; returns the exit code."""
+    names = [name for name in PARTS if name in given.parts] or list(PARTS)
+    fine = True
+    for name in names:
+        if (given.out / f"{name}.json").exists() and not given.again:
+            print(f"part {name} has a result already: --again measures it anew.")
+            continue
+        # A smoke test must pass on a slow machine too.
+        minutes = given.minutes_per_part if given.smoke else min(PARTS[name].minutes, given.minutes_per_part)
+        print(f"== part {name}, at most {minutes:g} minutes", flush=True)
+        command = [sys.executable, __file__, name, "--child", "--out", str(given.out)]
+        command += ["--minutes-per-part", str(minutes), *["--smoke"] * given.smoke]
+        fine &= run_part(name, command, given.out, 60 * minutes)
+    print(summary(names, given.out))
+    return 0 if fine else 1
+
+
+def _end_with_the_runner():
+    sys.stdin.read()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def child(given: argparse.Namespace) -> None:
+    """A part's process."""
+    seconds = 60 * given.minutes_per_part
+    threading.Thread(target=_end_with_the_runner, daemon=True).start()
+    faulthandler.dump_traceback_later(0.98 * seconds)  # where it hangs, if it does, just before it is killed
+    measure(given.parts[0], given.out, seconds, given.smoke)
+
+
+if __name__ == "__main__":
+    given = flags()
+    if given.child:
+        child(given)
+    else:
+        sys.exit(main(given))

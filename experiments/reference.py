@@ -1,0 +1,74 @@
+"""The reference work: what every benchmark of speed trains, and nothing that wants more than jaxrec's own packages.
+
+DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top 512-256-1, row-wise
+Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent 1.05. DCNv2 over the same rows: three full
+cross layers beside a tower 512-256.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
+
+BATCHES = 16  # made before the clock starts, used in turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The size of the work."""
+
+    tables: Literal["device", "host"] = "host"
+    rows: int = 10_000_000
+    batch_size: int = 2048
+    width: int = 16
+    model: Literal["dlrm", "dcnv2"] = "dlrm"
+    equal_tables: int = 0
+    """So many tables of equal size; 26 of Criteo Kaggle's proportions if 0."""
+    precision: Literal["default", "highest"] = "default"
+    """Of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs know f32 only."""
+    seed: int = 0
+
+    @property
+    def cardinalities(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        n = self.equal_tables
+        return (self.rows // n,) * n if n else scaled_cardinalities(self.rows)
+
+
+def synthetic(job: Job, batches: int = BATCHES) -> tuple[SyntheticClicks, list]:
+    """The click log of the reference work, and its first batches."""
+    clicks = SyntheticClicks(job.cardinalities, seed=job.seed)
+    return clicks, list(clicks.stream(job.batch_size, batches=batches))
+
+
+def reference_work(job: Job):
+    """The job for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
+    from jaxrec.models.dcnv2 import DCNv2
+    from jaxrec.models.dlrm import DLRM
+
+    fields = [f"C{i + 1}" for i in range(len(job.cardinalities))]
+    spec = EmbeddingSpec(
+        {name: Table(n, job.width) for name, n in zip(fields, job.cardinalities, strict=True)},
+        {"sparse": Lookup(tuple(fields))},
+    )
+    model = DLRM((512, 256, 64, job.width), (512, 256, 1)) if job.model == "dlrm" else DCNv2(3, None, (512, 256))
+
+    def loss(params, activations, batch):
+        logit = model.apply(params, batch.dense, activations["sparse"])
+        return optax.sigmoid_binary_cross_entropy(logit, batch.label)
+
+    params = model.init(jax.random.key(0), jnp.zeros((1, 13)), jnp.zeros((1, len(fields), job.width)))
+    return spec, loss, params, optax.sgd(0.01), rowwise_adagrad(0.02)
+
+
+def ratio(key: str, values) -> dict[str, float]:
+    """Median, least and most of a ratio over the rounds."""
+    values = np.asarray(values)
+    return {key: float(np.median(values)), f"{key}_min": float(values.min()), f"{key}_max": float(values.max())}

@@ -1,0 +1,177 @@
+"""The reference work with a shadow beside it: one trainer and its peer, and free trainers on cores of their own.
+
+What shadowsync_isolation.py, shadowsync_scaling.py and on_accelerator.py time.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from reference import Job, reference_work, synthetic
+
+from jaxrec.embedding import DeviceTables, HostTables, capacity_of
+from jaxrec.loop import keep_memory, planned
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Rule, Shadow, bmuf, easgd, model_averaging, train_freely
+from jaxrec.sharding import make_mesh
+from jaxrec.step import init_state, make_train_step
+
+RULES: dict[str, Callable[..., Rule]] = {"ma": model_averaging, "bmuf": bmuf, "easgd": easgd}
+
+
+class Blocking:
+    """A transport that is stuck for a while in each round."""
+
+    def __init__(self, transport, seconds: float):
+        self.transport, self.seconds, self.ended = transport, seconds, threading.Event()
+
+    def meet(self, trainer, before, done):
+        """Late."""
+        self.ended.wait(self.seconds)
+        return self.transport.meet(trainer, before, done)
+
+    def leave(self, trainer):
+        """At once."""
+        self.ended.set()
+        self.transport.leave(trainer)
+
+
+class Trainer:
+    """The reference work, one step after the other."""
+
+    def __init__(self, job: Job):
+        keep_memory()
+        self.job = job
+        self.spec, loss, self.params, optimizer, self.row_optimizer = reference_work(job)
+        _, self.batches = synthetic(job)
+        self.state = init_state(self.params, optimizer, self.tables())
+        self.step = make_train_step(self.spec, loss, optimizer, self.row_optimizer)
+        self.capacity: dict[str, int] | None = None
+
+    def tables(self) -> HostTables | DeviceTables:
+        """Initial tables of the job's home."""
+        if self.job.tables == "host":
+            return HostTables.create(self.spec, self.row_optimizer)
+        return DeviceTables.create(self.spec, self.row_optimizer, make_mesh())
+
+    def run(self, steps: int, synchroniser=None) -> np.ndarray:
+        """Seconds of every step.
+
+        The rows of host tables are written before the next step begins. Steps over device tables follow each other
+        without a wait: only their mean counts, as the last one waits for all.
+        """
+        times: list[float] = []
+        batches = itertools.islice(itertools.cycle(self.batches), steps + 1)
+        with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
+            _, plans = next(pairs)  # not timed: it starts the thread
+            self.capacity = capacity_of(plans)
+            start = time.perf_counter()
+            for batch, plans in pairs:
+                self.state, _ = self.step(self.state, plans, batch)
+                if synchroniser is not None:
+                    self.state = synchroniser.exchange(self.state)
+                if len(times) == steps - 1:
+                    jax.block_until_ready(self.state.dense)
+                now = time.perf_counter()
+                times.append(now - start)
+                start = now
+        return np.array(times)
+
+
+def transport_of(rule: Rule, params, trainers: int) -> Centre | AllToAll:
+    """All to all, or a centre."""
+    return Centre(rule, params) if rule.has_centre else AllToAll(rule, trainers)
+
+
+@contextlib.contextmanager
+def peer(rule: Rule, transport, params):
+    """The other trainer of an all-to-all round: brings its parameters whenever there is a round."""
+    if rule.has_centre:
+        yield
+        return
+
+    def bring():
+        mine = jax.tree.map(lambda x: np.array(x)[None], params)
+        with contextlib.suppress(RuntimeError):  # the trainer has left
+            while True:
+                target, _ = transport.meet(1, mine, False)
+                mine = rule.merge(mine, mine, target)
+
+    thread = threading.Thread(target=bring, name="peer", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        transport.leave(0)
+        thread.join()
+
+
+def turn(
+    trainer: Trainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
+) -> tuple[np.ndarray, float]:
+    """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
+    if way == "none":
+        return trainer.run(steps), float("inf")
+    transport = transport_of(rule, trainer.params, 2)
+    with peer(rule, transport, trainer.params):
+        if way == "foreground":
+            foreground = Foreground(rule, transport, every_steps=every_steps)
+            return trainer.run(steps, foreground), foreground.average_sync_gap
+        over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
+        with Shadow(rule, over, pace_seconds=pace_seconds) as shadow:
+            times = trainer.run(steps, shadow)
+        return times, shadow.average_sync_gap
+
+
+class Trainers:
+    """A process of n trainers on n cores."""
+
+    def __init__(self, job: Job, trainers: int, pace_seconds: float):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:trainers])
+        of_xla = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={trainers}"
+        os.environ["XLA_FLAGS"] = of_xla
+        jax.config.update("jax_platforms", "cpu")
+        keep_memory()
+        self.work = reference_work(job)
+        _, self.batches = synthetic(job)
+        self.tables = HostTables.create(self.work[0], self.work[-1])
+        self.trainers, self.pace_seconds = trainers, pace_seconds
+        self.rules = {name: make() for name, make in RULES.items()}  # once: what they compile is kept
+
+    def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
+        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps."""
+        way, steps = way_and_steps
+        spec, loss, params, optimizer, row_optimizer = self.work
+        synchroniser = None
+        if way != "none":
+            rule = self.rules[way.removeprefix("s_")]
+            transport = transport_of(rule, params, self.trainers)
+            synchroniser = lambda trainer: Shadow(rule, transport, trainer, self.pace_seconds)
+        clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
+        first = len(self.batches)
+
+        def note(trainer, step, metrics):
+            clocks[trainer].append((time.perf_counter(), time.process_time()))
+
+        def stream(trainer):
+            for batch in itertools.cycle(self.batches[trainer:] + self.batches[:trainer]):
+                if min(map(len, clocks)) > first + steps:
+                    return
+                yield batch
+
+        _, figures = train_freely(
+            spec, loss, optimizer, row_optimizer, params, self.tables, [stream(i) for i in range(self.trainers)],
+            synchroniser, hook=note,
+        )  # fmt: skip
+        start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
+        done = sum(start < clock <= end for each in clocks for clock in each)
+        return {
+            "steps_per_s": done / (end[0] - start[0]),
+            "busy_cores": (end[1] - start[1]) / (end[0] - start[0]),
+            "average_sync_gap": float(np.mean(figures.average_sync_gap)),
+        }

@@ -1,0 +1,227 @@
+"""Raw files as they lie on disk: what they are, whether they are still what they were, and their text in whole lines.
+
+A preparation reads its files once, twice or three times, and may go on days after it was killed. So every reading takes
+a checksum of the text on the way and compares it with what earlier readings saw, at each place up to which rows were
+written and at the end. Size and times say whether a file has to be read again to know that it is the same.
+"""
+
+import collections
+import filecmp
+import gzip
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrec.files import local_path
+
+_CHUNK_BYTES = 16 << 20
+_HEAD_BYTES = 1 << 20
+_STAMPS = ("mtime_ns", "ctime_ns")
+_GZIP = b"\x1f\x8b"
+_PACKED = {b"PK\x03\x04": "a zip archive", b"BZh": "packed by bzip2", b"\xfd7zXZ": "packed by xz"}
+_PACKED |= {b"\x28\xb5\x2f\xfd": "packed by zstd", b"7z\xbc\xaf": "packed by 7-Zip", b"PAR1": "a Parquet file"}
+_UTF_8, _UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+
+
+class Seen(NamedTuple):
+    """How far the text of a file was read, and the checksum of that much."""
+
+    bytes: int
+    crc32: int
+    lines: int  # that are whole
+    ended: bool  # the file ends here
+
+
+class Chunk(NamedTuple):
+    """Whole lines of one file."""
+
+    path: Path
+    source: int  # number of the file, from 0
+    first_line: int  # in the file, from 1
+    first_row: int  # in all files together, from 0, every line counted
+    text: bytes  # ends with a newline
+    lines: int
+    seen: Seen  # of the file, this chunk included
+
+
+def local_files(sources: Sequence[str | Path]) -> list[Path]:
+    """Absolute paths of raw files.
+
+    Raises:
+      ValueError: none is given, a single path instead of several, or what is no file on this machine.
+    """
+    if isinstance(sources, str | Path):
+        raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
+    paths = [local_path(source) for source in sources]
+    if not paths:
+        raise ValueError("sources is empty: give at least one raw Criteo file.")
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file: give raw Criteo files, or a prepared directory where one is wanted.")
+    return paths
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """What tells a file from another at the cost of a MiB: name, size, times of changes, checksum of its head."""
+    with open(path, "rb") as file:
+        head = zlib.crc32(file.read(_HEAD_BYTES))
+    stat = path.stat()
+    stamps = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    return {"name": path.name, "size_bytes": stat.st_size, "head_crc32": head, **stamps}
+
+
+def same_stamps(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether nobody wrote to a file between two fingerprints; the ctime is there for who sets the mtime back."""
+    return all(a[stamp] == b[stamp] for stamp in _STAMPS)
+
+
+def same_head(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two fingerprints may be of the same text, whatever their times."""
+    return all(a[key] == b[key] for key in a if key not in _STAMPS)
+
+
+def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
+    """Refuses files that somebody wrote to since their fingerprints were taken."""
+    for path, before in zip(paths, fingerprints, strict=True):
+        now = fingerprint(path) if path.is_file() else None
+        if now is None or not (same_head(now, before) and same_stamps(now, before)):
+            raise ValueError(
+                f"{path} was written to or replaced while it was prepared: wait until it is whole, then run the "
+                "preparation again. It goes on where it was if the text is the same."
+            )
+
+
+def check_distinct(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
+    """Refuses a file that is given twice, also under two names: its train rows would be test rows as well."""
+    pairs = itertools.combinations(zip(paths, fingerprints, strict=True), 2)
+    for (a, of_a), (b, of_b) in pairs:
+        alike = of_a["size_bytes"] == of_b["size_bytes"] and of_a["head_crc32"] == of_b["head_crc32"]
+        if alike and (a.samefile(b) or filecmp.cmp(a, b, shallow=False)):
+            raise _same_rows(a, b)
+
+
+def check_distinct_texts(paths: Sequence[Path], texts: Sequence[Seen]) -> None:
+    """Refuses two files with one text, such as a file and its .gz."""
+    first: dict[tuple[int, int], Path] = {}
+    for path, text in zip(paths, texts, strict=True):
+        other = first.setdefault((text.bytes, text.crc32), path)
+        if other is not path:
+            raise _same_rows(other, path)
+
+
+def _same_rows(a: Path, b: Path) -> ValueError:
+    return ValueError(f"{a} and {b} hold the same rows, which would train and test: give each file once.")
+
+
+def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> Iterator[Chunk]:
+    """Streams files, plain or .gz, as chunks of whole lines in bounded memory.
+
+    Args:
+      paths: of the files.
+      known: for each file what earlier readings saw of it, the shortest first.
+
+    Raises:
+      ValueError: a file is empty, is no text, is no longer the text that was seen, or has an endless line; a .gz is
+        truncated or corrupt.
+    """
+    first_row = 0
+    for number, path in enumerate(paths):
+        before = 0
+        for text, seen in _whole_lines(path, known[number] if known else ()):
+            yield Chunk(path, number, before + 1, first_row + before, text, seen.lines - before, seen)
+            before = seen.lines
+        if not before:
+            raise ValueError(f"{path}, line 1: the file is empty, but a click log has at least one row.")
+        first_row += before
+
+
+def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, Seen]]:
+    rest, lines = b"", 0
+    for block, end, crc, ended in _checked(path, known):
+        cut = len(block) if ended else block.rfind(b"\n") + 1
+        text, rest = (rest + block[:cut], block[cut:]) if cut else (b"", rest + block)
+        if len(rest) > 4 * _CHUNK_BYTES:
+            raise ValueError(f"{path}, line {lines + 1}: no end of line in {len(rest)} bytes; is it a text file?")
+        if not text:
+            continue
+        if not text.endswith(b"\n"):
+            text = text.removesuffix(b"\r") + b"\n"
+        text = text.replace(b"\r\n", b"\n")
+        lines += text.count(b"\n")
+        yield text, Seen(end, crc, lines, ended)
+
+
+def _checked(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, int, int, bool]]:
+    """Blocks of text, each with bytes and checksum of the text up to its end, and whether the file ends there."""
+    marks, end, crc = collections.deque(known), 0, 0
+    blocks = _blocks(path)
+    block = next(blocks, b"")
+    while block:
+        following = next(blocks, b"")
+        start, end = end, end + len(block)
+        while marks and marks[0].bytes <= end:
+            mark = marks.popleft()
+            longer = mark.ended and (following or mark.bytes < end)
+            if longer or zlib.crc32(block[: mark.bytes - start], crc) != mark.crc32:
+                raise changed(path)
+        if marks and not following:
+            raise changed(path)
+        crc = zlib.crc32(block, crc)
+        yield block, end, crc, not following
+        block = following
+
+
+def changed(path: Path) -> ValueError:
+    """The error of a file whose text is another one than rows were made from."""
+    return ValueError(
+        f"{path} is not the text that rows were prepared from before: it was edited, cut or has grown. Bring the old "
+        "text back, take another directory, or delete the directory and prepare anew."
+    )
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as raw:
+        _check_packing(path, raw.read(8))
+    opened = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    with opened as file:
+        read = 0
+        while True:
+            try:
+                block = file.read(_CHUNK_BYTES)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(
+                    f"{path}, after {read} bytes of text: the .gz is truncated or corrupt ({error}); fetch it again."
+                ) from error
+            if not block:
+                return
+            if not read:
+                _check_text(path, block)
+            read += len(block)
+            yield block
+
+
+def _check_packing(path: Path, head: bytes) -> None:
+    """Refuses a file that its name says wrong things about."""
+    for magic, kind in _PACKED.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path} is {kind}: unpack it, and give the text or a .gz of it.")
+    if path.suffix == ".gz" and head and not head.startswith(_GZIP):
+        raise ValueError(f"{path} is no gzip file: take the .gz off its name if it is text, or fetch it again.")
+    if path.suffix != ".gz" and head.startswith(_GZIP):
+        raise ValueError(f"{path} is a gzip file: give it a name that ends in .gz (unpack it first if it is a .tgz).")
+
+
+def _check_text(path: Path, block: bytes) -> None:
+    """Refuses text that begins as no click log does."""
+    if block[257:262] == b"ustar":
+        raise ValueError(f"{path} is a tar archive: unpack it (tar xf), and give the files in it, such as train.txt.")
+    if block.startswith((_GZIP, *_PACKED)):
+        raise ValueError(f"{path} was packed twice: unpack it once.")
+    if block.startswith(_UTF_8):
+        raise ValueError(
+            f"{path}, line 1: the file begins with a byte order mark (BOM): remove these three bytes (tail -c +4)."
+        )
+    if block.startswith(_UTF_16):
+        raise ValueError(f"{path}, line 1: the file is UTF-16, but a click log is ASCII: convert it (iconv -f UTF-16).")

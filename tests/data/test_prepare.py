@@ -1,0 +1,170 @@
+"""prepare.py as its user sees it: every way to end is one line and an exit code, and nothing is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_criteo import digests, lines, write
+
+from jaxrec.data.criteo import prepare
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "experiments" / "prepare.py"
+FLAGS = ["--hash-cap", "100"]
+TMPFS = 'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"'
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def one_line(text):
+    assert text.count("\n") == 1, text
+    return text
+
+
+def big(path):
+    return write(path, lines(300) * 60)
+
+
+def stopped_in_the_second_chunk(path, out, number):
+    """Starts prepare.py with chunks of 64 KiB, sends it a signal when its first shard is there, and waits."""
+    code = f"""
+import runpy, sys
+import jaxrec.data.criteo.preparation as preparation, jaxrec.data.criteo.source as source
+source._CHUNK_BYTES = 1 << 16
+write = preparation.write_blocks
+def told(*arguments):
+    size = write(*arguments)
+    print("shard", flush=True)
+    sys.stdin.readline()  # the signal comes while this waits
+    return size
+preparation.write_blocks = told
+defaults = preparation.prepare.__kwdefaults__
+defaults["block_rows"], defaults["blocks_per_shard"] = 100, 2
+sys.argv = ["prepare.py", "--sources", {str(path)!r}, "--directory", {str(out)!r}, *{FLAGS}]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "shard\n"
+    child.send_signal(number)
+    _, error = child.communicate(timeout=120)
+    return child.returncode, error
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_in_a_line_and_the_same_call_goes_on(tmp_path, number, code):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    returned, error = stopped_in_the_second_chunk(path, out, number)
+    assert returned == code
+    assert one_line(error) == f"stopped by {signal.Signals(number).name}: the same command goes on where it was.\n"
+    small = {"hash_cap": 100, "block_rows": 100, "blocks_per_shard": 2}
+    prepare([path], out, **small)
+    prepare([path], tmp_path / "undisturbed", **small)
+    assert digests(out) == digests(tmp_path / "undisturbed")
+
+
+def test_a_signal_before_the_work_ends_in_a_line(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-X", "importtime", SCRIPT, "--sources", "none.txt", "--directory", tmp_path / "out"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in child.stderr:
+        if line.rstrip().endswith("numpy.version"):  # early in the imports, of which it tells
+            child.send_signal(signal.SIGINT)
+            break
+    said = [line for line in child.stderr if not line.startswith("import time")]
+    assert child.wait(timeout=120) == 130
+    assert said == ["stopped by SIGINT: the same command goes on where it was.\n"]
+
+
+def may_mount():
+    try:
+        return subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("full_at", ["the vocabulary", "the first shard", "the metadata"])
+def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
+    """The disk is a tmpfs of so many bytes, in pages of 4 KiB."""
+    if not may_mount():
+        pytest.skip("a disk of its own needs `unshare -Urm`, which is not allowed here")
+    path, disk = big(tmp_path / "t.txt"), tmp_path / "disk"
+    disk.mkdir()
+    prepare([path], tmp_path / "whole", min_count=1)
+    shards = sum(file.stat().st_size for file in (tmp_path / "whole").glob("criteo-*"))
+    vocabulary = -(-(tmp_path / "whole" / "vocabulary.npz").stat().st_size // 4096) * 4096
+    size = {"the vocabulary": 8 << 10, "the first shard": 200 << 10, "the metadata": shards + vocabulary + (12 << 10)}
+    out = disk / "out"
+    command = [sys.executable, SCRIPT, "--sources", path, "--directory", out, "--min-count", "1"]
+    # Seen from inside: what is left when it is full, and whether the same command goes on once there is room.
+    inside = (
+        f'"$@"; echo "code $?" >&2; ls {out}; mount -o remount,size=50m {disk}; "$@" > /dev/null; echo "then $?" >&2'
+    )
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", TMPFS, str(size[full_at]), disk, "sh", "-c", inside, "sh", *command],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    *said, code, then = done.stderr.splitlines()
+    assert (code, then) == ("code 1", "then 0"), done.stderr
+    assert len(said) == 1 and "No space left on device" in said[0] and "free some space" in said[0]
+    left = done.stdout.split()
+    assert not any(name.endswith(".partial") for name in left) and "dataset_info.json" not in left
+    assert ("vocabulary.npz" in left) == (full_at != "the vocabulary")
+    assert ("criteo-test.array_record-00000" in left) == (full_at == "the metadata")
+
+
+def test_missing_rights_end_in_a_line(tmp_path):
+    home = {**os.environ, "HOME": str(tmp_path)}  # numba keeps compiled code there where it cannot beside the source
+    path = write(tmp_path / "t.txt", lines(10))
+    (tmp_path / "closed").mkdir(mode=0o500)
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    tmp_path.chmod(0o777)
+    if os.geteuid() == 0:
+        rights = ["setpriv", "--reuid=65534", "--clear-groups", "--inh-caps=-all"]
+        if subprocess.run(
+            [*rights, sys.executable, "-c", "import tyro, jaxrec"], capture_output=True, env=home
+        ).returncode:
+            pytest.skip("nobody may not run this Python")
+    else:
+        rights = []
+
+    def said(*arguments):
+        command = [*rights, sys.executable, SCRIPT, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=home)
+        assert done.returncode == 1
+        return one_line(done.stderr)
+
+    line = said("--sources", path, "--directory", tmp_path / "closed" / "out")
+    assert "closed/out: Permission denied" in line and "rights" in line
+    path.chmod(0o000)
+    line = said("--sources", path, "--directory", tmp_path / "out")
+    assert "t.txt: Permission denied" in line and "rights" in line
+
+
+def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
+    path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
+    whole = prepare([path], tmp_path / "whole")
+    prepare([path], out)
+    (out / "dataset_info.json").unlink()  # as if killed before the last rename
+    vocabulary = out / "vocabulary.npz"
+    vocabulary.write_bytes(vocabulary.read_bytes()[:-100])
+    done = run("--sources", path, "--directory", out)
+    assert done.returncode == 1 and f"{vocabulary} is cut or damaged" in one_line(done.stderr)
+    vocabulary.unlink()  # as it says
+    done = run("--sources", path, "--directory", out)
+    assert done.returncode == 0 and prepare([path], out) == whole and digests(out) == digests(tmp_path / "whole")
+
+
+def test_a_good_run_prints_its_figures(tmp_path):
+    done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
+    assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout
