@@ -1,7 +1,10 @@
-# Two commands: `make train` and `make test`. Both set up .venv first, once.
+# Two commands: `make train` and `make test`. Each sets up its environment first, once for each version of Python.
 PYTHON ?= python3
 ARGS ?=
-BIN := .venv/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv-$(VERSION)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: train test test-slow soak lint format setup clean
 
@@ -28,14 +31,17 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: .venv/installed
+setup: $(VENV)/installed
 
-.venv/installed: requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrec needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+$(VENV)/installed: requirements.txt pyproject.toml
+	@[ -n "$(VERSION)" ] || { echo 'make found no Python that runs as "$(PYTHON)": make PYTHON=python3.12 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "jaxrec needs Python 3.11 or newer, and $(PYTHON) is $(VERSION): make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -qq -r requirements.txt
+	$(PIP) install -qq --no-deps --editable .
+	$(PIP) check
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import scipy.stats
-import tyro
+
+try:
+    import scipy.stats
+    import tqdm  # noqa: F401  the experiments' own, looked for here so that one line stands for all
+    import tyro
+except ModuleNotFoundError as error:
+    sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
+
 from runs import Run
 from stopping import Stopped, leave, say
 

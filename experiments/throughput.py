@@ -49,6 +49,7 @@ def measure(config: Config, rounds: int, steps: int) -> dict:
             sides.pop(name, None)
             print(f"{name} left out: {str(error).strip().splitlines()[-1][:200]}")
     turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
+    sides["jaxrec"].ask("gemm", steps)  # compiles
     for _ in range(rounds):
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))

@@ -139,10 +139,11 @@ def host_tables(config: Config, spec: EmbeddingSpec, row_optimizer) -> HostTable
     directory = config.table_directory
     if directory is None or not (directory / "tables.json").exists():
         return HostTables.create(spec, row_optimizer, directory)
-    tables = HostTables.attach(spec, row_optimizer, directory)
-    for name, stack in spec.stacks.items():  # a killed step may have left them half written
-        for shard in range(stack.shards):
-            tables.reset_shard(name, shard)
+    tables = HostTables.attach(spec, row_optimizer, directory, torn="accept")  # by a kill in the middle of a step
+    with tables.overwriting(step=0):
+        for name, stack in spec.stacks.items():
+            for shard in range(stack.shards):
+                tables.reset_shard(name, shard)
     return tables
 
 

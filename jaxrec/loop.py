@@ -11,10 +11,12 @@ import jax
 import numpy as np
 
 from jaxrec import metrics
+from jaxrec.boundary import check_not_donated
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.step import run_hooks
+from jaxrec.types import Batch
 
 
 def keep_memory() -> bool:
@@ -44,12 +46,19 @@ def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 
 
     Yields:
       (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+
+    Raises:
+      ValueError: as `plan`; what comes is no Batch.
     """
     return prefetch(_plan_each(spec, batches, capacity), depth)
 
 
 def _plan_each(spec, batches, capacity):
     for batch in batches:
+        if not hasattr(batch, "ids"):
+            raise ValueError(
+                f"`planned` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}."
+            )
         plans = plan(spec, batch.ids, capacity)
         capacity = capacity_of(plans)
         yield batch, plans
@@ -74,12 +83,16 @@ def fit(
     Returns:
       The state after the last batch.
 
-    Errors:
+    Raises:
       FloatingPointError: a loss is not finite; names the range of steps and what to look at.
+      ValueError: what comes is no pair of a batch and its plan; as the step.
     """
+    if check_every_steps < 1:
+        raise ValueError(f"check_every_steps={check_every_steps} must be at least 1.")
+    check_not_donated(state)
     first = int(state.dense.step)
     pending, step = [], first
-    for step, (batch, plans) in enumerate(batches, first + 1):
+    for step, (batch, plans) in enumerate(_pairs(batches), first + 1):
         state, step_metrics = train_step(state, plans, batch)
         pending.append(step_metrics["loss"])
         state = run_hooks(hooks, state, step, plans, step_metrics)
@@ -88,6 +101,16 @@ def fit(
             pending = []
     _check_finite(pending, step)
     return state
+
+
+def _pairs(batches):
+    for pair in batches:
+        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
+                "planned(spec, batches)."
+            )
+        yield pair
 
 
 def _check_finite(losses, last_step):
@@ -123,9 +146,18 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
 
     Returns:
       auc, log_loss, normalized_entropy, calibration, label_mean, examples: see `metrics.summarize`.
+
+    Raises:
+      FloatingPointError: a logit is not finite; names the step of the state and the batch.
+      ValueError: labels other than 0 and 1; no examples; what comes is no pair of a batch and its plan.
     """
     total = metrics.empty_evaluation()
-    for batch, plans in batches:
+    for number, (batch, plans) in enumerate(_pairs(batches)):
         logit = np.asarray(eval_step(state, plans, batch))
-        total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))
+        try:
+            total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"in an evaluation after step {int(state.dense.step)}, in its batch {number}: {error}"
+            ) from None
     return metrics.summarize(total)

@@ -17,10 +17,13 @@ def log_loss(logit, label, weight=None) -> float:
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
 
+    Raises:
+      ValueError, FloatingPointError: as `evaluate_batch`; no example of weight above 0.
+
     >>> round(log_loss(np.zeros(2), np.array([0., 1.])), 4)
     0.6931
     """
-    weight = np.ones(len(logit)) if weight is None else np.asarray(weight, np.float64)
+    logit, label, weight = _some_clicks(logit, label, weight)
     return float(np.sum(weight * _cross_entropy(logit, label)) / np.sum(weight))
 
 
@@ -28,9 +31,12 @@ def normalized_entropy(logit, label, weight=None) -> float:
     """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD 2014, eq. 1).
 
     Args:
-      logit, label, weight: f32[n].
+      logit, label, weight: f32[n]; weight is 1 if None.
+
+    Raises:
+      ValueError, FloatingPointError: as `log_loss`.
     """
-    weight = np.ones(len(logit)) if weight is None else np.asarray(weight, np.float64)
+    logit, label, weight = _some_clicks(logit, label, weight)
     return log_loss(logit, label, weight) / _entropy(float(np.average(label, weights=weight)))
 
 
@@ -45,11 +51,13 @@ def exact_auc(score, label, weight=None) -> float:
     Returns:
       The AUC; NaN if one class is absent.
 
+    Raises:
+      ValueError, FloatingPointError: as `log_loss`.
+
     >>> exact_auc(np.array([.1, .4, .35, .8]), np.array([0, 0, 1, 1]))
     0.75
     """
-    score, label = np.asarray(score), np.asarray(label, np.float64)
-    weight = np.ones(len(score)) if weight is None else np.asarray(weight, np.float64)
+    score, label, weight = _some_clicks(score, label, weight)
     _, place = np.unique(score, return_inverse=True)
     positives = np.bincount(place, weight * label)
     negatives = np.bincount(place, weight * (1 - label))
@@ -75,9 +83,13 @@ def evaluate_batch(logit, label, weight) -> Evaluation:
     """The statistics of one batch.
 
     Args:
-      logit, label, weight: f32[n]; examples of weight 0 do not count.
+      logit, label, weight: f32[n]; examples of weight 0 do not count, whatever else they hold.
+
+    Raises:
+      ValueError: shapes that differ; a label other than 0 and 1; a weight that is negative or not finite.
+      FloatingPointError: a logit that is not finite.
     """
-    logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
+    logit, label, weight = _clicks(logit, label, weight)
     place = np.clip((logit + _LIMIT) * (_BINS / (2 * _LIMIT)), 0, _BINS - 1).astype(np.int64)
     return Evaluation(
         np.bincount(place, weight * label, _BINS),
@@ -105,11 +117,16 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     Returns:
       auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy, calibration (mean
       prediction over label mean), label_mean, examples.
+
+    Raises:
+      ValueError: there is no example of weight above 0.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())
     if total == 0:
-        raise ValueError("no example of weight above 0 was evaluated: the data is empty.")
+        raise ValueError(
+            "no example of weight above 0 was evaluated: the data is empty, or its iterator was used up before."
+        )
     loss = evaluation.loss / total
     return {
         "auc": _auc_of_bins(evaluation.positives, evaluation.negatives),
@@ -119,6 +136,39 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
         "label_mean": clicks / total,
         "examples": evaluation.examples,
     }
+
+
+def _some_clicks(logit, label, weight):
+    logit, label, weight = _clicks(logit, label, weight)
+    if not len(weight):
+        raise ValueError("no example of weight above 0: there is nothing to measure.")
+    return logit, label, weight
+
+
+def _clicks(logit, label, weight):
+    """Logits, labels and weights, f64[n] each, of the examples of weight above 0, after looking at them."""
+    weight = np.ones(np.shape(logit)) if weight is None else weight
+    logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
+    if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:
+        raise ValueError(
+            f"logits of shape {logit.shape}, labels {label.shape}, weights {weight.shape}: one of each for an example "
+            "is wanted, [n] each. Take `[..., 0]` of an nn.Dense(1)."
+        )
+    _refuse(ValueError, weight, (weight >= 0) & (weight < np.inf), "weight", "weights are finite and 0 or more")
+    counts = weight > 0
+    if not counts.all():
+        logit, label, weight = logit[counts], label[counts], weight[counts]
+    _refuse(ValueError, label, (label == 0) | (label == 1), "label", "labels of clicks are 0 or 1: map yours to them")
+    _refuse(
+        FloatingPointError, logit, np.isfinite(logit), "logit",
+        "the model has diverged or its input is not finite: look at the learning rates and the dense features",
+    )  # fmt: skip
+    return logit, label, weight
+
+
+def _refuse(error, values, good, name, remedy):
+    if not good.all():
+        raise error(f"{(~good).sum()} of {len(good)} {name}s are wrong, the first is {values[~good][0]}: {remedy}.")
 
 
 def _auc_of_bins(positives, negatives) -> float:

@@ -14,6 +14,7 @@ AXES = (REPLICA, DATA)
 SPLIT = PartitionSpec(AXES)  # axis 0 over all devices: rows, ids, examples
 PER_REPLICA = PartitionSpec(REPLICA)  # axis 0 is the replica: dense parameters and optimizer state
 EVERYWHERE = PartitionSpec()
+_AUTO = (AxisType.Auto,) * 2
 
 
 def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
@@ -26,14 +27,39 @@ def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
     Returns:
       A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code wants.
 
-    Errors:
-      ValueError: R does not divide the number of devices.
+    Raises:
+      ValueError: R does not divide the number of devices; no devices.
     """
+    if isinstance(devices, int):
+        raise ValueError(f"devices={devices} must be a list of devices: jax.devices()[:{devices}].")
     devices = jax.devices()[:1] if devices is None else list(devices)
-    if replicas < 1 or len(devices) % replicas:
+    if not devices or replicas < 1 or len(devices) % replicas:
         raise ValueError(f"replicas={replicas} must divide the number of devices, {len(devices)}.")
     shape = (replicas, len(devices) // replicas)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh(shape, AXES, axis_types=_AUTO, devices=devices)
+
+
+def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
+    """A mesh as this package wants it, from what a user gives.
+
+    Args:
+      mesh: over (replica, data), with axes of any type; one device if None.
+
+    Returns:
+      The mesh over the same devices with automatic axis types. Arrays that lie on the one lie on the other.
+
+    Raises:
+      ValueError: not a mesh, or one with other axes.
+
+    >>> as_mesh(jax.make_mesh((1, 1), ("replica", "data"))).axis_types
+    (Auto, Auto)
+    """
+    if mesh is None:
+        return make_mesh()
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.axis_names != AXES:
+        found = f"has the axes {mesh.axis_names}" if isinstance(mesh, jax.sharding.Mesh) else f"is {mesh!r:.100}"
+        raise ValueError(f"the mesh {found}, but one over {AXES} is wanted: jaxrec.make_mesh(replicas, devices).")
+    return mesh if mesh.axis_types == _AUTO else jax.sharding.Mesh(mesh.devices, AXES, axis_types=_AUTO)
 
 
 def check_shards(shards: int, mesh: jax.sharding.Mesh) -> None:
@@ -46,7 +72,7 @@ def check_shards(shards: int, mesh: jax.sharding.Mesh) -> None:
 
 def put_on_mesh(tree, mesh, spec):
     """Places every leaf of a tree on the mesh with one partition spec."""
-    return jax.device_put(tree, NamedSharding(mesh, spec))
+    return jax.device_put(tree, NamedSharding(as_mesh(mesh), spec))
 
 
 BATCH = Batch(ids=SPLIT, dense=SPLIT, label=SPLIT, weight=SPLIT)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrec import boundary
 from jaxrec.embedding import DeviceTables, activations
-from jaxrec.embedding.optimizers import check_row_optimizer
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.spec import EmbeddingSpec, check_row_optimizer
 from jaxrec.sharding import (
     AXES,
     BATCH,
@@ -21,8 +21,8 @@ from jaxrec.sharding import (
     PER_REPLICA,
     REPLICA,
     SPLIT,
+    as_mesh,
     check_shards,
-    make_mesh,
     plan_specs,
     put_on_mesh,
     replicate,
@@ -53,6 +53,9 @@ def update(dense, rows, plan, batch, *, spec, loss, optimizer, row_optimizer, ax
 
     Returns:
       dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[]}.
+
+    Raises:
+      ValueError: the loss is not one number for each example.
     """
     values = {name: stack_rows.value for name, stack_rows in rows.items()}
     gradient, row_gradients, metrics = gradients(dense.params, values, plan, batch, spec=spec, loss=loss, axes=axes)
@@ -71,6 +74,9 @@ def gradients(params, values, plan, batch, *, spec, loss, axes=False):
 
     Returns:
       The gradient by params, by values (summed over replicas), and metrics.
+
+    Raises:
+      ValueError: the loss is not one number for each example.
     """
 
     def objective(params, values):
@@ -80,6 +86,7 @@ def gradients(params, values, plan, batch, *, spec, loss, axes=False):
             # transpose of this line is the sum over the devices of a replica.
             params = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, DATA, to="varying"), params)
         per_example = loss(params, activations(spec, values, plan), batch)
+        boundary.check_per_example("loss", per_example, batch)
         weight = jnp.sum(batch.weight)
         weight = jax.lax.psum(weight, DATA) if axes else weight
         return jnp.sum(per_example * batch.weight) / jnp.where(weight > 0, weight, 1), weight
@@ -118,15 +125,22 @@ def init_state(params, optimizer, tables, mesh=None) -> TrainState:
 
     Returns:
       TrainState; dense leaves have a leading axis of R replicas.
+
+    Raises:
+      ValueError: not tables, not an optax transformation or not a mesh; tables that lie on another mesh.
     """
-    mesh = mesh or make_mesh()
+    mesh = as_mesh(mesh)
+    boundary.check_tables(tables)
+    boundary.check_optimizer(optimizer)
     replicas = mesh.shape[REPLICA]
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),
         put_on_mesh(replicate(params, replicas), mesh, PER_REPLICA),
         put_on_mesh(replicate(optimizer.init(params), replicas), mesh, PER_REPLICA),
     )
-    return TrainState(dense, tables)
+    state = TrainState(dense, tables)
+    boundary.check_placement(state, mesh)
+    return state
 
 
 def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="sum") -> Callable:
@@ -139,10 +153,13 @@ def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="s
     Returns:
       The function on global arrays; dense leaves have a leading replica axis, rows are split over all devices.
 
-    Errors:
-      ValueError: the shards cannot be split over the mesh; not a row optimizer; an unknown row_gradient.
+    Raises:
+      ValueError: the shards cannot be split over the mesh; an argument of another kind than wanted. The function
+        itself: batch, plan, rows and dense state do not fit the step or each other.
     """
-    mesh = mesh or make_mesh()
+    mesh = as_mesh(mesh)
+    boundary.check_arguments(spec, loss)
+    boundary.check_optimizer(optimizer)
     check_shards(spec.shards, mesh)
     check_row_optimizer(row_optimizer)
     if row_gradient not in ("sum", "mean"):
@@ -155,12 +172,20 @@ def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="s
         )  # fmt: skip
         return with_replica(new), rows, metrics
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(_DENSE, SPLIT, plan_specs(spec.stacks), BATCH),
         out_specs=(_DENSE, SPLIT, EVERYWHERE),
     )
+
+    def checked(dense, rows, plan, batch):  # under jit this is looked at once for each compiled shape
+        boundary.check_batch(spec, plan, batch, mesh.size)
+        boundary.check_dense(dense, optimizer, mesh.shape[REPLICA])
+        boundary.check_rows(spec, rows, row_optimizer)
+        return mapped(dense, rows, plan, batch)
+
+    return checked
 
 
 def make_train_step(
@@ -185,8 +210,9 @@ def make_train_step(
       A function of TrainState, {stack: Plan} and Batch. With `DeviceTables` read, update and put are one program;
       with `HostTables` rows travel to the mesh and back. Metrics: {'loss': f32[], 'weight': f32[]}, still on device.
 
-    Errors:
-      ValueError: as `make_update`.
+    Raises:
+      ValueError: as `make_update`. The step itself: a state that was donated before, weights that are negative or not
+        finite, a plan of another batch, objects that do not fit each other; the state is as it was.
 
     A step around a loss of one's own:
 
@@ -208,7 +234,7 @@ def make_train_step(
     >>> losses[0] > 0.9 and losses[-1] < 0.01
     True
     """
-    mesh = mesh or make_mesh()
+    mesh = as_mesh(mesh)
     mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, row_gradient)
     plans = plan_specs(spec.stacks)
     in_rows = shardings((_DENSE, SPLIT, plans, BATCH), mesh)
@@ -217,17 +243,27 @@ def make_train_step(
     put_rows = jax.shard_map(lambda t, p, r: t.put(p, r), mesh=mesh, in_specs=(SPLIT, plans, SPLIT), out_specs=SPLIT)
 
     def fused(state, plan, batch):
+        boundary.check_rows(spec, state.tables, row_optimizer)
         dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plan), plan, batch)
         return TrainState(dense, put_rows(state.tables, plan, rows)), metrics
 
     in_state = shardings((TrainState(_DENSE, SPLIT), plans, BATCH), mesh)
     on_device = jax.jit(fused, in_shardings=in_state, donate_argnums=0)
 
-    def train_step(state, plan, batch):
+    def run(state, plan, batch):
         if isinstance(state.tables, DeviceTables):
             return on_device(state, plan, batch)
         dense, rows, metrics = on_rows(state.dense, state.tables.read(plan), plan, batch)
         return TrainState(dense, state.tables.put(plan, rows)), metrics
+
+    def refuse(state):
+        boundary.check_dense(state.dense, optimizer, mesh.shape[REPLICA])
+        boundary.check_placement(state, mesh)
+
+    def train_step(state, plan, batch):
+        boundary.check_state(spec, state)
+        boundary.check_batch(spec, plan, batch, mesh.size)
+        return boundary.explained(lambda: run(state, plan, batch), lambda: refuse(state))
 
     return train_step
 
@@ -243,29 +279,48 @@ def make_eval_step(spec: EmbeddingSpec, predict: Callable, mesh=None, replica: i
 
     Returns:
       A function of TrainState, {stack: Plan} and Batch.
+
+    Raises:
+      ValueError: an argument of another kind than wanted. The step itself: as that of `make_train_step`; a prediction
+        that is not one number for each example.
     """
-    mesh, plans = mesh or make_mesh(), plan_specs(spec.stacks)
+    mesh = as_mesh(mesh)
+    boundary.check_arguments(spec, predict)
+    check_shards(spec.shards, mesh)
+    if not 0 <= replica < mesh.shape[REPLICA]:
+        raise ValueError(f"replica={replica} must lie between 0 and {mesh.shape[REPLICA] - 1}, as the mesh has them.")
+    plans = plan_specs(spec.stacks)
 
     def local(params, rows, plan, batch):
         values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
-        return predict(params, activations(spec, values, plan), batch)
+        found = predict(params, activations(spec, values, plan), batch)
+        several = getattr(batch.label, "shape", None) != batch.weight.shape  # tasks, perhaps
+        boundary.check_per_example("predict", found, batch, only_first_axis=several)
+        return found
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(EVERYWHERE, SPLIT, plans, BATCH), out_specs=SPLIT)
     read_rows = jax.shard_map(lambda t, p: t.read(p), mesh=mesh, in_specs=(SPLIT, plans), out_specs=SPLIT)
 
     def on_rows(params, rows, plan, batch):
+        boundary.check_rows(spec, rows)
         return mapped(jax.tree.map(lambda leaf: leaf[replica], params), rows, plan, batch)
 
     def on_tables(params, tables, plan, batch):
+        boundary.check_rows(spec, tables)
         return on_rows(params, read_rows(tables, plan), plan, batch)
 
     of_rows = jax.jit(on_rows, in_shardings=shardings((PER_REPLICA, SPLIT, plans, BATCH), mesh))
     of_tables = jax.jit(on_tables, in_shardings=shardings((PER_REPLICA, SPLIT, plans, BATCH), mesh))
 
-    def eval_step(state, plan, batch):
+    def run(state, plan, batch):
         if isinstance(state.tables, DeviceTables):
             return of_tables(state.dense.params, state.tables, plan, batch)
         return of_rows(state.dense.params, state.tables.read(plan), plan, batch)
+
+    def eval_step(state, plan, batch):
+        boundary.check_state(spec, state)
+        boundary.check_batch(spec, plan, batch, mesh.size)
+        return boundary.explained(lambda: run(state, plan, batch), lambda: boundary.check_placement(state, mesh))
 
     return eval_step
 
@@ -282,9 +337,14 @@ def run_hooks(hooks: Iterable[Callable], state, step: int, plan, metrics):
 
     Returns:
       The state that the last hook returned.
+
+    Raises:
+      ValueError: a hook returned None.
     """
     for hook in hooks:
         state = hook(state, step, plan, metrics)
+        if state is None:
+            raise ValueError(f"the hook {hook!r:.200} returned None: a hook returns the state, changed or not.")
     return state
 
 

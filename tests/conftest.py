@@ -1,6 +1,8 @@
-"""Eight virtual devices and strict jax for all tests."""
+"""Eight virtual devices, strict jax and a time limit for all tests."""
 
+import faulthandler
 import os
+import threading
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,6 +18,43 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # No deadline: the first example of a shape compiles.
 hypothesis.settings.register_profile("laws", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.load_profile("laws")
+
+LIMIT_OF_SLOW_TESTS_S = 900  # all others: `timeout` in pyproject.toml
+
+
+def pytest_configure(config):
+    config.real_stderr = os.fdopen(os.dup(2), "w")  # while a test runs, 2 is captured, and lost with the process
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LIMIT_OF_SLOW_TESTS_S))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item, settings):
+    """Ends the process, with all stacks, if a test outlives its limit by half: a C call hears no signal, and what the
+    signal interrupts may hang again where it is closed."""
+    faulthandler.dump_traceback_later(1.5 * settings.timeout, exit=True, file=item.config.real_stderr)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb():
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_unconfigure(config):
+    """A thread that a test left behind may not keep the run from ending."""
+    if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
+        faulthandler.dump_traceback_later(60, exit=True, file=config.real_stderr)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
 def test_a_script_does_what_the_rules_say(rule, latency):
     """Beside plain code, with rows that do not move and a dense part that walks by its own constant step."""
     n, every, ticks = 3, 4, 13
-    walk = lambda params, activations, batch: -params["w"].sum() * (1 + batch.label.mean())
+    walk = lambda params, activations, batch: -params["w"].sum() * (1 + batch.label)
     found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, n, script=Script(rule, every, latency))
     order = list(batches(n * ticks))
     found.run(order)

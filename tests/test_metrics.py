@@ -74,3 +74,46 @@ def test_a_constant_at_the_base_rate_has_normalized_entropy_1():
     assert metrics.normalized_entropy(np.full(4, np.log(0.25 / 0.75)), label) == pytest.approx(1)
     with pytest.raises(ValueError, match="no example"):
         metrics.summarize(metrics.empty_evaluation())
+
+
+MEASURES = {
+    "evaluate_batch": lambda *a: metrics.summarize(metrics.evaluate_batch(*a))["log_loss"],
+    "log_loss": metrics.log_loss,
+    "normalized_entropy": metrics.normalized_entropy,
+    "exact_auc": metrics.exact_auc,
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize(
+    ("place", "value", "error", "message"),
+    [
+        (0, np.nan, FloatingPointError, "1 of 50 logits are wrong, the first is nan: the model has diverged"),
+        (0, np.inf, FloatingPointError, "1 of 50 logits are wrong, the first is inf"),
+        (1, 0.5, ValueError, "1 of 50 labels are wrong, the first is 0.5: labels of clicks are 0 or 1"),
+        (1, np.nan, ValueError, "labels are wrong, the first is nan"),
+        (2, -1.0, ValueError, "1 of 51 weights are wrong, the first is -1.0: weights are finite and 0 or more"),
+        (2, np.nan, ValueError, "weights are wrong, the first is nan"),
+        (2, np.inf, ValueError, "weights are wrong, the first is inf"),
+    ],
+)
+def test_what_is_no_click_is_refused_and_padding_may_hold_it(name, place, value, error, message):
+    logit, label, _ = click_data(0, n=51)
+    weight = np.where(np.arange(51) == 7, 0.0, 1.0)
+    good = MEASURES[name](logit, label, weight)
+    for example in (7, 3):
+        changed = [logit.copy(), label.copy(), weight.copy()]
+        changed[place][example] = value
+        if example == 7 and place != 2:  # of weight 0
+            assert MEASURES[name](*changed) == good
+        else:
+            with pytest.raises(error, match=message):
+                MEASURES[name](*changed)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_columns_are_refused(name):
+    logit, label, weight = click_data(0, n=5)
+    for arrays in ((logit[:, None], label, weight), (logit, label[:, None], weight), (logit, label, weight[:4])):
+        with pytest.raises(ValueError, match="one of each for an example is wanted"):
+            MEASURES[name](*arrays)

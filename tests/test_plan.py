@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strategies import draw_ids, specs
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.embedding.host import is_plan_of
 from jaxrec.sharding import SPLIT, make_mesh, plan_specs
 
 
@@ -125,3 +126,19 @@ def test_bad_specs_are_refused(make, message):
 def test_buckets_are_few_and_close(rows):
     assert rows <= bucket(rows) <= max(8, 1.125 * rows + 1)
     assert bucket(bucket(rows)) == bucket(rows)
+
+
+@given(specs(), st.integers(1, 9), st.integers(0, 99))
+def test_a_plan_is_that_of_its_own_ids_and_of_no_others(spec, batch_size, seed):
+    ids, rng = draw_ids(spec, batch_size, seed), np.random.default_rng(seed)
+    plans = plan(spec, ids)
+    for name, p in plans.items():
+        assert is_plan_of(spec, name, p, ids)
+        for key in p.inverse:
+            _, rows = spec.columns_of(key)
+            other, place = ids[key].copy(), rng.integers(ids[key].size)
+            flat = other.reshape(-1)
+            column = place // spec.lookups[key].hots % len(rows)
+            flat[place] = (flat[place] + 2) % (rows[column] + 1) - 1  # another row of its table, or missing
+            if (flat != ids[key].reshape(-1)).any():
+                assert not is_plan_of(spec, name, p, {**ids, key: other})

@@ -18,11 +18,13 @@ from jaxrec.embedding import (
     HostTables,
     Lookup,
     Table,
+    adagrad,
     plan,
     rowwise_adagrad,
     sgd,
 )
 from jaxrec.models.dlrm import DLRM
+from jaxrec.step import gradients
 from jaxrec.types import Batch
 
 SPEC = EmbeddingSpec(
@@ -241,3 +243,108 @@ def test_the_golden_curve(home):
         golden.write_text("".join(f"{x!r}\n" for x in losses))
         pytest.fail(f"{golden} was missing and has been written: look at it and commit it")
     np.testing.assert_allclose(losses, [float(x) for x in golden.read_text().split()], rtol=2e-5)
+
+
+def step_with(loss_or_predict, devices=2, home="device", train=True):
+    """Runs one step of a loss or a prediction on two devices; returns what the step returns."""
+    mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), sgd(0.1)
+    tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
+    state, batch = jaxrec.init_state(params(), optax.sgd(0.1), tables, mesh), batch_of(0)
+    make = jaxrec.make_train_step if train else jaxrec.make_eval_step
+    step = make(SPEC, loss_or_predict, *([optax.sgd(0.1), rows] if train else []), mesh=mesh)
+    return step(state, plan(SPEC, batch.ids), batch)
+
+
+SHAPES = {
+    "one number": lambda x: jnp.sum(x),
+    "a column": lambda x: x[:, None],
+    "a row": lambda x: x[None],
+    "a square": lambda x: x[:, None] - x[None, :],
+    "half of the examples": lambda x: x[::2],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("train", [True, False])
+def test_a_loss_and_a_prediction_are_one_number_for_each_example(name, train):
+    wrong = lambda *args: SHAPES[name](loss(*args))
+    with pytest.raises(ValueError, match=r"for 8 examples .of one device., but one number for each is wanted"):
+        step_with(wrong, train=train)
+    step_with(loss, train=train)
+
+
+def test_several_tasks_have_a_loss_for_each_example_and_predictions_for_each_task():
+    rng = np.random.default_rng(0)
+    batch = batch_of(0)._replace(label=rng.random((16, 3), np.float32))
+    state, steps = train(steps=0)[0], optax.adam(0.01)
+    tasks = lambda p, a, b: a["pair"].reshape(len(b.weight), -1)[:, :3]
+    step = jaxrec.make_eval_step(SPEC, tasks)
+    assert step(state, plan(SPEC, batch.ids), batch).shape == (16, 3)
+    summed = lambda p, a, b: jnp.sum((tasks(p, a, b) - b.label) ** 2, axis=-1)
+    step = jaxrec.make_train_step(SPEC, summed, steps, rowwise_adagrad(0.1, 0.1))
+    assert np.isfinite(step(state, plan(SPEC, batch.ids), batch)[1]["loss"])
+
+
+def test_gradients_alone_look_at_the_loss_too():
+    batch = batch_of(0)
+    plans = plan(SPEC, batch.ids)
+    values = {name: rows.value for name, rows in HostTables.create(SPEC, sgd(0.1)).read(plans).items()}
+    for change in SHAPES.values():
+        with pytest.raises(ValueError, match="loss returned an array of shape .* for 16 examples"):
+            gradients(params(), values, plans, batch, spec=SPEC, loss=lambda *a, change=change: change(loss(*a)))
+
+
+def explicit(mesh):
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_mesh_with_explicit_axes_computes_the_same_bits(home):
+    """Explicit is the default of jax.make_mesh; arrays may lie on either."""
+    wanted, found = [], []
+    for change, results in ((lambda mesh: mesh, wanted), (explicit, found)):
+        mesh = change(jaxrec.make_mesh(2, jax.devices()[:4]))
+        rows, batch = rowwise_adagrad(0.1), batch_of(0)
+        tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
+        state = jaxrec.init_state(params(), optax.adam(0.01), tables, mesh)
+        step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), rows, mesh)
+        plans, placed = plan(SPEC, batch.ids), jaxrec.sharding.put_on_mesh(batch, mesh, jaxrec.sharding.SPLIT)
+        on_explicit = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jaxrec.sharding.SPLIT))
+        for given in (batch, placed, on_explicit):
+            state, metrics = step(state, plans, given)
+        logit = jaxrec.make_eval_step(SPEC, loss, mesh)(state, plans, batch)
+        results += [np.asarray(x) for x in (*leaves(state), metrics["loss"], logit)]
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_rows_of_another_optimizer_are_refused_where_the_update_is_traced():
+    """So for those who call `update` without the step, as the pipeline does; and silently wrong before."""
+    batch = batch_of(0)
+    plans, mesh = plan(SPEC, batch.ids), jaxrec.make_mesh()
+    for made, wanted in ((adagrad(0.1), rowwise_adagrad(0.1)), (adagrad(0.1), sgd(0.1))):
+        state = jaxrec.init_state(params(), optax.sgd(0.1), HostTables.create(SPEC, made), mesh)
+        update = jax.jit(jaxrec.make_update(SPEC, loss, optax.sgd(0.1), wanted, mesh))
+        with pytest.raises(ValueError, match="have slots .*give tables and step the same row optimizer"):
+            update(state.dense, state.tables.read(plans), plans, batch)
+
+
+def test_values_on_a_device_are_not_looked_at():
+    """They would have to be waited for; a host batch of the same values is refused."""
+    batch = batch_of(0)._replace(weight=np.full(16, -1, np.float32))
+    plans, (state, _) = plan(SPEC, batch.ids), train(steps=0)
+    step = jaxrec.make_eval_step(SPEC, loss)
+    assert step(state, plans, jax.device_put(batch)).shape == (16,)
+    with pytest.raises(ValueError, match="weights are finite and 0 or more"):
+        step(state, plans, batch)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_refused_step_leaves_the_state_as_it_was_and_of_use(home):
+    state, _ = train(home=home, steps=1)
+    before, batch = [np.array(x) for x in leaves(state)], batch_of(1)
+    step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), rowwise_adagrad(0.1, 0.1))
+    for wrong in (batch._replace(weight=-batch.weight), batch._replace(label=batch.label[:5]), batch._replace(ids={})):
+        with pytest.raises(ValueError):
+            step(state, plan(SPEC, batch.ids), wrong)
+    jax.tree.map(np.testing.assert_array_equal, leaves(state), before)
+    step(state, plan(SPEC, batch.ids), batch)

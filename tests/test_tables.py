@@ -2,7 +2,9 @@
 
 import errno
 import itertools
+import multiprocessing
 import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jaxrec.embedding import (
     Table,
     activations,
     adagrad,
+    kernels,
     plan,
     rowwise_adagrad,
     sgd,
@@ -205,12 +208,204 @@ def test_a_full_disk_leaves_nothing_behind_and_other_tables_alone(tmp_path, monk
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(*args)
 
-    monkeypatch.setattr("jaxrec.embedding.host.os.posix_fallocate", full)
+    monkeypatch.setattr("jaxrec.embedding.mapped.os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left") as raised:
         HostTables.create(spec, sgd(0.1), tmp_path / "new")
     assert "free space there" in raised.value.__notes__[0]
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["tables.lock"]
     with pytest.raises(ValueError, match="no complete tables"):
         HostTables.attach(spec, sgd(0.1), tmp_path / "new")
     for parts, old in zip(HostTables.attach(spec, sgd(0.1), tmp_path / "good").shards["width_4"], before, strict=True):
         np.testing.assert_array_equal(parts["value"], old)
+
+
+# ---- files know where they stand
+
+FILES = EmbeddingSpec(
+    {"a": Table(4000, 8), "w": Table(4000, 1)}, {"a": Lookup("a"), "w": Lookup("w")}, shards=4
+)  # fmt: skip
+SCATTERS = 4 * (1 + 1) + 4 * (1 + 1)  # of one put: shards, stacks, parts
+
+
+def whole_batch(tables):
+    """A plan of all rows, and the rows full of a number."""
+    plans = plan(FILES, {key: np.arange(4000, dtype=np.int32) for key in ("a", "w")})
+    rows = tables.read(plans)
+    return plans, lambda number: jax.tree.map(lambda x: np.full_like(x, number), rows)
+
+
+def put_for_ever(directory, die_at=None, after=None):
+    """Puts the number of the put into all rows; dies at a scatter, or after some puts, or not at all."""
+    tables, scatter, calls = (
+        HostTables.attach(FILES, rowwise_adagrad(0.1), directory),
+        kernels.scatter,
+        itertools.count(1),
+    )
+
+    def counted(*args):
+        if next(calls) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        scatter(*args)
+
+    kernels.scatter = counted if die_at else scatter
+    plans, full_of = whole_batch(tables)
+    for number in itertools.count(1):
+        tables.put(plans, full_of(number))
+        if number == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(*args):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jax", "jaxrec.embedding"])
+    child = context.Process(target=put_for_ever, args=args)
+    child.start()
+    return child
+
+
+def killed(child):
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def values_of(tables):
+    return {
+        float(x)
+        for n in FILES.stacks
+        for part in ("value", "accumulator")
+        for x in np.unique(dense_table(tables, n, part))
+    }
+
+
+@pytest.mark.parametrize("die_at", [1, 2, SCATTERS // 2, SCATTERS, SCATTERS + 1])
+def test_tables_of_a_process_killed_within_a_put_are_refused_until_overwritten(tmp_path, die_at):
+    HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path)
+    killed(start(tmp_path, die_at))
+    with pytest.raises(ValueError, match="are torn: .*shards .* within a put.*torn='accept'"):
+        HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+    tables = HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path, torn="accept")
+    assert tables.step is None
+    with tables.overwriting(step=9):
+        for name in FILES.stacks:
+            for shard in range(4):
+                tables.reset_shard(name, shard)
+    again = HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+    assert again.step == 9
+    plans, full_of = whole_batch(again)
+    assert again.put(plans, full_of(10)).step == 10
+
+
+def test_tables_of_a_process_killed_between_puts_stand_at_its_last(tmp_path):
+    HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path)
+    killed(start(tmp_path, None, 3))
+    tables = HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+    assert tables.step == 3 and values_of(tables) == {3.0}
+
+
+def test_what_attach_accepts_is_whole_whenever_the_kill_comes(tmp_path):
+    """The law: accepted tables hold the rows of the put that they name, all of them."""
+    for attempt in range(4):
+        directory = tmp_path / str(attempt)
+        tables = HostTables.create(FILES, rowwise_adagrad(0.1), directory)
+        child = start(directory)
+        while tables.steps[3, 1] < 5 + 3 * attempt:  # ends: the child puts for ever, and a dead one fails below
+            assert child.is_alive()
+        child.kill()
+        killed(child)
+        try:
+            found = HostTables.attach(FILES, rowwise_adagrad(0.1), directory)
+        except ValueError as error:
+            assert "are torn" in str(error)
+        else:
+            assert values_of(found) == {float(found.step)}
+
+
+def test_puts_of_single_shards_count_for_them_alone(tmp_path):
+    tables = HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path)
+    plans, full_of = whole_batch(tables)
+    for shard in range(4):  # as several writers do, each with its own shards
+        tables.put(plans, full_of(1), [shard])
+        assert tables.step == (1 if shard == 3 else None)
+    tables.put(plans, full_of(2), [1, 2])
+    with pytest.raises(ValueError, match=r"shards .0, 3. after put 1, shards .1, 2. after put 2; shards .. within"):
+        HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+    tables.put(plans, full_of(2), [0, 3])
+    tables.add(plans, full_of(2), full_of(1))  # writers that do not take turns do not count
+    assert HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path).step == 2
+
+
+def test_one_shard_overwritten_stands_beside_the_others(tmp_path):
+    tables = HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path)
+    plans, full_of = whole_batch(tables)
+    for number in (1, 2):
+        tables.put(plans, full_of(number))
+    with pytest.raises(KeyError), tables.overwriting([1]):
+        raise KeyError
+    assert tables.step is None
+    with pytest.raises(ValueError, match=r"shards .1. within a put"):
+        HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+    with tables.overwriting([1]):
+        tables.reset_shard("width_8", 1)
+        assert tables.step is None
+    assert tables.step == 2 and HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path).step == 2
+
+
+def test_a_put_that_fails_leaves_the_tables_torn(tmp_path, monkeypatch):
+    """Ctrl-C within a put: the process lives on, but its rows are of no step, and more puts do not heal them."""
+    tables, scatter, calls = (
+        HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path),
+        kernels.scatter,
+        itertools.count(),
+    )
+    plans, full_of = whole_batch(tables)
+
+    def interrupted(*args):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        scatter(*args)
+
+    monkeypatch.setattr(kernels, "scatter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tables.put(plans, full_of(1))
+    tables.put(plans, full_of(2))
+    with pytest.raises(ValueError, match="are torn"):
+        HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
+
+
+def test_tables_are_on_disk_before_they_are_named_complete(tmp_path, monkeypatch):
+    """flush did nothing before: it looked for maps where numpy keeps memoryviews."""
+    synced = []
+    record = lambda path: synced.append((path.name, (tmp_path / "t" / "tables.json").exists()))
+    for module in ("jaxrec.files", "jaxrec.embedding.mapped"):
+        monkeypatch.setattr(f"{module}.sync", record)
+    tables = HostTables.create(small_spec(2), adagrad(0.1), tmp_path / "t")
+    files = {"steps", "width_4.000", "width_4.001", "width_1.000", "width_1.001"}
+    before = {name for name, committed in synced if not committed}
+    assert files | {"tables.json.partial"} <= before and synced[-1] == ("t", True)
+    synced.clear()
+    tables.flush()
+    assert {name for name, _ in synced} == files
+
+
+def create_at_once(directory, ready, words):
+    ready.wait(timeout=60)
+    try:
+        HostTables.create(FILES, sgd(0.1), directory)
+        words.write_text("created")
+    except ValueError as error:
+        words.write_text(str(error))
+
+
+def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    ready, words = context.Barrier(3), [tmp_path / f"words_{n}" for n in range(3)]
+    children = [context.Process(target=create_at_once, args=(tmp_path / "tables", ready, path)) for path in words]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    found = [path.read_text() for path in words]
+    assert found.count("created") == 1
+    assert all("locked" in text or "holds tables already" in text for text in found if text != "created")
+    HostTables.attach(FILES, sgd(0.1), tmp_path / "tables")

@@ -6,6 +6,7 @@ damaged is skipped with a warning that names it.
 Legend: S shards, V rows of a stack, E embedding width, K slot width.
 """
 
+import contextlib
 import functools
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,10 @@ def restore(
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
     tables = template.tables
-    for (name, part), table in rows.items():
-        tables = replace_part(tables, name, part, table[: spec.stacks[name].offsets[-1]])
+    host = isinstance(tables, HostTables)
+    with tables.overwriting(step=image.step) if host else contextlib.nullcontext():  # mapped files are torn meanwhile
+        for (name, part), table in rows.items():
+            tables = replace_part(tables, name, part, table[: spec.stacks[name].offsets[-1]])
     dense = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("dense.")])
     return TrainState(place_dense(image, template.dense, dense, cast), tables), image
 
@@ -196,10 +199,11 @@ def restore_shard(
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
     if host:
-        for name in spec.stacks:
-            if not found or is_delta(found[0].path.name):
-                tables.reset_shard(name, shard)
-            _overlay(spec, name, shard, tables.shards[name][shard], loaded)
+        with tables.overwriting([shard]):
+            for name in spec.stacks:
+                if not found or is_delta(found[0].path.name):
+                    tables.reset_shard(name, shard)
+                _overlay(spec, name, shard, tables.shards[name][shard], loaded)
         return tables, found
     for name in spec.stacks:
         parts = _initial_shard(spec, row_optimizer, name, shard)

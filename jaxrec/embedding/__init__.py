@@ -36,15 +36,20 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
     Returns:
       {stack: Plan}.
 
-    Errors:
-      ValueError: ids that do not fit the lookups; an id outside its table; no capacity under jit, where the caller
+    Raises:
+      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not one positive number
+        for each stack, or none under jit, where the caller
         must check `count <= U` and `invalid == 0` of the plan.
 
     >>> spec = EmbeddingSpec({'item': Table(1000, 4)}, {'item': Lookup('item')}, shards=1)
     >>> plan(spec, {'item': np.array([7, 9, 7])})['width_4'].inverse['item'].tolist()
     [0, 1, 0]
     """
+    if not isinstance(spec, EmbeddingSpec):
+        raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec is wanted: plan(spec, batch.ids).")
     spec.check_ids(ids)
+    if capacity is not None and (set(capacity) != set(spec.stacks) or min(capacity.values()) < 1):
+        raise ValueError(f"capacity={capacity!r:.200} must be one positive number for each of {list(spec.stacks)}.")
     leaves = jax.tree.leaves(dict(ids))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         if capacity is None:

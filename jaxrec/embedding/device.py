@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.sharding import SPLIT, check_shards, shardings
+from jaxrec.sharding import SPLIT, as_mesh, check_shards, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
 
@@ -31,35 +31,31 @@ class DeviceTables:
     shards: int
 
     @classmethod
-    def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh) -> "DeviceTables":
+    def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":
         """Makes initial tables on a mesh, each device its own shards.
 
         Args:
           spec: the tables.
           row_optimizer: decides the slots.
-          mesh: from `jaxrec.sharding.make_mesh`.
+          mesh: from `jaxrec.sharding.make_mesh`; one device if None.
 
-        Errors:
-          ValueError: the shards cannot be split over the devices.
+        Raises:
+          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a mesh.
         """
+        mesh, layout = as_mesh(mesh), spec.slot_layout(row_optimizer)
         check_shards(spec.shards, mesh)
-        make = functools.partial(_initial, spec, row_optimizer)
+        make = functools.partial(_initial, spec, layout)
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots; padding reads zero."""
+        """Gathers the planned rows and slots; padding reads zero. Plans of another spec are refused by `ValueError`."""
 
-        def gather(table, plan):
-            shard, row = self._where(plan)
-            return table.at[shard, row].get(mode="fill", fill_value=0)
+        def gather(name, plan):
+            where = self._where(name, plan)
+            take = lambda table: table.at[where].get(mode="fill", fill_value=0)
+            return Rows(take(self.value[name]), {slot: take(table) for slot, table in self.slots[name].items()})
 
-        return {
-            name: Rows(
-                gather(self.value[name], plan),
-                {slot: gather(table, plan) for slot, table in self.slots[name].items()},
-            )
-            for name, plan in plans.items()
-        }
+        return {name: gather(name, plan) for name, plan in plans.items()}
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "DeviceTables":
         """Stores final rows; the caller owns the tables and donates them."""
@@ -74,18 +70,35 @@ class DeviceTables:
         value = dict(self.value)
         slots = {name: dict(tables) for name, tables in self.slots.items()}
         for name, plan in plans.items():
-            where = self._where(plan)
+            where = self._where(name, plan)
+            self._check_rows(name, plan, rows[name])
             value[name] = write(value[name].at[where], rows[name].value)
             for slot, new in rows[name].slots.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)
         return DeviceTables(value, slots, self.shards)
 
-    def _where(self, plan: Plan):
+    def _check_rows(self, name, plan, rows):
+        # Else rows would be broadcast over the table, and slots that are missing stay as they are.
+        tables = {"value": self.value[name], **self.slots[name]}
+        found = {part: array.shape for part, array in {"value": rows.value, **rows.slots}.items()}
+        wanted = {part: (*plan.unique.shape, table.shape[-1]) for part, table in tables.items()}
+        if found != wanted:
+            raise ValueError(
+                f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
+                "with one plan and one row optimizer."
+            )
+
+    def _where(self, name: str, plan: Plan):
+        if name not in self.value or len(plan.unique) != len(self.value[name]):
+            raise ValueError(
+                f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
+                f"{self.shards}: plan with their own spec."
+            )
         # Padding ids are V: their row V // S lies just past the end, where scatters drop and gathers fill.
         return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.shards
 
 
-def _initial(spec, row_optimizer):
+def _initial(spec, layout):
     value, slots = {}, {}
     for name, stack in spec.stacks.items():
         row = jnp.arange(stack.shards)[:, None] + jnp.arange(stack.rows_per_shard)[None, :] * stack.shards
@@ -93,7 +106,6 @@ def _initial(spec, row_optimizer):
         rows = initial_rows(row.reshape(-1), stack.width, scale, spec.seed, jnp)
         value[name] = rows.reshape(*row.shape, stack.width)
         slots[name] = {
-            slot: jnp.full((*row.shape, layout.width), layout.fill, jnp.float32)
-            for slot, layout in row_optimizer.init(stack.width).items()
+            slot: jnp.full((*row.shape, one.width), one.fill, jnp.float32) for slot, one in layout[name].items()
         }
     return DeviceTables(value, slots, spec.shards)

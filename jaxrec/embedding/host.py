@@ -3,21 +3,18 @@
 Legend: S shards, V rows of a stack, U padded unique rows a shard, E embedding width, K slot width, N ids.
 """
 
+import contextlib
 import dataclasses
-import json
-import mmap
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxrec.embedding import kernels
+from jaxrec.embedding import kernels, mapped
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, Rows, Slot
-
-_MANIFEST = "tables.json"
 
 
 def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
@@ -74,6 +71,25 @@ def _plan_stack(spec, stack, lookups, capacity):
     return Plan(unique, inverse, count, np.int32(invalid))
 
 
+def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
+    """Whether a plan leads every id to its own row: false for the plan of another batch.
+
+    Args:
+      spec: the tables and lookups.
+      stack: its name.
+      plan: of numpy arrays, of the shapes of the ids.
+      ids: {lookup: integers [B, ...]}.
+    """
+    unique = plan.unique.reshape(-1)
+    return not any(
+        kernels.misplaced(
+            _as_int32(ids[key]).reshape(-1), spec.lookups[key].hots, *spec.columns_of(key), unique,
+            np.ascontiguousarray(plan.inverse[key]).reshape(-1),
+        )
+        for key in plan.inverse
+    )  # fmt: skip
+
+
 def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
     """A plan of some of a plan's rows alone.
 
@@ -103,17 +119,28 @@ class HostTables:
     Reads and writes release the GIL and take no lock. `put` is for one writer in batch order; writers that do not
     take turns use `add`.
 
+    Mapped files know where they stand: each `put` counts itself in them as begun and as done, so that after a kill -9
+    `attach` finds torn tables and refuses them. `add` does not count: its writers come from several processes without
+    a lock, no row of theirs belongs to a step, and each sum is whole by itself. A power cut is another matter, as pages
+    reach the disk in any order: after one, only tables that nobody has changed since `flush` are what they say.
+
     Attributes:
       spec: the tables.
       layout: {stack: {slot: Slot}}.
       shards: {stack: one dict {'value': f32[V / S, E], slot: f32[V / S, K]} a shard}.
       directory: where the files are, or None.
+      steps: i64[S, 2], for each shard the puts begun and the puts done.
     """
 
     spec: EmbeddingSpec
     layout: dict[str, dict[str, Slot]]
     shards: dict[str, list[dict[str, np.ndarray]]]
     directory: Path | None = None
+    steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
+
+    def __post_init__(self):
+        if not len(self.steps):  # made from arrays
+            object.__setattr__(self, "steps", np.zeros((self.spec.shards, 2), np.int64))
 
     @classmethod
     def create(
@@ -126,80 +153,114 @@ class HostTables:
           row_optimizer: decides the slots.
           directory: where to put one file a (stack, shard); must not hold tables yet.
 
-        Errors:
-          ValueError: the directory holds tables already.
+        Raises:
+          ValueError: the directory holds tables already, or another process is making some there; a URL; not a row
+            optimizer.
           OSError: there is no room, or no right to write; what was begun is removed.
         """
-        layout = {name: row_optimizer.init(stack.width) for name, stack in spec.stacks.items()}
-        directory = None if directory is None else Path(directory)
-        if directory is not None:
-            if (directory / _MANIFEST).exists():
-                raise ValueError(f"{directory} holds tables already: attach them, or give another directory.")
-            directory.mkdir(parents=True, exist_ok=True)
-        try:
-            tables = cls(spec, layout, _map_all(spec, layout, directory, create=True), directory)
-        except OSError as error:
-            for name, stack in spec.stacks.items():
-                for shard in range(stack.shards):
-                    _path(directory, name, shard).unlink(missing_ok=True)
-            rows = sum(stack.rows for stack in spec.stacks.values())
-            error.add_note(
-                f"while making tables of {rows} rows in {directory}: free space there, or use another directory"
-            )
-            raise
-        for name, stack in spec.stacks.items():
-            for shard in range(stack.shards):
-                tables.reset_shard(name, shard)
-        if directory is not None:
+        layout = spec.slot_layout(row_optimizer)
+        if directory is None:
+            shards, steps = mapped.in_memory(spec, layout)
+            return cls(spec, layout, shards, None, steps)._filled()
+        directory = local_path(directory)
+        with mapped.making(directory, spec, layout) as (shards, steps):
+            tables = cls(spec, layout, shards, directory, steps)._filled()
             tables.flush()
-            _commit_manifest(directory, spec, layout)
         return tables
 
+    def _filled(self):
+        for name, stack in self.spec.stacks.items():
+            for shard in range(stack.shards):
+                self.reset_shard(name, shard)
+        return self
+
     @classmethod
-    def attach(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: str | Path) -> "HostTables":
+    def attach(
+        cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: str | Path, torn: str = "refuse"
+    ) -> "HostTables":
         """Maps the files of tables that this or another process has created.
 
-        Errors:
-          ValueError: no complete tables are there, or they were made for another spec or row optimizer.
+        Args:
+          spec: the tables.
+          row_optimizer: that created them.
+          directory: where the files are.
+          torn: 'refuse' tables that a process was killed in the middle of writing; 'accept' them if all rows will be
+            overwritten, within `overwriting`.
+
+        Raises:
+          ValueError: no complete tables are there; a file is missing, damaged, cut short or too long; they were made
+            for another spec or row optimizer; they are torn.
         """
-        directory = Path(directory)
-        layout = {name: row_optimizer.init(stack.width) for name, stack in spec.stacks.items()}
-        try:
-            found = json.loads((directory / _MANIFEST).read_text())
-        except FileNotFoundError:
-            raise ValueError(f"{directory} holds no complete tables: create them first.") from None
-        wanted = _manifest(spec, layout)
-        differ = [key for key in wanted if wanted[key] != found.get(key)]
-        if differ:
-            raise ValueError(
-                f"the tables in {directory} differ in {differ}: found {[found.get(k) for k in differ]}, wanted "
-                f"{[wanted[k] for k in differ]}. Use the spec and row optimizer that created them."
-            )
-        return cls(spec, layout, _map_all(spec, layout, directory, create=False), directory)
+        if torn not in ("refuse", "accept"):
+            raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
+        directory, layout = local_path(directory), spec.slot_layout(row_optimizer)
+        shards, steps = mapped.attach(directory, spec, layout, torn)
+        return cls(spec, layout, shards, directory, steps)
+
+    @property
+    def step(self) -> int | None:
+        """How many puts all shards have seen, which is the step of training where each step is one put; None if torn.
+
+        >>> from jaxrec.embedding import Lookup, Table, sgd
+        >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
+        >>> HostTables.create(spec, sgd(0.1)).step
+        0
+        """
+        return int(self.steps[0, 0]) if mapped.is_whole(self.steps) else None
+
+    @contextlib.contextmanager
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["HostTables"]:
+        """Within it the caller fills whole shards through `shards`; until it is left without an error they are torn.
+
+            with tables.overwriting(step=image.step):
+                ...  # all rows and slots
+
+        Args:
+          shards: which ones will be filled; all if None.
+          step: where they will stand; if None, where the furthest of all shards stands, so that one lost shard comes
+            back beside the others.
+
+        Raises:
+          ValueError: there is no such shard, or a negative step; nothing was marked.
+        """
+        chosen = self._chosen(shards)
+        if step is not None and step < 0:
+            raise ValueError(f"step={step} must be 0 or more.")
+        self.steps[chosen, 0] = self.steps[chosen, 1] + 1
+        yield self
+        self.steps[chosen] = self.steps[:, 1].max() if step is None else step
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots into fresh arrays; padding reads zero."""
-        return {name: self._read_stack(name, plan) for name, plan in plans.items()}
+        """Gathers the planned rows and slots into fresh arrays; padding reads zero.
 
-    def _read_stack(self, name, plan):
-        shape, count, unique = _used(plan)
+        Raises:
+          ValueError: the plans were made with another spec.
+        """
+        return {name: self._read_stack(name, *self._used(name, plan)) for name, plan in plans.items()}
+
+    def _read_stack(self, name, unique, count):
         out = {}
         for part, table in self.shards[name][0].items():
             # Never reuse these buffers: jax may alias them (jax#37830).
-            out[part] = np.empty((*shape, table.shape[1]), np.float32)
+            out[part] = np.empty((*unique.shape, table.shape[1]), np.float32)
         for shard, tables in enumerate(self.shards[name]):
             for part, table in tables.items():
                 kernels.gather(table, unique[shard], self.spec.shards, count[shard], out[part][shard])
         return Rows(out.pop("value"), out)
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
-        """Stores final rows, in place, of all shards or of some; returns the same tables."""
-        for name, plan in plans.items():
-            _, count, unique = _used(plan)
-            values = _parts(rows[name])
-            for shard in range(self.spec.shards) if shards is None else shards:
+        """Stores final rows, in place, of all shards or of some; returns the same tables.
+
+        Raises:
+          ValueError: plans or rows do not fit these tables; nothing was written.
+        """
+        work = [(name, *self._used(name, plan), self._parts(name, plan, rows)) for name, plan in plans.items()]
+        for shard in self._chosen(shards):
+            self.steps[shard, 0] += 1
+            for name, unique, count, values in work:
                 for part, table in self.shards[name][shard].items():
                     kernels.scatter(table, unique[shard], self.spec.shards, count[shard], values[part][shard])
+            self.steps[shard, 1] += 1
         return self
 
     def add(
@@ -209,11 +270,17 @@ class HostTables:
         old: dict[str, Rows],
         shards: Sequence[int] | None = None,
     ) -> "HostTables":
-        """Adds rows - old to what the tables hold now, in place and without a lock; returns the same tables."""
-        for name, plan in plans.items():
-            _, count, unique = _used(plan)
-            values, before = _parts(rows[name]), _parts(old[name])
-            for shard in range(self.spec.shards) if shards is None else shards:
+        """Adds rows - old to what the tables hold now, in place and without a lock; returns the same tables.
+
+        Raises:
+          ValueError: plans or rows do not fit these tables; nothing was written.
+        """
+        work = [
+            (name, *self._used(name, plan), self._parts(name, plan, rows), self._parts(name, plan, old))
+            for name, plan in plans.items()
+        ]
+        for name, unique, count, values, before in work:
+            for shard in self._chosen(shards):
                 for part, table in self.shards[name][shard].items():
                     kernels.scatter_add(
                         table, unique[shard], self.spec.shards, count[shard],
@@ -234,68 +301,40 @@ class HostTables:
 
     def flush(self) -> None:
         """Writes mapped files through to their disk; a no-op for tables in RAM."""
-        for shards in self.shards.values():
-            for tables in shards:
-                for array in tables.values():
-                    if isinstance(array.base, mmap.mmap):
-                        array.base.flush()
+        if self.directory is not None:
+            mapped.flush(self.directory, self.spec, self.layout)
 
+    def _used(self, name, plan):
+        """Row numbers i32[S, U] and rows in use i32[S] of a plan, on the host; kernels follow them unchecked."""
+        if name not in self.shards:
+            raise ValueError(f"a plan for {name!r}, but the tables have {list(self.shards)}: plan with their own spec.")
+        unique, rows = np.asarray(plan.unique), self.spec.stacks[name].rows
+        count = np.minimum(np.asarray(plan.count), unique.shape[1])
+        if len(unique) != self.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
+            raise ValueError(
+                f"a plan of {len(unique)} shards for {name!r}, of which these tables have {rows} rows in "
+                f"{self.spec.shards} shards: it leads to rows that they lack. Plan with their own spec."
+            )
+        return unique, count
 
-def _parts(rows: Rows) -> dict[str, np.ndarray]:
-    return {"value": np.asarray(rows.value), **{k: np.asarray(v) for k, v in rows.slots.items()}}
+    def _parts(self, name, plan, rows):
+        """{'value' or slot: f32[S, U, width]} on the host, of the shapes that the tables take."""
+        if name not in rows or not isinstance(rows[name], Rows):
+            raise ValueError(f"rows for {list(rows)} as Rows(value, slots) are wanted, {name!r} among them.")
+        parts = {"value": np.asarray(rows[name].value), **{k: np.asarray(v) for k, v in rows[name].slots.items()}}
+        found = {part: array.shape for part, array in parts.items()}
+        wanted = {part: (*plan.unique.shape, a.shape[1]) for part, a in self.shards[name][0].items()}
+        if found != wanted:
+            raise ValueError(
+                f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
+                "with one plan and one row optimizer."
+            )
+        return parts
 
-
-def _used(plan: Plan):
-    """Shape [S, U], rows in use a shard and row numbers of a plan, on the host."""
-    unique = np.asarray(plan.unique)
-    return unique.shape, np.minimum(np.asarray(plan.count), unique.shape[1]), unique
-
-
-def _map_all(spec, layout, directory, create):
-    return {
-        name: [
-            _map_shard(directory and _path(directory, name, shard), stack, layout[name], create)
-            for shard in range(stack.shards)
-        ]
-        for name, stack in spec.stacks.items()
-    }
-
-
-def _path(directory, stack, shard):
-    return directory / f"{stack}.{shard:03d}"
-
-
-def _map_shard(path, stack, slots, create):
-    """One shard's arrays, one behind the other in a file, or in RAM if the path is None."""
-    rows = stack.rows_per_shard
-    widths = {"value": stack.width, **{slot: layout.width for slot, layout in slots.items()}}
-    if path is None:
-        return {part: np.empty((rows, width), np.float32) for part, width in widths.items()}
-    size = 4 * rows * sum(widths.values())
-    with open(path, "w+b" if create else "r+b") as file:
-        if create:
-            # A sparse map on a full tmpfs dies with SIGBUS; this raises OSError instead.
-            os.posix_fallocate(file.fileno(), 0, size)
-        mapped = mmap.mmap(file.fileno(), size)
-    arrays, start = {}, 0
-    for part, width in widths.items():
-        arrays[part] = np.frombuffer(mapped, np.float32, rows * width, start).reshape(rows, width)
-        start += 4 * rows * width
-    return arrays
-
-
-def _manifest(spec, layout):
-    return {
-        "tables": spec.digest,
-        "slots": {name: {s: list(slot) for s, slot in slots.items()} for name, slots in layout.items()},
-    }
-
-
-def _commit_manifest(directory, spec, layout):
-    """Names the tables complete, by one rename."""
-    partial = directory / (_MANIFEST + ".partial")
-    with open(partial, "w") as file:
-        json.dump(_manifest(spec, layout), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(partial, directory / _MANIFEST)
+    def _chosen(self, shards):
+        if shards is None:
+            return range(self.spec.shards)
+        wrong = [shard for shard in shards if not 0 <= shard < self.spec.shards]
+        if wrong:
+            raise ValueError(f"shards {wrong} must lie between 0 and {self.spec.shards - 1}.")
+        return shards

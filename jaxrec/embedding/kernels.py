@@ -69,6 +69,40 @@ def flatten_positions(position, capacity, missing, inverse):
 
 
 @_compiled
+def misplaced(ids, hots, offset, limit, unique, inverse):
+    """Counts the ids of one lookup that do not find their own row in a plan.
+
+    Args:
+      ids: i32[N], row-major over columns and hots.
+      hots, offset, limit: as for `number_rows`.
+      unique: i32[S * U], the rows of the plan.
+      inverse: i32[N], the place of each id among them; S * U where there is no row.
+    """
+    size, wrong, i = np.uint32(unique.shape[0]), 0, 0
+    while i < ids.shape[0]:
+        for column in range(offset.shape[0]):
+            for _ in range(hots):
+                given, place = ids[i], np.uint32(inverse[i])  # a negative one is large
+                if 0 <= given < limit[column]:
+                    if place >= size or unique[place] != given + offset[column]:
+                        wrong += 1
+                elif place < size:
+                    wrong += 1
+                i += 1
+    return wrong
+
+
+@_compiled
+def outside(unique, count, rows):
+    """How many of the rows in use, i32[S, U] up to count i32[S], are none of a stack's V: no kernel may follow them."""
+    wrong = 0
+    for shard in range(unique.shape[0]):
+        for u in range(count[shard]):
+            wrong += unique[shard, u] < 0 or unique[shard, u] >= rows
+    return wrong
+
+
+@_compiled
 def gather(table, rows, shards, count, out):
     """out[u] = table[rows[u] // S] for u < count, 0 behind; table f32[V / S, C], rows i32[U], out f32[U, C]."""
     width = table.shape[1]

@@ -60,21 +60,6 @@ def rowwise_adagrad(learning_rate, initial_accumulator=0.0, eps=1e-8) -> RowOpti
     return RowOptimizer(lambda width: {"accumulator": Slot(1, initial_accumulator)}, update)
 
 
-def check_row_optimizer(optimizer) -> RowOptimizer:
-    """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
-
-    Errors:
-      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
-        need a gradient of the size of the table; only optimizers that leave untouched rows alone can be exact here.
-    """
-    if not isinstance(optimizer, RowOptimizer):
-        raise ValueError(
-            f"row optimizer {optimizer!r} is not a RowOptimizer: a dense optimizer would move rows that the batch did "
-            "not touch. Use sgd, adagrad or rowwise_adagrad, or write a RowOptimizer(init, update)."
-        )
-    return optimizer
-
-
 def _adagrad_step(learning_rate, gradient, accumulator, eps, step):
     # Guard: with accumulator 0 and eps 0 an untouched row would turn into NaN.
     root = jnp.sqrt(accumulator) + eps

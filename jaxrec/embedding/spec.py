@@ -8,9 +8,16 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import operator
 from collections.abc import Mapping
 
+import jax
 import numpy as np
+
+from jaxrec.types import RowOptimizer, Slot
+
+ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +28,9 @@ class Table:
       rows: number of rows; ids run from 0 to rows - 1.
       width: embedding width E.
       scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv 1906.00091).
+
+    Raises:
+      ValueError: rows or width are no whole numbers of at least 1; a scale that is negative or not finite.
     """
 
     rows: int
@@ -28,8 +38,12 @@ class Table:
     scale: float | None = None
 
     def __post_init__(self):
+        for name in ("rows", "width"):
+            object.__setattr__(self, name, _whole(getattr(self, name), f"{self}: {name}"))
         if self.rows < 1 or self.width < 1:
             raise ValueError(f"{self}: rows and width must be at least 1.")
+        if self.scale is not None and not 0 <= self.scale < math.inf:
+            raise ValueError(f"{self}: scale must be 0 or more and finite, or None for 1 / sqrt(rows).")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +62,11 @@ class Lookup:
     pooling: str = "sum"
 
     def __post_init__(self):
+        if not isinstance(self.tables, str | list | tuple) or not all(isinstance(name, str) for name in self.tables):
+            raise ValueError(f"{self}: tables must be the name of one table, or a tuple of names.")
         if not isinstance(self.tables, str):
             object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "hots", _whole(self.hots, f"{self}: hots"))
         if self.hots < 1 or self.pooling not in ("sum", "mean"):
             raise ValueError(f"{self}: hots must be at least 1 and pooling 'sum' or 'mean'.")
         if not self.tables:
@@ -108,9 +125,9 @@ class EmbeddingSpec:
       shards: S, a multiple of the number of devices.
       seed: of the initial rows.
 
-    Errors:
-      ValueError: a lookup names an unknown table or tables of several widths; a table without a lookup; a stack of
-        2**31 rows or more.
+    Raises:
+      ValueError: no table; a lookup names an unknown table or tables of several widths; a table without a lookup; a
+        stack of 2**31 rows or more.
 
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
@@ -123,8 +140,17 @@ class EmbeddingSpec:
     seed: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "tables", dict(self.tables))
-        object.__setattr__(self, "lookups", dict(self.lookups))
+        for field, kind in (("tables", Table), ("lookups", Lookup)):
+            given = getattr(self, field)
+            if not isinstance(given, Mapping) or not all(
+                isinstance(name, str) and isinstance(value, kind) for name, value in given.items()
+            ):
+                raise ValueError(f"{field}={given!r:.200} must be a dict of names to {kind.__name__}.")
+            object.__setattr__(self, field, dict(given))
+        if not self.tables:
+            raise ValueError("a spec without tables: give at least one, tables={'item': Table(rows, width)}.")
+        for field in ("shards", "seed"):
+            object.__setattr__(self, field, _whole(getattr(self, field), field))
         if self.shards < 1 or not 0 <= self.seed < 2**32:
             raise ValueError(f"shards={self.shards}, seed={self.seed}: need shards >= 1 and 0 <= seed < 2**32.")
         for name, lookup in self.lookups.items():
@@ -162,10 +188,28 @@ class EmbeddingSpec:
 
     def columns_of(self, lookup: str) -> tuple[np.ndarray, np.ndarray]:
         """First row in the stack and number of rows, i32[F] each, of the table of each column."""
-        columns = self.lookups[lookup].columns
+        return self._columns[lookup]
+
+    @functools.cached_property
+    def _columns(self):
+        return {name: self._columns_of(lookup) for name, lookup in self.lookups.items()}
+
+    def _columns_of(self, lookup):
+        columns = lookup.columns
         stack = self.stacks[f"width_{self.tables[columns[0]].width}"]
         offset = np.array([stack.offsets[stack.tables.index(t)] for t in columns], np.int32)
         return offset, np.array([self.tables[t].rows for t in columns], np.int32)
+
+    def slot_layout(self, row_optimizer: RowOptimizer) -> dict[str, dict[str, Slot]]:
+        """{stack: {slot: Slot}} that a row optimizer wants; raises as `check_row_optimizer`."""
+        check_row_optimizer(row_optimizer)
+        layout = {name: row_optimizer.init(stack.width) for name, stack in self.stacks.items()}
+        for name, slot in ((name, slot) for slots in layout.values() for name, slot in slots.items()):
+            if name == "value" or not isinstance(slot, Slot):
+                raise ValueError(
+                    f"slot {name!r} is {slot!r:.100}: give Slot(width, fill), under another name than 'value'."
+                )
+        return layout
 
     def row_scale(self, stack: str, row, xp=np):
         """Half width of the initial distribution, f32[n], of rows i32[n] of a stack."""
@@ -176,13 +220,22 @@ class EmbeddingSpec:
         return xp.asarray(scales, dtype=np.float32)[table]
 
     def check_ids(self, ids: Mapping) -> None:
-        """Refuses a dict of ids that does not fit the lookups."""
-        if set(ids) != set(self.lookups):
+        """Refuses ids that do not fit the lookups."""
+        if not isinstance(ids, Mapping):
+            raise ValueError(f"ids are a {type(ids).__name__}, but {{lookup: array}} is wanted: give `batch.ids`.")
+        if ids.keys() != self.lookups.keys():
             raise ValueError(f"ids for {sorted(ids)}, but the spec has lookups {sorted(self.lookups)}.")
         for name, lookup in self.lookups.items():
-            lookup.check(name, np.shape(ids[name]))
-            if not np.issubdtype(ids[name].dtype, np.integer):
-                raise ValueError(f"ids[{name!r}] are {ids[name].dtype}, but ids are integers: cast them.")
+            array = ids[name]
+            if not isinstance(array, ARRAYS) or array.dtype.kind == "O":
+                objects = " of objects" if isinstance(array, ARRAYS) else ""
+                raise ValueError(
+                    f"ids[{name!r}] are a {type(array).__name__}{objects}, but an array is wanted: "
+                    "np.asarray(ids, np.int32), bags of several lengths padded with -1."
+                )
+            lookup.check(name, array.shape)
+            if not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"ids[{name!r}] are {array.dtype}, but ids are integers: cast them.")
 
     @functools.cached_property
     def digest(self) -> str:
@@ -190,3 +243,26 @@ class EmbeddingSpec:
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
         text = json.dumps([tables, self.shards, self.seed])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_row_optimizer(optimizer) -> RowOptimizer:
+    """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
+
+    Raises:
+      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
+        need a gradient of the size of the table; only optimizers that leave untouched rows alone can be exact here.
+    """
+    if not isinstance(optimizer, RowOptimizer):
+        raise ValueError(
+            f"row optimizer {optimizer!r:.200} is not a RowOptimizer: a dense optimizer would move rows that the batch "
+            "did not touch. Use sgd, adagrad or rowwise_adagrad, or write a RowOptimizer(init, update)."
+        )
+    return optimizer
+
+
+def _whole(value, what: str) -> int:
+    """A whole number as int, also from numpy; refuses floats, which would end up in file sizes and hashes."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}={value!r} must be a whole number, such as 1_000_000 instead of 1e6.") from None

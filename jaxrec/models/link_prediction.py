@@ -52,7 +52,7 @@ def distmult(head, relation, tail):
     Returns:
       f32[B, K].
 
-    Errors:
+    Raises:
       ValueError: shapes that do not fit.
     """
     return score(DISTMULT, head, relation, tail)
@@ -68,7 +68,7 @@ def complex_(head, relation, tail):
     Returns:
       f32[B, K].
 
-    Errors:
+    Raises:
       ValueError: shapes that do not fit, or an odd width.
     """
     return score(COMPLEX, head, relation, tail)
@@ -118,7 +118,7 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
       A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
       'negative': f32[G, K, E]}, Batch) -> f32[B].
 
-    Errors:
+    Raises:
       ValueError: a negative weight; when called, groups that do not divide the batch.
     """
     if n3 < 0:
@@ -173,7 +173,7 @@ def filtered_ranks(model: Model, entities, relations, queries, known: Callable, 
     Returns:
       f64[Q], from 1 to N.
 
-    Errors:
+    Raises:
       ValueError: queries of another shape, or a chunk below 1.
     """
     queries = np.asarray(queries, np.int32)
@@ -218,7 +218,7 @@ def summarize(ranks: np.ndarray) -> dict[str, float]:
     Returns:
       mrr, hits_at_1, hits_at_3, hits_at_10.
 
-    Errors:
+    Raises:
       ValueError: no ranks.
 
     >>> summarize(np.array([1.0, 2.0, 4.0, 20.0]))

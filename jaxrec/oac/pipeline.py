@@ -28,7 +28,7 @@ from jaxrec.embedding.host import without_gaps
 from jaxrec.oac import ring as rings
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, written_since
-from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, make_mesh, plan_specs, shardings
+from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
 from jaxrec.step import run_hooks
 from jaxrec.types import Plan, TrainState
 
@@ -156,7 +156,7 @@ class Pipeline:
         self._depth = max(1, self.window)
         planned = self._repairs and validation == "planned"
         self._last = LastWriters(self.tables.spec, self.window, self._depth) if planned else None
-        mesh = mesh or make_mesh()
+        mesh = as_mesh(mesh)
         self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
         self._replay, self._append, self._validate, self._take = _programs(mesh, tuple(self.tables.spec.stacks))

@@ -1,0 +1,291 @@
+"""What a step refuses: objects that do not fit each other, each with one sentence and its remedy.
+
+A batch and its plan are looked at in every call, shapes always and values where they lie on the host, so that no device
+is waited for; it costs some microseconds and one pass over the ids. What depends on shapes alone is looked at where a
+step is traced, once for each compiled shape. Where a state lies is looked at only after JAX has refused it.
+
+Legend: B batch, S shards, U padded unique rows a shard, V rows of a stack, E embedding width, R replicas.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from jaxrec.embedding.device import DeviceTables
+from jaxrec.embedding.host import HostTables, is_plan_of
+from jaxrec.embedding.spec import ARRAYS, EmbeddingSpec
+from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
+from jaxrec.types import Batch, Plan, RowOptimizer, TrainState
+
+
+def check_arguments(spec, function) -> None:
+    """Refuses what is no spec or no function where a step is made."""
+    if not isinstance(spec, EmbeddingSpec):
+        raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec(tables, lookups) is wanted.")
+    if not callable(function):
+        raise ValueError(
+            f"a {type(function).__name__} was given where a function (params, activations, batch) -> f32[B] is wanted: "
+            "of a Flax model, write one that calls model.apply(params, batch.dense, activations['...'])."
+        )
+
+
+def check_optimizer(optimizer) -> None:
+    """Refuses what cannot step the dense parameters."""
+    if isinstance(optimizer, RowOptimizer):
+        raise ValueError(
+            "the dense optimizer is a RowOptimizer: give an optax transformation; that of the rows comes last."
+        )
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise ValueError(f"the dense optimizer {optimizer!r:.200} is no optax transformation: give optax.adam(1e-3).")
+
+
+def check_tables(tables) -> None:
+    """Refuses what is neither home of the rows."""
+    if not isinstance(tables, DeviceTables | HostTables):
+        raise ValueError(
+            f"tables are a {type(tables).__name__}: make them with DeviceTables.create(spec, row_optimizer, mesh) or "
+            "HostTables.create(spec, row_optimizer)."
+        )
+
+
+def check_state(spec: EmbeddingSpec, state) -> None:
+    """Refuses a state that is none, that an earlier step has used up, or whose host tables are of another spec."""
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a step takes "
+            "(state, plan, batch)."
+        )
+    check_tables(state.tables)
+    check_not_donated(state)
+    if isinstance(state.tables, HostTables) and state.tables.spec.digest != spec.digest:
+        raise ValueError("the tables were made with another spec than the step: make both with the same tables.")
+
+
+def check_not_donated(state) -> None:
+    """Refuses a state that was donated to an earlier step."""
+    step = state.dense.step
+    if isinstance(step, jax.Array) and step.is_deleted():
+        raise ValueError(
+            "this state was donated to an earlier step and is gone: go on with the state that the step returned "
+            "(`state, metrics = step(state, plan, batch)`), and copy what you need to keep."
+        )
+
+
+def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
+    """Refuses a batch that is none, that devices cannot share, with weights that are none, or with another plan.
+
+    Args:
+      spec: the tables and lookups.
+      plan: {stack: Plan} of the batch.
+      batch: Batch; of numpy arrays the values are looked at, too.
+      devices: how many share the batch.
+
+    Raises:
+      ValueError: says what does not fit, and the remedy.
+    """
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"batch is a {type(batch).__name__}, but a jaxrec.Batch(ids, dense, label, weight) is wanted: a step takes "
+            "(state, plan, batch)."
+        )
+    size = _check_weight(batch.weight)
+    for name in ("dense", "label"):
+        for leaf in jax.tree.leaves(getattr(batch, name)):
+            _check_leaf(name, leaf, size)
+    spec.check_ids(batch.ids)
+    _check_plan(spec, plan, batch.ids)
+    sizes = {"weight": size, **{f"ids[{name!r}]": array.shape[0] for name, array in batch.ids.items()}}
+    for name, length in sizes.items():
+        if length % devices:
+            raise ValueError(
+                f"{name} has {length} rows, which {devices} devices cannot share equally: choose a batch size that "
+                "they divide, or pad with examples of weight 0 and ids -1."
+            )
+
+
+def _check_weight(weight) -> int:
+    """B, after looking at the weights; host arrays only, as a device would have to be waited for."""
+    if not isinstance(weight, ARRAYS) or weight.ndim != 1:
+        found = f"array of shape {tuple(weight.shape)}" if isinstance(weight, ARRAYS) else type(weight).__name__
+        raise ValueError(f"weight is a {found}, but f32[B] is wanted: np.ones(B, np.float32) if all examples count.")
+    if not len(weight):
+        raise ValueError("a batch without examples: leave it out, or pad it with examples of weight 0.")
+    _check_leaf("weight", weight, len(weight))
+    # A NaN makes the minimum NaN, which is not >= 0.
+    if isinstance(weight, np.ndarray) and not (weight.min() >= 0 and weight.max() < np.inf):
+        bad = int(np.argmin((weight >= 0) & (weight < np.inf)))
+        raise ValueError(
+            f"weight[{bad}] is {weight[bad]}: weights are finite and 0 or more, as they divide the loss. Give examples "
+            "that shall not count weight 0."
+        )
+    return len(weight)
+
+
+def _check_leaf(name, leaf, size):
+    if not isinstance(leaf, ARRAYS) or leaf.dtype.kind in "OUSMm":
+        found = f"array of {leaf.dtype}" if isinstance(leaf, ARRAYS) else f"list or a {type(leaf).__name__}"
+        raise ValueError(f"{name} is a {found}, but an array of numbers is wanted: np.asarray({name}, np.float32).")
+    if leaf.shape[:1] != (size,):
+        raise ValueError(
+            f"{name} has shape {tuple(leaf.shape)}, but the weights are of {size} examples: give one row each."
+        )
+
+
+def _check_plan(spec, plan, ids):
+    if not isinstance(plan, Mapping) or plan.keys() != spec.stacks.keys():
+        found = list(plan) if isinstance(plan, Mapping) else type(plan).__name__
+        raise ValueError(
+            f"plan is {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it with jaxrec.plan(spec, "
+            "batch.ids), or iterate over planned(spec, batches)."
+        )
+    for name, stack_plan in plan.items():
+        wanted = {key: ids[key].shape for key in spec.lookups_of(name)}
+        if not isinstance(stack_plan, Plan) or len(stack_plan.unique) != spec.shards:
+            raise ValueError(f"the plan of {name!r} is not of this spec: make it with jaxrec.plan(spec, batch.ids).")
+        shapes = {key: array.shape for key, array in stack_plan.inverse.items()}
+        if shapes != wanted:
+            raise ValueError(
+                f"the plan of {name!r} is of ids {shapes}, but the batch has {wanted}: plan this very batch, "
+                "jaxrec.plan(spec, batch.ids)."
+            )
+        if all(isinstance(array, np.ndarray) for array in (*stack_plan[:3:2], *map(ids.get, wanted))):
+            _check_host_plan(spec, name, stack_plan, ids)
+
+
+def _check_host_plan(spec, name, plan, ids):
+    if plan.count.max() > plan.unique.shape[1]:
+        raise ValueError(
+            f"the plan of {name!r} has dropped rows: {plan.count.max()} in a shard of capacity {plan.unique.shape[1]}. "
+            "Use jaxrec.plan, which plans again with more."
+        )
+    if not is_plan_of(spec, name, plan, ids):
+        raise ValueError(
+            f"the plan of {name!r} is that of other ids: plan this very batch, jaxrec.plan(spec, batch.ids), and do "
+            "not write into its arrays afterwards."
+        )
+
+
+def check_dense(dense, optimizer, replicas: int) -> None:
+    """Refuses a dense state of another number of replicas or of another optimizer, by shapes alone.
+
+    Args:
+      dense: DenseState with a leading axis of R replicas; of tracers, too.
+      optimizer: optax.GradientTransformation of the step.
+      replicas: R of the step's mesh.
+    """
+    found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves((dense.params, dense.opt_state))} - {(replicas,)}
+    if found:
+        raise ValueError(
+            f"leaves of the dense state have a first axis of {sorted(found)}, but the step's mesh has {replicas} "
+            "replicas: give the same mesh to `init_state` and to the step."
+        )
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dense.params)
+    wanted = jax.eval_shape(optimizer.init, one)
+    if _described(wanted, 0) != _described(dense.opt_state, 1):
+        raise ValueError(
+            f"the optimizer state is {_kinds(dense.opt_state)}, but the step's optimizer wants {_kinds(wanted)}: give "
+            "the same optax transformation to `init_state` and to the step."
+        )
+
+
+def _described(tree, first_axis):
+    # By structure, as named tuples of several kinds are equal to each other.
+    return jax.tree.structure(tree), [np.shape(leaf)[first_axis:] for leaf in jax.tree.leaves(tree)]
+
+
+def _kinds(opt_state):
+    """The names of the parts of an optax state, without its arrays."""
+    if type(opt_state) is tuple:
+        return ", ".join(map(_kinds, opt_state))[:200]
+    return type(opt_state).__name__
+
+
+def check_rows(spec: EmbeddingSpec, rows, row_optimizer: RowOptimizer | None = None) -> None:
+    """Refuses rows or device tables of another spec or row optimizer, by shapes alone.
+
+    Args:
+      spec: the tables.
+      rows: {stack: Rows} f32[S, U, E], or DeviceTables.
+      row_optimizer: of the step; slots are not looked at if None.
+    """
+    if isinstance(rows, DeviceTables):
+        slots, found = rows.slots, {name: list(table.shape) for name, table in rows.value.items()}
+        wanted = {name: [s.shards, s.rows_per_shard, s.width] for name, s in spec.stacks.items()}
+    else:
+        slots = {name: stack_rows.slots for name, stack_rows in rows.items()}
+        found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
+        wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
+    if found != wanted:
+        raise ValueError(
+            f"the tables have stacks {found}, but the step's spec wants {wanted}: make tables and step with one spec."
+        )
+    if row_optimizer is None:
+        return
+    for name, layout in spec.slot_layout(row_optimizer).items():
+        widths = {slot: array.shape[-1] for slot, array in slots[name].items()}
+        if widths != {slot: s.width for slot, s in layout.items()}:
+            raise ValueError(
+                f"the tables have slots {widths} in {name!r}, but the step's row optimizer wants "
+                f"{ ({slot: s.width for slot, s in layout.items()}) }: give tables and step the same row optimizer."
+            )
+
+
+def check_placement(state, mesh) -> None:
+    """Refuses a state that lies on other devices than a mesh's, or lies there in another way."""
+    check_context(mesh)
+    device_tables = isinstance(state.tables, DeviceTables)
+    for tree, place in (((state.dense.params, state.dense.opt_state), PER_REPLICA), (state.tables, SPLIT)):
+        for leaf in jax.tree.leaves(tree) if place is PER_REPLICA or device_tables else ():
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            if not leaf.sharding.is_equivalent_to(shardings(place, mesh), leaf.ndim):
+                what = "dense state" if place is PER_REPLICA else "tables"
+                raise ValueError(
+                    f"the {what} lies on {leaf.sharding.num_devices} devices, {leaf.sharding.device_set!s:.200}, not "
+                    f"as the mesh of {mesh.size} devices in {mesh.shape[REPLICA]} replicas wants it: give one mesh to "
+                    "`init_state`, `DeviceTables.create`, `make_train_step` and `make_eval_step`."
+                )
+
+
+def check_context(mesh) -> None:
+    """Refuses a mesh set by `jax.set_mesh` that is not this one, which JAX does not run a program of this one under."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh {dict(context.shape)} of axis types {context.axis_types}, but the step is of "
+            f"{dict(mesh.shape)} of type Auto: leave its block, or set the mesh of jaxrec.make_mesh."
+        )
+
+
+def check_per_example(what: str, found, batch, only_first_axis: bool = False) -> None:
+    """Refuses the result of a loss or a prediction that is not one number for each example.
+
+    Args:
+      what: 'loss' or 'predict'.
+      found: what it returned.
+      batch: Batch, a device's own part.
+      only_first_axis: whether an example may have more than one number.
+    """
+    size, shape = len(batch.weight), getattr(found, "shape", None)
+    if shape is None:
+        raise ValueError(f"{what} returned a {type(found).__name__}, but one array f32[{size}] is wanted, no more.")
+    if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
+        raise ValueError(
+            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one device), but one number for "
+            f"each is wanted, f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the "
+            "mean to the step, which weights the examples."
+        )
+
+
+def explained(run: Callable, check: Callable):
+    """Runs a program; where it fails and a check knows why, the check's words are the error."""
+    try:
+        return run()
+    except Exception as error:
+        failure = error
+    check()
+    try:
+        raise failure
+    finally:
+        del failure  # else its traceback keeps this frame, and the state, alive

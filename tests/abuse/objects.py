@@ -1,0 +1,835 @@
+"""Objects that do not fit each other, and table files after accidents: what a newcomer does in the first week."""
+
+import contextlib
+import functools
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxrec
+from abuse import situation
+from jaxrec import boundary, loop, metrics
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
+from jaxrec.types import Batch, RowOptimizer, Rows, Slot
+
+SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
+ROWS, DENSE = rowwise_adagrad(0.1), optax.adam(0.01)
+PARAMS = {"bias": np.zeros((), np.float32)}
+
+
+def predict(params, activations, batch):
+    return jnp.sum(activations["pair"].prod(axis=1), axis=-1) + params["bias"]
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
+
+
+def batch_of(size=8, seed=0, **changes):
+    rng = np.random.default_rng(seed)
+    ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
+    label = (rng.random(size) < 0.5).astype(np.float32)
+    return Batch(ids, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))._replace(**changes)
+
+
+def state_of(home="host", rows=ROWS, dense=DENSE, spec=SPEC, mesh=None):
+    tables = HostTables.create(spec, rows) if home == "host" else DeviceTables.create(spec, rows, mesh)
+    return jaxrec.init_state(PARAMS, dense, tables, mesh)
+
+
+@functools.cache  # one compiled program for all situations that none is needed for
+def train_step(replicas=1, devices=1, rows=ROWS, dense=DENSE):
+    return jaxrec.make_train_step(SPEC, loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
+
+
+@functools.cache
+def eval_step():
+    return jaxrec.make_eval_step(SPEC, predict)
+
+
+def copy_of(state):
+    tables = state.tables.shards if isinstance(state.tables, HostTables) else state.tables
+    return jax.tree.map(np.array, (state.dense, tables))
+
+
+@contextlib.contextmanager
+def unchanged(state):
+    """Whatever happens, the state is as it was and still of use."""
+    before = copy_of(state)
+    try:
+        yield state
+    finally:
+        jax.tree.map(np.testing.assert_array_equal, before, copy_of(state))
+
+
+def train(batch=None, plan=None, state=None, step=None):
+    """One step that must leave the state alone where it fails."""
+    batch = batch_of() if batch is None else batch
+    with unchanged(state_of() if state is None else state) as state:
+        (step or train_step())(state, jaxrec.plan(SPEC, batch.ids) if plan is None else plan, batch)
+
+
+# ---- a batch that is none
+
+
+@situation("weight None", ValueError, "weight is a NoneType.*np.ones")
+def _(directory):
+    train(batch_of(weight=None))
+
+
+@situation("weight as a list", ValueError, "weight is a list.*np.ones")
+def _(directory):
+    train(batch_of(weight=[1.0] * 8))
+
+
+@situation("weight with an axis more", ValueError, r"weight is a array of shape \(8, 1\)")
+def _(directory):
+    train(batch_of(weight=np.ones((8, 1), np.float32)))
+
+
+@situation("a negative weight", ValueError, r"weight\[3\] is -1.0: weights are finite and 0 or more")
+def _(directory):
+    train(batch_of(weight=np.array([1, 1, 1, -1, 1, 1, 1, 1], np.float32)))
+
+
+@situation("a NaN weight", ValueError, r"weight\[2\] is nan")
+def _(directory):
+    train(batch_of(weight=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)))
+
+
+@situation("an infinite weight", ValueError, r"weight\[0\] is inf")
+def _(directory):
+    train(batch_of(weight=np.array([np.inf] + [1.0] * 7, np.float32)))
+
+
+@situation("a negative weight in an evaluation", ValueError, r"weight\[0\] is -1.0")
+def _(directory):
+    batch = batch_of(weight=-np.ones(8, np.float32))
+    eval_step()(state_of(), jaxrec.plan(SPEC, batch.ids), batch)
+
+
+@situation("an empty batch", ValueError, "a batch without examples")
+def _(directory):
+    train(batch_of(0))
+
+
+@situation("labels of another length", ValueError, r"label has shape \(7,\), but the weights are of 8 examples")
+def _(directory):
+    train(batch_of(label=np.ones(7, np.float32)))
+
+
+@situation("labels as a list", ValueError, "label is a list or a float.*np.asarray")
+def _(directory):
+    train(batch_of(label=[0.0, 1.0] * 4))
+
+
+@situation("labels as text", ValueError, "label is a array of <U1, but an array of numbers")
+def _(directory):
+    train(batch_of(label=np.array(list("01010101"))))
+
+
+@situation("dense features of another length", ValueError, r"dense has shape \(3, 2\)")
+def _(directory):
+    train(batch_of(dense=np.ones((3, 2), np.float32)))
+
+
+@situation("ids as a list", ValueError, r"ids\['pair'\] are a list, but an array.*np.asarray")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": [[1, 2], [3, 4]]})
+
+
+@situation("ragged ids", ValueError, "are a ndarray of objects.*padded with -1")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": np.array([[1, 2], [3]], dtype=object)})
+
+
+@situation("float ids, as a CSV reader gives them", ValueError, "are float64, but ids are integers")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": np.array([[1.0, 2.0]])})
+
+
+@situation("int64 ids, numpy's default")
+def _(directory):
+    batch = batch_of()
+    wide = batch._replace(ids={"pair": batch.ids["pair"].astype(np.int64)})
+    states = [train_step()(state_of(), jaxrec.plan(SPEC, b.ids), b)[0] for b in (batch, wide)]
+    jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
+
+
+class Series:
+    """What pandas and torch give: it has a shape and a dtype, and is no array."""
+
+    dtype, shape = np.dtype(np.int64), (8, 2)
+
+
+@situation("ids of a data frame", ValueError, r"ids\['pair'\] are a Series, but an array is wanted: np.asarray")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": Series()})
+
+
+@situation("labels of a data frame", ValueError, "label is a list or a Series, but an array")
+def _(directory):
+    train(batch_of(label=Series()))
+
+
+@situation("ids in another lookup", ValueError, r"ids for \['pairs'\], but the spec has lookups \['pair'\]")
+def _(directory):
+    jaxrec.plan(SPEC, {"pairs": batch_of().ids["pair"]})
+
+
+@situation("columns in the wrong order", ValueError, "ids of lookups .* are outside their tables")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": np.array([[8, 39]])})
+
+
+@situation("plan of a batch instead of its ids", ValueError, "ids are a Batch.*give `batch.ids`")
+def _(directory):
+    jaxrec.plan(SPEC, batch_of())
+
+
+@situation("plan with spec and ids swapped", ValueError, "spec is a dict, but an EmbeddingSpec")
+def _(directory):
+    jaxrec.plan(batch_of().ids, SPEC)
+
+
+@situation("a capacity of another stack", ValueError, "capacity=.* must be one positive number for each of")
+def _(directory):
+    jaxrec.plan(SPEC, batch_of().ids, {"width_8": 4})
+
+
+# ---- a step and what it is given
+
+
+@situation("a batch that was not planned", ValueError, r"plan is NoneType, but \{stack: Plan\}.*jaxrec.plan")
+def _(directory):
+    train_step()(state_of(), None, batch_of())
+
+
+@situation("a plan of another batch of the same size", ValueError, "is that of other ids: plan this very batch")
+def _(directory):
+    train(plan=jaxrec.plan(SPEC, batch_of(seed=1).ids))
+
+
+@situation("a plan of another batch, on the device", ValueError, "is that of other ids")
+def _(directory):
+    train(plan=jaxrec.plan(SPEC, batch_of(seed=1).ids), state=state_of("device"))
+
+
+@situation("ids overwritten after they were planned", ValueError, "is that of other ids.*do not write")
+def _(directory):
+    batch = batch_of()
+    plan = jaxrec.plan(SPEC, batch.ids)
+    batch.ids["pair"][5, 0] += 1 if batch.ids["pair"][5, 0] < 39 else -1
+    train(batch, plan)
+
+
+@situation("a plan of a batch of another size", ValueError, r"plan of 'width_4' is of ids .*\(4, 2\).*has .*\(8, 2\)")
+def _(directory):
+    train(plan=jaxrec.plan(SPEC, batch_of(4).ids))
+
+
+@situation("a plan of another spec", ValueError, r"plan is \['width_8'\], but \{stack: Plan\} of \['width_4'\]")
+def _(directory):
+    other = EmbeddingSpec({"user": Table(40, 8), "item": Table(9, 8)}, {"pair": Lookup(("user", "item"))}, shards=4)
+    train(plan=jaxrec.plan(other, batch_of().ids))
+
+
+@situation("a plan of another number of shards", ValueError, "is not of this spec")
+def _(directory):
+    other = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
+    train(plan=jaxrec.plan(other, batch_of().ids))
+
+
+@situation("a plan that has dropped rows", ValueError, "has dropped rows: .* in a shard of capacity 1")
+def _(directory):
+    train(plan=jaxrec.embedding.host_plan(SPEC, batch_of().ids, {"width_4": 1}))
+
+
+@situation("state and plan swapped", ValueError, "state is a dict, but a TrainState")
+def _(directory):
+    batch = batch_of()
+    train_step()(jaxrec.plan(SPEC, batch.ids), state_of(), batch)
+
+
+@situation("plan and batch swapped", ValueError, "batch is a dict, but a jaxrec.Batch")
+def _(directory):
+    batch = batch_of()
+    train_step()(state_of(), batch, jaxrec.plan(SPEC, batch.ids))
+
+
+def _used_twice(home):
+    state, batch = state_of(home), batch_of()
+    plan = jaxrec.plan(SPEC, batch.ids)
+    train_step()(state, plan, batch)
+    train_step()(state, plan, batch)
+
+
+@situation("the old state used again", ValueError, "donated to an earlier step and is gone: go on with the state that")
+def _(directory):
+    _used_twice("host")
+
+
+@situation("the old state used again, on the device", ValueError, "donated to an earlier step and is gone")
+def _(directory):
+    _used_twice("device")
+
+
+@situation("the old state given to fit", ValueError, "donated to an earlier step and is gone")
+def _(directory):
+    state, batch = state_of(), batch_of()
+    train_step()(state, jaxrec.plan(SPEC, batch.ids), batch)
+    loop.fit(state, [], train_step())
+
+
+# ---- a state of other parts than the step
+
+
+@situation("tables of another row optimizer", ValueError, "the tables have slots .*'accumulator': 4.*wants .*1")
+def _(directory):
+    train(state=state_of(rows=adagrad(0.1)))
+
+
+@situation(
+    "tables of another row optimizer, on the device", ValueError, "have slots {'accumulator': 4} .*'accumulator': 1"
+)
+def _(directory):
+    train(state=state_of("device", rows=adagrad(0.1)))
+
+
+@situation("tables with slots for a step without", ValueError, "have slots {'accumulator': 1} .*wants {}")
+def _(directory):
+    train(step=train_step(rows=sgd(0.1)))
+
+
+@situation("another optax chain", ValueError, "optimizer state is .*ScaleByRssState.*wants ScaleByAdamState")
+def _(directory):
+    train(state=state_of(dense=optax.adagrad(0.1)))
+
+
+@situation("another optax chain of equal tuples", ValueError, "optimizer state is .*TraceState.*wants ScaleByRssState")
+def _(directory):
+    dense = optax.sgd(0.1, momentum=0.9), optax.adagrad(0.1)
+    train(state=state_of(dense=dense[0]), step=train_step(dense=dense[1]))
+
+
+@situation("parameters of another model than the optimizer's state", ValueError, "the optimizer state is")
+def _(directory):
+    state = state_of()
+    params = {**state.dense.params, "kernel": np.zeros((1, 2, 2), np.float32)}
+    train(state=state._replace(dense=state.dense._replace(params=params)))
+
+
+@situation("host tables of another spec", ValueError, "made with another spec than the step")
+def _(directory):
+    other = EmbeddingSpec({"user": Table(30, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
+    train(state=state_of(spec=other))
+
+
+@situation("device tables of another spec", ValueError, "the tables have stacks .* wants .*4, 13, 4")
+def _(directory):
+    other = EmbeddingSpec({"user": Table(10, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
+    train(state=state_of("device", spec=other))
+
+
+@situation(
+    "a spec in place of the tables", ValueError, "tables are a EmbeddingSpec: make them with DeviceTables.create"
+)
+def _(directory):
+    jaxrec.init_state(PARAMS, DENSE, SPEC)
+
+
+@situation("the row optimizer in place of the dense one", ValueError, "dense optimizer is a RowOptimizer")
+def _(directory):
+    jaxrec.make_train_step(SPEC, loss, ROWS, ROWS)
+
+
+@situation("no dense optimizer", ValueError, "the dense optimizer None is no optax transformation")
+def _(directory):
+    jaxrec.make_train_step(SPEC, loss, None, ROWS)
+
+
+@situation("an optimizer that was not called", ValueError, "is no optax transformation: give optax.adam")
+def _(directory):
+    jaxrec.init_state(PARAMS, optax.adam, HostTables.create(SPEC, ROWS))
+
+
+@situation("tables with an optax transformation", ValueError, "is not a RowOptimizer")
+def _(directory):
+    HostTables.create(SPEC, DENSE, directory / "tables")
+
+
+@situation("tables on devices with an optax transformation", ValueError, "is not a RowOptimizer")
+def _(directory):
+    DeviceTables.create(SPEC, DENSE)
+
+
+@situation("parameters in place of a prediction", ValueError, "a dict was given where a function.*model.apply")
+def _(directory):
+    jaxrec.make_eval_step(SPEC, PARAMS)
+
+
+@situation("tables in place of a spec", ValueError, "spec is a HostTables, but an EmbeddingSpec")
+def _(directory):
+    jaxrec.make_train_step(HostTables.create(SPEC, ROWS), loss, DENSE, ROWS)
+
+
+# ---- meshes
+
+
+@situation("130 examples on 4 devices", ValueError, "weight has 130 rows, which 4 devices cannot share.*pad with")
+def _(directory):
+    step, mesh = train_step(devices=4), jaxrec.make_mesh(devices=jax.devices()[:4])
+    train(batch_of(130), state=state_of("device", mesh=mesh), step=step)
+
+
+@situation("the mesh forgotten in init_state, device tables", ValueError, "tables lies on 4 devices.*give one mesh to")
+def _(directory):
+    jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS, jaxrec.make_mesh(devices=jax.devices()[:4])))
+
+
+@situation(
+    "the mesh forgotten in init_state and the tables", ValueError, "dense state lies on 1 devices.*give one mesh to"
+)
+def _(directory):
+    train(state=state_of("device"), step=train_step(devices=4))
+
+
+@situation("the mesh forgotten in init_state, host tables")
+def _(directory):
+    four, batch = jaxrec.make_mesh(devices=jax.devices()[:4]), batch_of()
+    states = [
+        train_step(devices=4)(s, jaxrec.plan(SPEC, batch.ids), batch)[0] for s in (state_of(), state_of(mesh=four))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
+
+
+@situation("a mesh set by jax.set_mesh", ValueError, r"jax.set_mesh has set a mesh {'x': 2}.*leave its block")
+def _(directory):
+    batch = batch_of()
+    step = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)  # not compiled yet
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
+        train(batch, step=step)
+
+
+@situation("the mesh forgotten in the step", ValueError, "lies on 4 devices.*mesh of 1 devices")
+def _(directory):
+    train(state=state_of("device", mesh=jaxrec.make_mesh(devices=jax.devices()[:4])))
+
+
+@situation("the mesh forgotten in DeviceTables.create", ValueError, "the tables lies on 1 devices")
+def _(directory):
+    jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS), jaxrec.make_mesh(devices=jax.devices()[:4]))
+
+
+@situation("the mesh forgotten in an evaluation", ValueError, "lies on 4 devices.*mesh of 1 devices")
+def _(directory):
+    batch, mesh = batch_of(), jaxrec.make_mesh(devices=jax.devices()[:4])
+    eval_step()(state_of("device", mesh=mesh), jaxrec.plan(SPEC, batch.ids), batch)
+
+
+@situation("one replica in the state, two in the step", ValueError, r"first axis of \[\(1,\)\], but .* 2 replicas")
+def _(directory):
+    state = state_of(mesh=jaxrec.make_mesh(1, jax.devices()[:2]))
+    train(state=state, step=train_step(replicas=2, devices=2))
+
+
+@situation("two replicas in the state, one in the step", ValueError, r"first axis of \[\(2,\)\], but .* 1 replicas")
+def _(directory):
+    state = state_of(mesh=jaxrec.make_mesh(2, jax.devices()[:2]))
+    train(state=state, step=train_step(devices=2))
+
+
+@situation("the prediction of a replica that is none", ValueError, "replica=1 must lie between 0 and 0")
+def _(directory):
+    jaxrec.make_eval_step(SPEC, predict, replica=1)
+
+
+@situation("no mesh at all", ValueError, "the mesh is 4, but one over")
+def _(directory):
+    jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, mesh=4)
+
+
+@situation("a mesh with axes of other names", ValueError, r"the mesh has the axes \('batch',\), but one over")
+def _(directory):
+    jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS), jax.make_mesh((2,), ("batch",)))
+
+
+@situation("a number of devices for a list of them", ValueError, r"devices=4 must be a list.*jax.devices\(\)\[:4\]")
+def _(directory):
+    jaxrec.make_mesh(devices=4)
+
+
+@situation("more devices than shards", ValueError, "4 shards cannot be split over 8 devices")
+def _(directory):
+    jaxrec.make_eval_step(SPEC, predict, jaxrec.make_mesh(devices=jax.devices()))
+
+
+# ---- results of losses and predictions
+
+
+def _lost(change):
+    def wrong(params, activations, batch):
+        return change(predict(params, activations, batch), batch)
+
+    train(step=jaxrec.make_train_step(SPEC, wrong, DENSE, ROWS))
+
+
+@situation("the mean as loss", ValueError, r"loss returned an array of shape \(\) for 8 examples.*leave the mean")
+def _(directory):
+    _lost(lambda logit, batch: jnp.mean(logit))
+
+
+@situation("a loss of nn.Dense(1)", ValueError, r"shape \(8, 1\) for 8 examples.*take `\[..., 0\]`")
+def _(directory):
+    _lost(lambda logit, batch: logit[:, None])
+
+
+@situation("logits [B, 1] against labels [B]", ValueError, r"shape \(8, 8\) for 8 examples.*take `\[..., 0\]`")
+def _(directory):
+    with jax.numpy_rank_promotion("allow"):  # strict in these tests, not at a user's
+        _lost(lambda logit, batch: optax.sigmoid_binary_cross_entropy(logit[:, None], batch.label))
+
+
+@situation("a loss beside other results", ValueError, "loss returned a tuple, but one array")
+def _(directory):
+    _lost(lambda logit, batch: (logit, {"logit": logit}))
+
+
+@situation("a prediction of nn.Dense(1)", ValueError, r"predict returned an array of shape \(8, 1\)")
+def _(directory):
+    batch = batch_of()
+    step = jaxrec.make_eval_step(SPEC, lambda *a: predict(*a)[:, None])
+    step(state_of(), jaxrec.plan(SPEC, batch.ids), batch)
+
+
+# ---- loops and metrics
+
+
+@situation("fit on batches without plans", ValueError, r"pair is wanted, got a Batch: iterate over planned\(spec")
+def _(directory):
+    loop.fit(state_of(), [batch_of()], train_step())
+
+
+@situation("evaluate on batches without plans", ValueError, "pair is wanted, got a Batch")
+def _(directory):
+    loop.evaluate(state_of(), [batch_of()], eval_step())
+
+
+@situation("batches planned twice", ValueError, "makes the plans itself from Batch after Batch, but got a tuple")
+def _(directory):
+    list(loop.planned(SPEC, loop.planned(SPEC, [batch_of()])))
+
+
+@situation("an iterator that was used up before", ValueError, "no example .* used up before")
+def _(directory):
+    pairs = loop.planned(SPEC, [batch_of()])
+    loop.evaluate(state_of(), pairs, eval_step())
+    loop.evaluate(state_of(), pairs, eval_step())
+
+
+@situation("a hook that returns nothing", ValueError, "the hook .* returned None: a hook returns the state")
+def _(directory):
+    loop.fit(state_of(), loop.planned(SPEC, [batch_of()]), train_step(), [lambda *a: print(end="")])
+
+
+@situation("losses never looked at", ValueError, "check_every_steps=0 must be at least 1")
+def _(directory):
+    loop.fit(state_of(), [], train_step(), check_every_steps=0)
+
+
+@situation("labels -1 and 1", ValueError, "3 of 8 labels are wrong, the first is -1.0: labels of clicks are 0 or 1")
+def _(directory):
+    batch = batch_of(label=np.array([-1, -1, -1, 1, 1, 1, 1, 1], np.float32))
+    loop.evaluate(state_of(), loop.planned(SPEC, [batch]), eval_step())
+
+
+@situation("stars for labels", ValueError, "labels are wrong, the first is 5.0")
+def _(directory):
+    metrics.exact_auc(np.zeros(2), np.array([5.0, 1.0]))
+
+
+@situation("a negative weight for a metric", ValueError, "1 of 2 weights are wrong, the first is -1.0")
+def _(directory):
+    metrics.log_loss(np.zeros(2), np.ones(2), np.array([1.0, -1.0]))
+
+
+@situation("metrics of logits [B, 1]", ValueError, r"logits of shape \(2, 1\), labels \(2,\)")
+def _(directory):
+    metrics.evaluate_batch(np.zeros((2, 1)), np.ones(2), np.ones(2))
+
+
+@situation("a metric of no examples", ValueError, "no example of weight above 0")
+def _(directory):
+    metrics.log_loss(np.zeros(2), np.ones(2), np.zeros(2))
+
+
+@situation(
+    "a model that has diverged", FloatingPointError, "after step 0, in its batch 0: 8 of 8 logits are wrong.*nan"
+)
+def _(directory):
+    state = state_of()
+    params = jax.tree.map(lambda leaf: leaf * np.nan, state.dense.params)
+    state = state._replace(dense=state.dense._replace(params=params))
+    loop.evaluate(state, loop.planned(SPEC, [batch_of()]), eval_step())
+
+
+@situation("padding that holds anything")
+def _(directory):
+    weight, nan = np.array([1.0, 1.0, 0.0]), np.nan
+    found = metrics.evaluate_batch(np.array([1.0, -1.0, nan]), np.array([1.0, 0.0, 7.0]), weight)
+    wanted = metrics.evaluate_batch(np.array([1.0, -1.0]), np.array([1.0, 0.0]), np.ones(2))
+    assert metrics.summarize(found) == metrics.summarize(wanted)
+
+
+# ---- specs
+
+
+@situation("a spec without tables", ValueError, "a spec without tables")
+def _(directory):
+    EmbeddingSpec({}, {})
+
+
+@situation("a table of 1e6 rows", ValueError, "rows=1000000.0 must be a whole number, such as 1_000_000")
+def _(directory):
+    Table(1e6, 16)
+
+
+@situation("a table of numpy's numbers")
+def _(directory):
+    spec = EmbeddingSpec({"a": Table(np.int64(9), np.int32(4))}, {"a": Lookup("a")}, shards=np.int64(4))
+    assert spec.digest == EmbeddingSpec({"a": Table(9, 4)}, {"a": Lookup("a")}, shards=4).digest
+
+
+@situation("a tuple in place of a Table", ValueError, "tables=.* must be a dict of names to Table")
+def _(directory):
+    EmbeddingSpec({"a": (9, 4)}, {"a": Lookup("a")})
+
+
+@situation("a list of lookups", ValueError, "lookups=.* must be a dict of names to Lookup")
+def _(directory):
+    EmbeddingSpec({"a": Table(9, 4)}, [Lookup("a")])
+
+
+@situation("a Table in a Lookup", ValueError, "tables must be the name of one table")
+def _(directory):
+    Lookup(Table(9, 4))
+
+
+@situation("a negative scale", ValueError, "scale must be 0 or more and finite")
+def _(directory):
+    Table(9, 4, scale=-1.0)
+
+
+# ---- host tables and their files
+
+
+@situation("host tables read with a plan of larger ones", ValueError, "leads to rows that they lack")
+def _(directory):
+    large = EmbeddingSpec({"user": Table(4000, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
+    HostTables.create(SPEC, ROWS).read(jaxrec.plan(large, {"pair": np.array([[3999, 8]])}))
+
+
+@situation("host tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4'.* in 4 shards")
+def _(directory):
+    two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
+    HostTables.create(SPEC, ROWS).read(jaxrec.plan(two, batch_of().ids))
+
+
+def _put_changed(change):
+    tables = HostTables.create(SPEC, ROWS)
+    plans = jaxrec.plan(SPEC, batch_of().ids)
+    rows = tables.read(plans)
+    before = jax.tree.map(np.array, tables.shards)
+    try:
+        tables.put(plans, {name: change(r) for name, r in rows.items()})
+    finally:
+        jax.tree.map(np.testing.assert_array_equal, before, tables.shards)
+        assert tables.step == 0
+
+
+@situation("rows put without their slots", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    _put_changed(lambda rows: Rows(rows.value, {}))
+
+
+@situation("rows put of another batch", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    _put_changed(lambda rows: Rows(rows.value[:, :1], rows.slots))
+
+
+@situation("arrays put in place of Rows", ValueError, "rows for .* as Rows")
+def _(directory):
+    _put_changed(lambda rows: rows.value)
+
+
+@situation("device tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4', but")
+def _(directory):
+    two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
+    DeviceTables.create(SPEC, ROWS).read(jaxrec.plan(two, batch_of().ids))
+
+
+@situation("rows put on a device without their slots", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables.put(plans, {name: Rows(rows.value, {}) for name, rows in tables.read(plans).items()})
+
+
+@situation("rows put on a device that would be broadcast", ValueError, "rows of 'width_4' have the shapes")
+def _(directory):
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables.put(plans, {name: rows._replace(value=rows.value[..., :1]) for name, rows in tables.read(plans).items()})
+
+
+@situation("a shard that there is not", ValueError, r"shards \[4\] must lie between 0 and 3")
+def _(directory):
+    tables = HostTables.create(SPEC, ROWS)
+    plans = jaxrec.plan(SPEC, batch_of().ids)
+    tables.put(plans, tables.read(plans), [4])
+
+
+def files(directory):
+    return HostTables.create(SPEC, ROWS, directory / "tables")
+
+
+def attach(directory, **options):
+    return HostTables.attach(SPEC, ROWS, directory / "tables", **options)
+
+
+@situation("a bucket for a table directory", ValueError, "object stores are not supported")
+def _(directory):
+    HostTables.create(SPEC, ROWS, "s3://bucket/tables")
+
+
+@situation("attaching a bucket", ValueError, "object stores are not supported")
+def _(directory):
+    HostTables.attach(SPEC, ROWS, "gs://bucket/tables")
+
+
+@situation("a table file cut short", ValueError, "width_4.002 is 8 bytes long, but 260 bytes are wanted")
+def _(directory):
+    files(directory)
+    os.truncate(directory / "tables" / "width_4.002", 8)
+    attach(directory)
+
+
+@situation("a table file that grew", ValueError, "width_4.002 is 261 bytes long")
+def _(directory):
+    files(directory)
+    with open(directory / "tables" / "width_4.002", "ab") as file:
+        file.write(b"x")
+    attach(directory)
+
+
+@situation("a table file that is missing", ValueError, "width_4.000 is missing.*restore an image")
+def _(directory):
+    files(directory)
+    (directory / "tables" / "width_4.000").unlink()
+    attach(directory)
+
+
+@situation("the file of the steps is missing", ValueError, "tables/steps is missing")
+def _(directory):
+    files(directory)
+    (directory / "tables" / "steps").unlink()
+    attach(directory)
+
+
+@situation("a cut manifest of tables", ValueError, "tables.json is damaged")
+def _(directory):
+    files(directory)
+    os.truncate(directory / "tables" / "tables.json", 20)
+    attach(directory)
+
+
+@situation("a manifest of tables that is no dict", ValueError, "tables.json is damaged")
+def _(directory):
+    files(directory)
+    (directory / "tables" / "tables.json").write_text(json.dumps([1]))
+    attach(directory)
+
+
+@situation("a file where the table directory should be", ValueError, "holds no complete tables")
+def _(directory):
+    (directory / "tables").touch()
+    attach(directory)
+
+
+@situation("tables created below a file", OSError, "Not a directory|File exists")
+def _(directory):
+    (directory / "tables").touch()
+    files(directory)
+
+
+@situation("tables created twice in one directory", ValueError, "holds tables already")
+def _(directory):
+    files(directory)
+    files(directory)
+
+
+@situation("two that create tables at once", ValueError, "tables.lock is locked: somebody else is making tables in")
+def _(directory):
+    from jaxrec.embedding import mapped
+
+    with mapped.making(directory / "tables", SPEC, SPEC.slot_layout(ROWS)):
+        files(directory)
+
+
+@situation("a put that began and did not end", ValueError, r"are torn: .*shards \[2\] within a put.*torn='accept'")
+def _(directory):
+    files(directory).steps[2, 0] += 1
+    attach(directory)
+
+
+@situation(
+    "shards after different puts", ValueError, r"are torn: shards \[0, 1\] after put 6, shards \[2, 3\] after put 7"
+)
+def _(directory):
+    files(directory).steps[:] = [[6, 6], [6, 6], [7, 7], [7, 7]]
+    attach(directory)
+
+
+@situation("another word for torn", ValueError, "torn='yes' must be 'refuse' or 'accept'")
+def _(directory):
+    files(directory)
+    attach(directory, torn="yes")
+
+
+@situation("overwriting a shard that there is not", ValueError, r"shards \[9\] must lie")
+def _(directory):
+    tables = files(directory)
+    try:
+        with tables.overwriting([9]):
+            pass
+    finally:
+        assert tables.step == 0
+
+
+@situation("chdir between create and attach by another name")
+def _(directory):
+    here = os.getcwd()
+    try:
+        os.chdir(directory)
+        tables = HostTables.create(SPEC, ROWS, "tables")
+    finally:
+        os.chdir(here)
+    tables.flush()
+    assert tables.directory == directory / "tables" and attach(directory).step == 0
+
+
+@situation("a row optimizer with a slot named value", ValueError, "slot 'value'")
+def _(directory):
+    HostTables.create(SPEC, RowOptimizer(lambda width: {"value": Slot(width, 0.0)}, ROWS.update))
+
+
+@situation("a row optimizer with arrays for slots", ValueError, "slot 'm' .* Slot")
+def _(directory):
+    HostTables.create(SPEC, RowOptimizer(lambda width: {"m": np.zeros(width)}, ROWS.update))
+
+
+@situation("what JAX says of its own is not hidden", ZeroDivisionError, "by zero")
+def _(directory):
+    boundary.explained(lambda: 1 / 0, lambda: None)
