@@ -20,6 +20,7 @@ test-slow: setup
 soak: setup
 	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
 	$(BIN)/python experiments/shadowsync_soak.py --minutes 10 $(ARGS)
+	$(BIN)/python experiments/train_soak.py --minutes 10 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

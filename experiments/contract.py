@@ -1,16 +1,13 @@
-"""The contract of all experiments: one working directory a run, the same files in each, written whole or not at all."""
+"""The contract of all experiments: common flags and their limits, one way to end, paired intervals and plots."""
 
 import dataclasses
-import datetime
-import json
-import os
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from environment import environment
 
 try:
     import scipy.stats
@@ -19,7 +16,19 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
-_MAY_CHANGE = {"workdir", "resume", "seeds"}  # when a run goes on
+from runs import Run
+from stopping import Stopped, leave, say
+
+from jaxrec.files import aside
+
+__all__ = ["Flags", "Run", "command_line", "paired_interval", "plot", "refuse", "refuse_small", "say", "stacked_bars"]
+
+_LEAST = {
+    "seed": 0, "seeds": 1, "steps": 1, "evaluations": 1, "save_every_steps": 0, "batch_size": 1, "examples": 1,
+    "rows": 1, "shards": 1, "embedding_width": 1, "width": 1, "rank": 1, "learning_rate": 0, "row_learning_rate": 0,
+    "trainers": 1, "workers": 1, "window": 1, "epochs": 1, "negatives": 1, "minutes": 0, "soak_minutes": 0,
+    "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,80 +41,44 @@ class Flags:
 
 
 def command_line(main: Callable[[Any], dict], config: type[Flags], description: str | None) -> dict:
-    """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback."""
-    try:
-        return main(tyro.cli(config, description=description))
-    except (ValueError, FloatingPointError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
-
-class Run:
-    """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
-
-    Args:
-      name: of the experiment.
-      config: its frozen dataclass.
-      workdir: where to write; a new directory under `runs/` if None.
-      resume: go on in a directory that holds a run already.
-
-    Errors:
-      ValueError: the directory holds a run that has logged something, and `resume` is off or other flags have changed
-        than `seeds`.
+    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a scheduler knows that it
+    should start the job again, if the experiment has a flag `requeue` and it is given.
     """
+    flags = None
+    try:
+        flags = tyro.cli(config, description=description)
+        refuse_small(flags)
+        return main(flags)
+    except (ValueError, FloatingPointError, NotImplementedError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except Stopped as stopped:
+        leave(stopped, requeue=getattr(flags, "requeue", False))
 
-    def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.directory = Path(workdir) if workdir else Path("runs") / f"{name}-{stamp}-{os.getpid()}"
-        logged = bool(self.metrics())
-        if logged and not resume:
-            raise ValueError(
-                f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
-            )
-        flags, commits = dataclasses.asdict(config), []
-        if logged:
-            self._refuse_other_flags(flags)
-            before = self._read_json("environment.json")
-            commits = [*before.get("earlier_commits", []), before.get("commit")]
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.write_json("config.json", flags)
-        self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
 
-    def _refuse_other_flags(self, flags):
-        before, now = self._read_json("config.json"), json.loads(json.dumps(flags, default=_plain))
-        other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
-        if other:
-            was = ", ".join(f"{key} {before[key]}, not {now[key]}" for key in sorted(other))
-            raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
+def refuse(broken: Mapping[str, object]) -> None:
+    """Raises the first rule of {sentence: whether it is broken}.
 
-    def _read_json(self, name):
-        path = self.directory / name
-        return json.loads(path.read_text()) if path.exists() else {}
+    Raises:
+      ValueError: with that sentence.
+    """
+    for sentence, is_broken in broken.items():
+        if is_broken:
+            raise ValueError(sentence)
 
-    def write_json(self, name: str, content) -> None:
-        """Writes one file of the run, aside first."""
-        write_text(self.directory / name, json.dumps(content, indent=2, default=_plain) + "\n")
 
-    def log(self, row: dict) -> None:
-        """Appends one row to metrics.jsonl."""
-        with open(self.directory / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row, default=_plain) + "\n")
+def refuse_small(config: object) -> None:
+    """Compares every number among the flags with the least that it may be; infinity and NaN are refused too.
 
-    def metrics(self) -> list[dict]:
-        """The rows logged so far."""
-        path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def rewrite_metrics(self, rows: list[dict]) -> None:
-        """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
-        write_text(self.directory / "metrics.jsonl", "".join(json.dumps(row, default=_plain) + "\n" for row in rows))
-
-    def close(self, results: dict) -> None:
-        """Writes results.json, flat, and prints it."""
-        self.write_json("results.json", results)
-        width = max(map(len, results))
-        for key, value in results.items():
-            print(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
-        print(f"run written to {self.directory}")
+    Raises:
+      ValueError: names the flag, its value and the least.
+    """
+    for name, least in _LEAST.items():
+        values = getattr(config, name, None)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be a number of at least {least}.")
 
 
 def paired_interval(differences) -> tuple[float, float | None]:
@@ -116,16 +89,6 @@ def paired_interval(differences) -> tuple[float, float | None]:
         return float(differences.mean()), None
     t = scipy.stats.t.ppf(0.975, n - 1)
     return float(differences.mean()), float(t * differences.std(ddof=1) / n**0.5)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def plot(path: Path, panels: dict[str, dict[str, tuple]], x_label: str) -> bool:
@@ -169,10 +132,12 @@ def _draw(path, panels, width, fill):
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        with aside(path) as partial:
+            figure.savefig(partial, format="png", dpi=120)
+    except OSError as error:
+        say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
+        return False
+    finally:
+        plt.close(figure)
     return True
-
-
-def _plain(value):
-    return value.item() if isinstance(value, np.generic) else str(value)

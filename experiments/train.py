@@ -4,14 +4,14 @@
     python experiments/train.py --data criteo --path train.txt         Criteo Kaggle or 1TB files, prepared on the way
     python experiments/train.py --tables host --preset smoke           tables in host memory, under a minute
     python experiments/train.py --workdir DIR --resume                 goes on with a run that was stopped, bit for bit
+    python experiments/train.py --workdir DIR --resume --requeue       in batch jobs: begins or goes on; 75 = not done
 
 Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it starts; the teacher
 that drew the synthetic labels is evaluated beside the model, as the best that any model can reach.
 """
 
+import contextlib
 import dataclasses
-import itertools
-import signal
 import sys
 import time
 from collections import deque
@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, plot
+from clicks import Data, criteo_data, rules, synthetic_data
+from contract import Flags, Run, command_line, plot, refuse, say
+from saving import Saves
+from stopping import Asked, Stopped, stop_on_signals
 from tqdm import tqdm
 
-from jaxrec import metrics
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import (
     DeviceTables,
     EmbeddingSpec,
@@ -39,11 +40,12 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.loop import evaluate, every, fit, keep_memory, planned
+from jaxrec.files import Lock, local_path, make_directory, write_text
+from jaxrec.loop import evaluate, fit, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
 from jaxrec.sharding import make_mesh
-from jaxrec.step import init_state, make_eval_step, make_train_step
-from jaxrec.types import Batch, TrainState
+from jaxrec.step import init_state, make_eval_step, make_train_step, run_hooks
+from jaxrec.types import TrainState
 
 ROW_OPTIMIZERS = {"rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd}
 DENSE_OPTIMIZERS = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
@@ -72,91 +74,20 @@ class Config(Flags):
     learning_rate: float = 1e-3
     evaluations: int = 8
     """How often the test set is evaluated, evenly over the run."""
-    save_every_steps: int = 0
-    """Also save the state every so many steps; it is saved at the end and on Ctrl-C anyway."""
+    save_every_steps: int | None = None
+    """Save the state every so many steps, 0 for never; by default so often that it costs at most 1 % of the time. It is
+    saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
     resume: bool = False
     """Go on with the run in --workdir, bit for bit."""
+    requeue: bool = False
+    """When stopped by a signal, exit with 75, by which a scheduler knows that it should start this command again."""
 
 
-class Data(NamedTuple):
-    """What a run reads: all its numbers and two ways to iterate."""
+class Past(NamedTuple):
+    """What a run that goes on has behind it."""
 
-    cardinalities: tuple[int, ...]
-    dense_features: int
-    batch_size: int
-    steps: int
-    examples: int
-    train: Callable[[int], Iterator[Batch]]  # from which step on -> batches
-    test: Callable[[], Iterator[Batch]]
-    expectation: str
-    best: dict[str, float]  # metrics of the teacher, if there is one
-
-
-def synthetic_data(config: Config) -> Data:
-    """The synthetic click log, sized by the preset."""
-    rows, steps, test_batches = {
-        "smoke": (20_000, 100, 8),
-        "default": (200_000, 1_000, 50),
-        "paper": (33_762_577, 20_000, 500),
-    }[config.preset]
-    batch_size, steps = config.batch_size or 2048, config.steps or steps
-    clicks = SyntheticClicks(scaled_cardinalities(config.rows or rows), seed=config.seed)
-
-    def test():
-        return clicks.stream(batch_size, batches=test_batches, test=True)
-
-    teacher = metrics.empty_evaluation()
-    for batch in test():
-        logit = clicks.teacher_logit(batch)
-        teacher = metrics.merge(teacher, metrics.evaluate_batch(logit, batch.label, batch.weight))
-    best = metrics.summarize(teacher)
-    return Data(
-        clicks.cardinalities,
-        clicks.dense_features,
-        batch_size,
-        steps,
-        steps * batch_size,
-        lambda start: clicks.stream(batch_size, start, steps),
-        test,
-        f"the teacher that drew the labels reaches {best['auc']:.4f}; the default run reaches about 0.745",
-        {"teacher_auc": best["auc"], "teacher_normalized_entropy": best["normalized_entropy"]},
-    )
-
-
-def criteo_data(config: Config) -> Data:
-    """Criteo rows, prepared in the current directory if they are not yet."""
-    from jaxrec.data.criteo import open_split, prepare
-    from jaxrec.data.loader import Loader
-
-    if not config.path:
-        raise ValueError("--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.")
-    directory = config.path[0]
-    if not directory.is_dir():
-        directory = Path(directory.name.split(".")[0] + ".prepared")  # here: raw data may be read-only
-        print(f"preparing {', '.join(map(str, config.path))} in {directory}")
-        prepare(config.path, directory)
-    train, test = open_split(directory, "train"), open_split(directory, "test")
-    examples = sum(train.rows)
-    # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches 0.756.
-    batch_size = config.batch_size or (128 if examples < 1_000_000 else 2048)
-    steps = min(config.steps or sys.maxsize, -(-examples // batch_size))
-
-    def batches(start):
-        loader = Loader(train, batch_size)
-        loader.seek(start)
-        return itertools.islice(loader, steps - start)
-
-    return Data(
-        tuple(train.metadata["cardinalities"]),
-        13,
-        batch_size,
-        steps,
-        min(examples, steps * batch_size),
-        batches,
-        lambda: iter(Loader(test, 2048)),
-        "about 0.761 on a sample of 110,000 rows of Criteo Kaggle, about 0.80 on the whole set",
-        {},
-    )
+    history: list[dict]  # rows of metrics
+    extra: dict  # saved along with the state
 
 
 class Job(NamedTuple):
@@ -192,7 +123,7 @@ def make_job(config: Config, data: Data) -> Job:
     example = jnp.zeros((1, data.dense_features)), jnp.zeros((1, len(fields), width))
     params = model.init(jax.random.key(config.seed), *example)
     if config.tables == "host":
-        tables: HostTables | DeviceTables = HostTables.create(spec, row_optimizer, config.table_directory)
+        tables: HostTables | DeviceTables = host_tables(config, spec, row_optimizer)
     else:
         tables = DeviceTables.create(spec, row_optimizer, mesh)
     return Job(
@@ -203,19 +134,63 @@ def make_job(config: Config, data: Data) -> Job:
     )
 
 
+def host_tables(config: Config, spec: EmbeddingSpec, row_optimizer) -> HostTables:
+    """Fresh tables in host memory or in mapped files; files of a run that goes on are used again."""
+    directory = config.table_directory
+    if directory is None or not (directory / "tables.json").exists():
+        return HostTables.create(spec, row_optimizer, directory)
+    tables = HostTables.attach(spec, row_optimizer, directory, torn="accept")  # by a kill in the middle of a step
+    with tables.overwriting(step=0):
+        for name, stack in spec.stacks.items():
+            for shard in range(stack.shards):
+                tables.reset_shard(name, shard)
+    return tables
+
+
+@contextlib.contextmanager
+def own(directory: Path | None, run: str) -> Iterator[None]:
+    """Keeps other runs out of a directory of mapped tables, now and later."""
+    if directory is None:
+        yield
+        return
+    directory = local_path(directory)
+    make_directory(directory)
+    with Lock(directory / "run.lock", "training on these tables"):
+        owner = directory / "run"
+        if (directory / "tables.json").exists() and not (owner.exists() and owner.read_text() == run):
+            raise ValueError(f"{directory} holds tables of another run: give another --table-directory, or remove it.")
+        write_text(owner, run)
+        yield
+
+
 class Recorder:
     """The clock, the progress bar and the history of a run, as hooks."""
 
-    def __init__(self, run: Run, data: Data, job: Job, step: int, history: list[dict]):
-        self.run, self.data, self.job, self.history = run, data, job, history
-        self.losses: deque = deque(maxlen=50)
-        self.bar = tqdm(total=data.examples, initial=self.examples(step), unit="ex", unit_scale=True, disable=None)
-        self.first_step, self.seconds = step, history[-1]["train_seconds"] if history else 0.0
-        self.since = time.perf_counter()
+    def __init__(self, run: Run, data: Data, job: Job, past: Past, asked: Asked, evaluations: int):
+        self.run, self.data, self.job, self.asked, self.history = run, data, job, asked, past.history
+        self.every_steps = -(-data.steps // evaluations)
+        self.losses: deque = deque(past.extra.get("train_losses", ()), maxlen=50)
+        done = self.examples(int(job.state.dense.step))
+        self.bar = tqdm(total=data.examples, initial=done, unit="ex", unit_scale=True, disable=None)
+        self.seconds, self.since = past.extra.get("train_seconds", 0.0), time.perf_counter()
 
     def examples(self, step: int) -> int:
         """Examples trained after some steps; the last batch of a pass is padded."""
         return min(step * self.data.batch_size, self.data.examples)
+
+    def latest_losses(self) -> np.ndarray:
+        """The losses of the last 50 steps, f32, across a resume too."""
+        return np.array(jax.device_get(list(self.losses)), np.float32)
+
+    def extra(self) -> dict:
+        """What is saved along with the state, so that a resumed run logs what an undisturbed one does."""
+        losses = self.latest_losses()
+        if not np.isfinite(losses).all():
+            raise FloatingPointError(
+                "the loss is not finite: this state is not saved, the images before it stay. Lower the learning rates, "
+                "or look at the data."
+            )
+        return {"train_losses": losses.tolist(), "train_seconds": self.seconds + time.perf_counter() - self.since}
 
     def show(self, state, step, plan, step_metrics):
         """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
@@ -225,18 +200,25 @@ class Recorder:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.4f}", refresh=False)
         return state
 
+    def due(self, step: int) -> bool:
+        """Whether the test set is to be evaluated after this step, and has not been."""
+        evenly = step > 0 and step % self.every_steps == 0
+        return (evenly or step == self.data.steps) and all(row["step"] != step for row in self.history)
+
     def test(self, state, step, plan, step_metrics):
-        """Hook: evaluates the test set; its time does not count as training."""
-        jax.block_until_ready(step_metrics)
+        """Hook: evaluates the test set if it is due, and leaves off if asked to stop; its time is no training time."""
+        if not self.due(step):
+            return state
+        losses = self.latest_losses()
         self.seconds += time.perf_counter() - self.since
-        pairs = planned(self.job.spec, self.data.test())
         row = {"step": step, "examples": self.examples(step), "train_seconds": self.seconds}
-        row |= {"train_loss": float(np.mean(jax.device_get(list(self.losses))))}
-        row |= {f"test_{key}": value for key, value in evaluate(state, pairs, self.job.eval_step).items()}
-        self.history.append(row)
-        self.run.log(row)
-        tqdm.write(f"step {step}: test AUC {row['test_auc']:.4f}, log loss {row['test_log_loss']:.4f}", file=sys.stdout)
-        sys.stdout.flush()
+        row |= {"train_loss": float(losses.mean())}
+        with contextlib.suppress(Stopped), contextlib.closing(planned(self.job.spec, self.data.test())) as pairs:
+            found = evaluate(state, self.asked.each(pairs), self.job.eval_step)
+            row |= {f"test_{key}": value for key, value in found.items()}
+            self.history.append(row)
+            self.run.log(row)
+            say(f"step {step}: test AUC {row['test_auc']:.4f}, log loss {row['test_log_loss']:.4f}")
         self.since = time.perf_counter()
         return state
 
@@ -250,81 +232,91 @@ class Recorder:
         }
         plot(self.run.directory / "curves.png", panels, "examples")
 
+    def results(self) -> dict:
+        """What results.json says of the training."""
+        last = self.history[-1]
+        results = {key: last[key] for key in last if key.startswith("test_")} | self.data.best
+        results |= {key: last[key] for key in ("examples", "train_seconds")} | {"steps": last["step"]}
+        return results | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}
 
-class Interrupt:
-    """Ctrl-C as a request: the running step ends, its state is saved, then the run stops. A second one kills."""
 
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self._ask)
+def resumed(run: Run, job: Job) -> tuple[Job, Past]:
+    """The job at its newest whole image, and what was logged up to it."""
+    directory, history = run.directory / "checkpoints", run.metrics()
+    if not images(directory):
+        if history:
+            raise ValueError(
+                f"{run.directory} has metrics up to step {history[-1]['step']}, but no image to go on from: bring "
+                "its checkpoints back, or begin anew in another --workdir."
+            )
+        if run.resumed:
+            say(f"{run.directory} has not saved anything yet: this run begins at step 0")
+        return job, Past([], {})
+    state, image = restore(directory, job.state, job.spec)
+    if image.run != run.id:
+        raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
+    kept = [row for row in history if row["step"] <= image.step]
+    again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
+    run.rewrite_metrics(kept)
+    say(f"going on from {image.path}, step {image.step}{again}")
+    return job._replace(state=state), Past(kept, image.extra)
 
-    def _ask(self, number, frame):
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def hook(self, checkpointer: Checkpointer) -> Callable:
-        """Saves and stops, if asked."""
+def train(config: Config, run: Run, asked: Asked) -> dict:
+    """Trains to the end, or until asked to stop; returns what results.json holds."""
+    data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
+    say(f"test AUC to expect: {data.expectation}")
+    job, past = resumed(run, make_job(config, data))
+    recorder, first = Recorder(run, data, job, past, asked, config.evaluations), int(job.state.dense.step)
+    with Checkpointer(run.directory / "checkpoints", job.spec, run=run.id) as checkpointer, asked.held():
+        saves = Saves(checkpointer, config.save_every_steps, recorder.extra, past.extra.get("saving"))
 
-        def run(state, step, plan, step_metrics):
-            if self.asked:
-                checkpointer.save(state)
-                raise KeyboardInterrupt
+        def test(state, step, plan, step_metrics):
+            if recorder.due(step) and not asked:
+                saves.ensure_image(state)
+            return recorder.test(state, step, plan, step_metrics)
+
+        def stop(state, step, plan, step_metrics):
+            if asked:
+                raise stopped(asked, step, saves.last(state), run)
             return state
 
-        return run
+        state = run_hooks([test, stop], job.state, first, None, None)  # what a stop or a kill has left undone
+        batches = planned(job.spec, data.train(first))
+        with contextlib.closing(batches):
+            state = fit(state, batches, job.train_step, [recorder.show, test, stop, saves.hook])
+        unsaved = saves.last(state)
+        recorder.bar.close()
+    recorder.plot()
+    results = recorder.results() | saves.results() | {"last_state_saved": unsaved is None}
+    if results["saves_failed"]:
+        say(f"{results['saves_failed']} saves failed; the last state is {'NOT ' if unsaved else ''}saved", sys.stderr)
+    run.close(results)
+    if unsaved:
+        raise OSError(f"the last state could not be saved: {unsaved}")
+    return results
 
 
-def resumed(config: Config, run: Run, job: Job) -> tuple[Job, list[dict]]:
-    """The job at its newest image, and the metrics logged up to it."""
-    found = images(run.directory / "checkpoints")
-    if not config.resume or not found:
-        run.rewrite_metrics([])
-        return job, []
-    state, image = restore(found[0], job.state, job.spec)
-    history = [row for row in run.metrics() if row["step"] <= image.step]
-    run.rewrite_metrics(history)
-    print(f"going on from {found[0]}, step {image.step}")
-    return job._replace(state=state), history
+def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseException:
+    """What ends a run that was asked to stop."""
+    if unsaved:
+        return OSError(f"stopped at step {step}, whose state could not be saved: {unsaved}")
+    go_on = f"go on with the same flags and --workdir {run.directory} --resume"
+    return Stopped(asked.signal or 0, f"stopped and saved at step {step}; {go_on}")
 
 
 def main(config: Config) -> dict:
     """Runs one training job; returns what results.json holds."""
-    if config.resume and config.workdir is None:
-        raise ValueError("--resume needs --workdir: the directory of the run to go on with.")
+    refuse(rules(config))
     keep_memory()
-    run = Run("train", config, config.workdir, config.resume)
-    data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
-    print(f"test AUC to expect: {data.expectation}")
-    job, history = resumed(config, run, make_job(config, data))
-    first = int(job.state.dense.step)
-    recorder, interrupt = Recorder(run, data, job, first, history), Interrupt()
-    test_every_steps = -(-data.steps // max(1, config.evaluations))
-    with Checkpointer(run.directory / "checkpoints", job.spec) as checkpointer:
-
-        def save(state, step, plan, step_metrics):
-            checkpointer.save(state)
-            return state
-
-        hooks = [recorder.show, every(test_every_steps, recorder.test), interrupt.hook(checkpointer)]
-        if config.save_every_steps:
-            hooks.append(every(config.save_every_steps, save))
-        try:
-            state = fit(job.state, planned(job.spec, data.train(first)), job.train_step, hooks)
-        except KeyboardInterrupt:
-            checkpointer.wait()
-            sys.exit(f"stopped and saved; go on with the same flags and --workdir {run.directory} --resume")
-        if not history or history[-1]["step"] != data.steps:
-            recorder.test(state, data.steps, None, state.dense)
-        checkpointer.save(state)
-    recorder.bar.close()
-    recorder.plot()
-    last = history[-1]
-    results = {key: last[key] for key in last if key.startswith("test_")} | data.best
-    results |= {key: last[key] for key in ("examples", "train_seconds")} | {"steps": last["step"]}
-    results["examples_per_s"] = last["examples"] / last["train_seconds"]
-    results["checkpoint_stall_s"] = checkpointer.stall_seconds
-    run.close(results)
-    return results
+    with stop_on_signals() as asked, Run("train", config, config.workdir, config.resume) as run:
+        results = run.read_json("results.json")
+        if not results.get("last_state_saved"):
+            with own(config.table_directory, run.id):
+                return train(config, run, asked)
+        say(f"{run.directory} is complete, nothing is left to do:")
+        run.show(results)
+        return results
 
 
 if __name__ == "__main__":

@@ -1,17 +1,24 @@
 """The experiments run as users run them and keep their contract."""
 
+import fcntl
 import json
+import os
+import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrec.checkpoint import images, read_manifest
-from jaxrec.checkpoint.image import load_arrays
+from jaxrec.checkpoint import images, read_manifest, verify
+from jaxrec.checkpoint.image import leaves_of, load_arrays
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {"test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s", "examples", "steps"}
@@ -47,8 +54,8 @@ def test_train_keeps_the_contract_and_learns(tmp_path, tables):
 
 def test_train_says_what_a_bad_file_has(tmp_path):
     (tmp_path / "train.txt").write_text("1\t2\n")
-    for _ in range(2):
-        done = run("train", "--data", "criteo", "--path", "train.txt", "--workdir", "run", cwd=tmp_path)
+    for flags in ((), ("--resume",)):
+        done = run("train", "--data", "criteo", "--path", "train.txt", "--workdir", "run", *flags, cwd=tmp_path)
         assert done.returncode != 0 and "train.txt, line 1: 2 fields" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -62,35 +69,155 @@ def test_criteo_defaults_reach_their_auc(real_data, tmp_path):
     assert results(tmp_path / "run")["test_auc"] >= 0.755
 
 
-def start_and_interrupt(workdir, *flags):
-    """Runs train.py until it has evaluated once, then sends Ctrl-C; returns what it said."""
-    command = [sys.executable, ROOT / "experiments" / "train.py", "--workdir", workdir, *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in child.stdout:
-        if line.startswith("step "):
-            child.send_signal(signal.SIGINT)
-            break
-    return child.communicate()[1]
+SMALL = ("--preset", "smoke", "--rows", "5000", "--batch-size", "128")
+
+
+def start(workdir, *flags, **how):
+    """Starts train.py."""
+    command = [sys.executable, ROOT / "experiments" / "train.py", "--workdir", workdir, *map(str, flags)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def read_until(stream, words):
+    """Reads what is said up to a line that begins with some words."""
+    for line in stream:
+        if line.startswith(words):
+            return line
+    raise AssertionError(f"no line begins with {words}")
+
+
+def last_arrays(workdir):
+    image = read_manifest(images(workdir / "checkpoints")[0])
+    return image, load_arrays(image, leaves_of(image))
+
+
+def without_clock(rows):
+    return [{key: value for key, value in row.items() if key != "train_seconds"} for row in rows]
+
+
+def assert_equal_runs(a, b):
+    (image_a, arrays_a), (image_b, arrays_b) = last_arrays(a), last_arrays(b)
+    assert image_a.step == image_b.step and arrays_a.keys() == arrays_b.keys()
+    jax.tree.map(np.testing.assert_array_equal, arrays_a, arrays_b)
+    assert without_clock(logged(a)) == without_clock(logged(b))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", ["host", "device"])
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, tables):
-    flags = ["--preset", "smoke", "--tables", tables, "--batch-size", "256", "--steps", "60", "--evaluations", "6"]
+@pytest.mark.parametrize(
+    ("home", "name", "code"),
+    [("host", "SIGTERM", 143), ("device", "SIGHUP", 129), ("mapped", "SIGINT", 130), ("requeued", "SIGTERM", 75)],
+)
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, home, name, code):
+    of_home = {"host": ("--tables", "host"), "mapped": ("--tables", "host", "--table-directory", tmp_path / "tables")}
+    flags = [*SMALL, "--steps", 60, "--evaluations", 6]
     whole = run("train", *flags, "--workdir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    said = start_and_interrupt(tmp_path / "cut", *flags)
-    assert "stopped and saved; go on with" in said and "Traceback" not in said
+    flags += [*of_home.get(home, ()), "--resume", *(["--requeue"] if home == "requeued" else [])]
+    child = start(tmp_path / "cut", *flags)
+    read_until(child.stdout, "step ")
+    child.send_signal(signal.Signals[name])
+    said = child.communicate()[1]
+    assert child.returncode == code and f"{name}: stopped and saved at step" in said and "Traceback" not in said
     assert not (tmp_path / "cut" / "results.json").exists()
-    again = run("train", *flags, "--workdir", tmp_path / "cut", "--resume")
+    again = run("train", *flags, "--workdir", tmp_path / "cut")
     assert again.returncode == 0 and "going on from" in again.stdout, again.stderr
-    a, b = (images(tmp_path / name / "checkpoints")[0] for name in ("whole", "cut"))
-    first, second = read_manifest(a), read_manifest(b)
-    assert first.step == second.step == 60 and {*first.files} == {*second.files}
-    leaves = {name.split("/")[1] for name in first.files if name.count("/") > 1}
-    jax.tree.map(np.testing.assert_array_equal, load_arrays(first, leaves), load_arrays(second, leaves))
-    whole, cut = logged(tmp_path / "whole"), logged(tmp_path / "cut")
-    assert [(row["step"], row["test_auc"]) for row in whole] == [(row["step"], row["test_auc"]) for row in cut]
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+    before = (tmp_path / "cut" / "results.json").read_bytes()
+    once_more = run("train", *flags, "--workdir", tmp_path / "cut")
+    assert once_more.returncode == 0 and "is complete" in once_more.stdout
+    assert (tmp_path / "cut" / "results.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
+    """Ten times, at ten stages of a run; what was said to be saved is there."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    steps = 0
+    for _ in range(10):
+        child = start(tmp_path / "run", *SMALL, "--steps", 4000, "--evaluations", 800, "--resume", env=environment)
+        read_until(child.stdout, "step ")
+        child.send_signal(signal.SIGINT)
+        threading.Event().wait(0.005)
+        child.send_signal(signal.SIGINT)
+        said = child.communicate()[1]
+        assert child.returncode == 130 and "Traceback" not in said, said
+        step = int(re.search(r"stopped and saved at step (\d+)", said)[1])
+        verify(read_manifest(images(tmp_path / "run" / "checkpoints")[0]))
+        assert last_arrays(tmp_path / "run")[0].step == step > steps
+        steps = step
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves(tmp_path):
+    """The terminal is a real one: its other end is closed, and all that is said from then on fails."""
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, ROOT / "experiments" / "train.py", *SMALL, "--steps", "4000", "--evaluations", "800"]
+    child = subprocess.Popen(
+        [*command, "--workdir", tmp_path], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    while b"\nstep " not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    assert child.wait() == 129
+    image, _ = last_arrays(tmp_path)
+    verify(image)
+    assert image.step >= logged(tmp_path)[-1]["step"]
+
+
+IN_A_SMALL_DISK = """
+set -o pipefail
+mount -t tmpfs -o size={size} none "$1" && cd "$1" || exit 99
+shift
+head -c {filler} /dev/zero > filler
+"$@" --workdir run 2>&1 | while read -r line; do
+    echo "$line"
+    case "$line" in *"a save failed"*) rm -f {free};; esac
+done
+code=$?
+cat run/results.json
+exit $code
+"""
+
+
+def train_on_a_small_disk(directory, **disk):
+    """Trains in a file system of a few MB that is made for this."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount: unshare -Urm fails")
+    script = IN_A_SMALL_DISK.format(**disk)
+    command = [sys.executable, ROOT / "experiments" / "train.py", *SMALL, "--steps", "60", "--save-every-steps", "10"]
+    command = ["unshare", "-Urm", "bash", "-c", script, "bash", directory, *command]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_end_training(tmp_path):
+    """Space is made after the first failure: training goes on, and the last state is saved."""
+    done = train_on_a_small_disk(tmp_path, size="30m", filler="29M", free="filler")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("a save failed; the next one tries again") >= 1 and "No space left" in done.stdout
+    assert "step 60: test AUC" in done.stdout and "the last state is saved" in done.stdout
+    assert '"last_state_saved": true' in done.stdout and '"saves_failed": 0' not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path):
+    done = train_on_a_small_disk(tmp_path, size="2m", filler="1000", free="nothing")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "step 60: test AUC" in done.stdout and "the last state is NOT saved" in done.stdout
+    assert "error: the last state could not be saved" in done.stdout
+    assert '"last_state_saved": false' in done.stdout
+
+
+@pytest.mark.slow
+def test_train_stands_kills(tmp_path):
+    done = run("train_soak", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["wrong"] == 0 and found["signals"] >= 1 and found["runs_finished"] >= 1
 
 
 @pytest.mark.slow

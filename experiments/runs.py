@@ -1,0 +1,219 @@
+"""The directory of a run: it belongs to one run, has one writer, and every file in it is whole or not there."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from environment import environment
+from stopping import say
+
+from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
+
+_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # when a run goes on
+
+
+class Run:
+    """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
+
+    The directory belongs to one run from the first second: config.json holds the run's id, and DIR/lock is held while
+    the process lives (or until `close`, or the end of a `with` block).
+
+    Args:
+      name: of the experiment.
+      config: its frozen dataclass.
+      workdir: where to write; a new directory under `runs/` if None.
+      resume: go on in a directory that holds a run already; one that holds none begins there.
+
+    Attributes:
+      id: of the run, for the manifests of its images.
+      resumed: whether the directory held this run before.
+
+    Raises:
+      ValueError: the directory holds a run and `resume` is off; other flags have changed than may change; another
+        process is at work there; it is a file, a URL, full or read-only; its files are damaged.
+    """
+
+    def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
+        if resume and workdir is None:
+            raise ValueError("--resume needs --workdir: the directory of the run to go on with.")
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.directory = local_path(workdir or Path("runs") / f"{name}-{stamp}-{os.getpid()}")
+        self._unwritten: list[str] = []  # rows that a full disk refused
+        with contextlib.ExitStack() as locked:
+            try:
+                make_directory(self.directory)
+                locked.enter_context(Lock(self.directory / "lock", "at work on this run"))
+                self._begin({**dataclasses.asdict(config), "experiment": name}, resume)
+            except OSError as error:
+                raise ValueError(f"{self.directory} cannot hold a run: {error}. Give another --workdir.") from error
+            self._locked = locked.pop_all()
+
+    def _begin(self, flags, resume):
+        """Names the run, in config.json, before anything else is written."""
+        before = self.read_json("config.json")
+        files = [file for file in ("metrics.jsonl", "results.json", "checkpoints") if (self.directory / file).exists()]
+        if before and not resume:
+            raise ValueError(
+                f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
+            )
+        if files and not before:
+            raise ValueError(
+                f"{self.directory} holds {', '.join(files)} of a run whose config.json is gone: give another "
+                "--workdir, or bring config.json back to go on with that run."
+            )
+        self.resumed, self.id = bool(before), before.get("run") or new_run_id()
+        commits = []
+        if self.resumed:
+            self._refuse_other_flags(before, flags)
+            self._cut_torn_line()
+            self.metrics()  # what is damaged is refused now, not after hours
+            past = self.read_json("environment.json")
+            commits = [*past.get("earlier_commits", []), past.get("commit")]
+        elif resume:
+            say(f"{self.directory} holds no run yet: this one begins there")
+        self.write_json("config.json", flags | {"run": self.id})
+        self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
+
+    def _refuse_other_flags(self, before, flags):
+        now = json.loads(to_json(flags))
+        other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
+        if other:
+            was = ", ".join(f"{key} {before[key]}, not {now[key]}" for key in sorted(other))
+            raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
+
+    def read_json(self, name: str) -> dict:
+        """What one file of the run holds; nothing if there is none.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        path = self.directory / name
+        try:
+            return _row(path.read_bytes()) if path.exists() else {}
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): mend it, or give another --workdir.") from None
+
+    def write_json(self, name: str, content) -> None:
+        """Writes one file of the run, aside first."""
+        write_text(self.directory / name, to_json(content, indent=2) + "\n")
+
+    def log(self, row: dict) -> None:
+        """Appends one row to metrics.jsonl; on a full disk it is kept, and written with the next one."""
+        self._unwritten.append(to_json(row))
+        try:
+            self._append()
+        except OSError as error:
+            say(f"{error}: {len(self._unwritten)} rows of metrics are kept in memory until the next one", sys.stderr)
+
+    def _append(self):
+        """Writes the rows that wait, all or none of them."""
+        path = self.directory / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "ab") as file:
+                file.write("".join(row + "\n" for row in self._unwritten).encode())
+            sync(path)
+            if size == 0:
+                sync(self.directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+        self._unwritten.clear()
+
+    def metrics(self) -> list[dict]:
+        """The rows logged so far.
+
+        Raises:
+          ValueError: a line is damaged; names file and line.
+        """
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        rows = []
+        for number, line in enumerate([*lines, *(row.encode() for row in self._unwritten)], 1):
+            try:
+                rows.append(_row(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number} is damaged ({error}): mend it, or take the line out and keep a copy."
+                ) from None
+        return rows
+
+    def _cut_torn_line(self):
+        """A line without its end was being written when the process or the machine died."""
+        path = self.directory / "metrics.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        torn = content.rpartition(b"\n")[2]
+        if torn:
+            say(f"{path}: a torn last line of {len(torn)} bytes is cut off")
+            os.truncate(path, len(content) - len(torn))
+
+    def rewrite_metrics(self, rows: list[dict]) -> None:
+        """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
+        write_text(self.directory / "metrics.jsonl", "".join(to_json(row) + "\n" for row in rows))
+
+    def close(self, results: dict) -> None:
+        """Writes results.json, flat, prints it, and gives the directory back."""
+        self.show(results)  # first: a full disk does not take them away
+        if self._unwritten:
+            self._append()
+        self.write_json("results.json", results)
+        say(f"run written to {self.directory}")
+        self.release()
+
+    def release(self) -> None:
+        """Gives the directory back, for another process or a later run of this one."""
+        self._locked.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.release()
+
+    def show(self, results: dict) -> None:
+        """Prints results, aligned."""
+        width = max(map(len, results))
+        for key, value in results.items():
+            say(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+
+
+def _row(line: bytes) -> dict:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    return row
+
+
+def to_json(content, indent: int | None = None) -> str:
+    """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a warning.
+
+    >>> to_json({"auc": 0.5, "path": Path("a"), "loss": np.float32(2)})
+    '{"auc": 0.5, "path": "a", "loss": 2.0}'
+    """
+    lost: list[str] = []
+    text = json.dumps(_plain(content, "", lost), indent=indent, allow_nan=False)
+    if lost:
+        warnings.warn(f"not a finite number, so null in JSON: {', '.join(lost)}", stacklevel=3)
+    return text
+
+
+def _plain(value, name, lost):
+    """JSON values of any others; adds to `lost` the names of numbers that are not finite."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {key: _plain(one, f"{name}.{key}" if name else str(key), lost) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{name}[{place}]", lost) for place, one in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(name)
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)

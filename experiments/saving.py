@@ -1,0 +1,169 @@
+"""When a run saves: so often that saving costs at most one percent of its time, unless told otherwise."""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from stopping import say
+
+from jaxrec.checkpoint import Checkpointer
+
+PERCENT = 1.0  # of the time, that saving may cost
+FIRST_STEPS = 20  # of this process before its first save: compilation is over, and the cost gets known early
+AT_LEAST_S, AFTER_FAILURE_S = 10.0, 60.0  # between two saves, however cheap they are
+
+
+def seconds_between(cost_s: float, failed: bool = False) -> float:
+    """How long to wait after a save, so that saves cost at most `PERCENT` of the time.
+
+    Args:
+      cost_s: of one save, seconds: training waited, plus CPU seconds of the saving thread over the cores.
+      failed: whether the save failed; then a full disk gets time to be emptied.
+
+    >>> seconds_between(0.5)
+    50.0
+    >>> seconds_between(0.001), seconds_between(0.001, failed=True)
+    (10.0, 60.0)
+    """
+    return max(AFTER_FAILURE_S if failed else AT_LEAST_S, 100 * cost_s / PERCENT)
+
+
+class Saves:
+    """Saves the state of a run, as a hook, and keeps account of what that costs.
+
+    A save that fails is said at once, and the next one tries again.
+
+    Args:
+      checkpointer: which saves.
+      every_steps: None to choose by the cost that is measured; 0 for never.
+      extra: gives the JSON values to save along.
+      past: what `totals` said in the process that this one goes on from.
+      clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        every_steps: int | None = None,
+        extra: Callable[[], Mapping[str, Any]] = dict,
+        past: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
+        self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
+        self._cores = len(os.sched_getaffinity(0))
+        self._image = past is not None  # whether one is known to be committed
+        self._began = self._last = clock()
+        self._steps = self._begun = self._told = 0
+        self._waited = self._cost_before = 0.0  # seconds
+        self._step: int | None = None  # of the last save
+        self._failed_before = 0  # failures when it began
+        self._figures_said = every_steps == 0
+
+    def hook(self, state, step: int, plan, metrics):
+        """Saves if it is time to."""
+        self._steps += 1
+        idle = self._look()
+        if idle and self._begun and not self._figures_said:
+            self._say_figures()
+        if self._is_due(step, idle):
+            self.save(state)
+        return state
+
+    def save(self, state) -> None:
+        """Begins to save a state; training waits for the copy only."""
+        step = int(jax.block_until_ready(state.dense.step))  # to wait for a step is not a cost of saving
+        if step == self._step and not self._last_failed():
+            return
+        extra = {**self._extra(), "saving": self.totals()}
+        self._cost_before, self._failed_before = self._cost(), len(self._checkpointer.failures)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the save before, which `_look` tells of
+                self._checkpointer.save(state, extra)
+        except OSError as error:
+            self._checkpointer.failures.append(str(error))
+        self._begun, self._step, self._last = self._begun + 1, step, self._clock()
+
+    def ensure_image(self, state) -> None:
+        """Waits for an image before the first row of metrics: so rows without an image mean that images were lost."""
+        if self._image or self._every_steps == 0:
+            return
+        if not self._begun or self._last_failed():
+            self.save(state)
+        self._image = self._settle()
+
+    def last(self, state) -> str | None:
+        """Saves and waits until the image is committed; returns what went wrong, if anything."""
+        self._settle()
+        self.save(state)
+        return None if self._settle() else self._checkpointer.failures[-1]
+
+    def totals(self) -> dict[str, float]:
+        """Saves begun and failed, seconds that training waited, their whole cost, and the seconds of the run."""
+        now = {
+            "saves": self._begun - len(self._checkpointer.failures),
+            "saves_failed": len(self._checkpointer.failures),
+            "stall_s": self._checkpointer.stall_seconds + self._waited,
+            "cost_s": self._cost() + self._waited,
+            "seconds": self._clock() - self._began,
+        }
+        return {key: self._past[key] + value for key, value in now.items()}
+
+    def results(self) -> dict[str, float]:
+        """What results.json says of saving; percent of the time of the run."""
+        totals = self.totals()
+        return {
+            "saves": totals["saves"],
+            "saves_failed": totals["saves_failed"],
+            "checkpoint_stall_s": totals["stall_s"],
+            "checkpoint_percent": 100 * totals["cost_s"] / max(totals["seconds"], 1e-9),
+        }
+
+    def _is_due(self, step, idle):
+        if self._every_steps is not None:
+            return self._every_steps > 0 and step % self._every_steps == 0
+        if not self._begun:
+            return self._steps >= FIRST_STEPS
+        return idle and self._clock() - self._last >= self._interval()
+
+    def _interval(self):
+        return seconds_between(self._cost() - self._cost_before, self._last_failed())
+
+    def _cost(self):
+        """Seconds that saving while training goes on has cost so far."""
+        return self._checkpointer.stall_seconds + self._checkpointer.thread_seconds / self._cores
+
+    def _last_failed(self):
+        return len(self._checkpointer.failures) > self._failed_before
+
+    def _settle(self):
+        """Waits for the save that runs; whether the last one is committed."""
+        start = self._clock()
+        with contextlib.suppress(OSError):  # it stands in `failures` too
+            self._checkpointer.wait()
+        self._waited += self._clock() - start
+        self._look()
+        return not self._last_failed()
+
+    def _look(self):
+        """Says which saves have failed since; returns whether nothing is being written."""
+        idle = True
+        with contextlib.suppress(OSError):
+            idle = self._checkpointer.done()
+        for failure in self._checkpointer.failures[self._told :]:
+            say(f"a save failed; the next one tries again: {failure}", sys.stderr)
+        self._told = len(self._checkpointer.failures)
+        return idle
+
+    def _say_figures(self):
+        self._figures_said = True
+        waited, computed = self._checkpointer.stall_seconds, self._checkpointer.thread_seconds
+        chosen = f"{self._interval():.0f} s, at most {PERCENT:g} % of the time"
+        every = chosen if self._every_steps is None else f"{self._every_steps} steps"
+        say(f"a save costs {waited:.2f} s of waiting and {computed:.2f} s of {self._cores} cores: saving every {every}")

@@ -1,0 +1,149 @@
+"""How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not accidents."""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import NoReturn, TextIO
+
+from tqdm import tqdm
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the run.
+
+    Args:
+      number: of the signal.
+      words: what was done about it.
+    """
+
+    def __init__(self, number: int, words: str = "stopped before there was anything new to save"):
+        self.signal = signal.Signals(number)
+        super().__init__(f"{self.signal.name}: {words}")
+
+
+class Asked:
+    """Whether a signal has asked the run to stop: true from the first one on.
+
+    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
+    looks at it between two steps, and saves. Further signals change nothing, but the third Ctrl-C kills.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._held, self._to_raise, self._ctrl_c = False, False, 0
+        self._again: threading.Timer | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def check(self) -> None:
+        """Raises `Stopped` if a signal has come."""
+        if self.signal is not None:
+            raise Stopped(self.signal)
+
+    def each(self, items: Iterable) -> Iterator:
+        """Iterates until a signal comes, then raises `Stopped`."""
+        for item in items:
+            self.check()
+            yield item
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """In this block a signal waits until somebody looks at it."""
+        self._held = True
+        try:
+            self.check()  # one that came before, and whose exception was lost in somebody's callback
+            yield
+        finally:
+            self._held = False
+
+    def on_signal(self, number: int, frame) -> None:
+        """The handler."""
+        if self.signal is None:
+            self.signal, self._to_raise = number, not self._held
+        self._ctrl_c += number == signal.SIGINT
+        if self._ctrl_c == 3:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        self._answer(number)
+        if not self._held and self._to_raise:
+            if in_gc_callback(frame):  # what is raised here is lost, so the signal comes again in a moment
+                self._ctrl_c -= number == signal.SIGINT
+                self._again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
+                self._again.start()
+                return
+            self._to_raise = False
+            raise Stopped(number)
+
+    def forget(self) -> None:
+        """Sends no signal again."""
+        if self._again is not None:
+            self._again.cancel()
+
+    def _answer(self, number):
+        words = "the running step ends, then its state is saved" if self._held else "stopping"
+        if self._ctrl_c == 2:
+            words += "; a third Ctrl-C kills at once"
+        with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+            os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
+
+
+def in_gc_callback(frame: FrameType | None) -> bool:
+    """Whether a frame runs inside a callback of the garbage collector (JAX has one), which swallows exceptions."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Asked]:
+    """Takes SIGINT, SIGTERM and SIGHUP as requests to stop; gives the handlers back on leaving.
+
+    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's SIGINT) stays ignored.
+
+    Raises:
+      ValueError: not called from the main thread, the only one that Python tells of signals.
+      Stopped: a signal came where nothing was `held`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
+    asked, before = Asked(), {}
+    try:
+        for number in STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, asked.on_signal)
+        yield asked
+    finally:
+        asked.forget()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(stopped: Stopped, requeue: bool) -> NoReturn:
+    """Ends the process: says what was done, with code 128 + the signal's number, or 75 if the job is to be requeued."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)  # all is done but this
+    say(str(stopped), sys.stderr)
+    sys.exit(os.EX_TEMPFAIL if requeue else 128 + stopped.signal)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints a line beside a progress bar; a terminal or a pipe that is gone is no reason to end a run."""
+    file = file or sys.stdout
+    try:
+        tqdm.write(text, file=file)
+        file.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())  # or Python would fail at what is left in its buffer, at exit
+        os.close(nowhere)

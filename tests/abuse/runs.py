@@ -1,0 +1,438 @@
+"""Runs, signals and flags that nobody should give, and accidents that happen to a run's files."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import train
+import tyro
+from clicks import prepared_directory, rules
+from contract import Flags, Run, command_line, plot, refuse, refuse_small
+from runs import to_json
+from saving import Saves
+from stopping import Stopped, say, stop_on_signals
+
+from abuse import situation
+
+
+@dataclasses.dataclass(frozen=True)
+class Small(Flags):
+    """Flags of an experiment."""
+
+    steps: int = 3
+
+
+def begin(directory, *, resume=False, **flags):
+    """Begins a run, or goes on, and leaves it."""
+    with Run("small", Small(**flags), directory, resume) as run:
+        return run
+
+
+def parsed(*flags):
+    """What train.py makes of flags, before it does anything."""
+    config = tyro.cli(train.Config, args=flags)
+    refuse_small(config)
+    refuse(rules(config))
+    return config
+
+
+def flags_that(words, match, *flags):
+    """Enters flags that train.py refuses."""
+
+    @situation(words, ValueError, match)
+    def _(directory):
+        parsed(*flags)
+
+
+# Flags.
+
+flags_that("a batch of no examples", "--batch-size 0 must be a number of at least 1", "--batch-size", "0")
+flags_that("a negative batch", "--batch-size -5", "--batch-size", "-5")
+flags_that("no steps", "--steps 0", "--steps", "0")
+flags_that("negative steps", "--steps -1", "--steps", "-1")
+flags_that("no shards", "--shards 0", "--shards", "0")
+flags_that("negative evaluations", "--evaluations -1", "--evaluations", "-1")
+flags_that("no evaluations", "--evaluations 0", "--evaluations", "0")
+flags_that("embeddings without width", "--embedding-width 0", "--embedding-width", "0")
+flags_that("a negative seed, which numpy would refuse in its words", "--seed -1", "--seed", "-1")
+flags_that("saves at negative steps", "--save-every-steps -1", "--save-every-steps", "-1")
+flags_that("a learning rate that is no number", "--learning-rate nan", "--learning-rate", "nan")
+flags_that("an infinite learning rate", "--row-learning-rate inf", "--row-learning-rate", "inf")
+flags_that("a negative learning rate", "--learning-rate -0.1", "--learning-rate", "-0.1")
+flags_that("a path for synthetic data", "--path train.txt is not read .* add --data criteo", "--path", "train.txt")
+flags_that("Criteo without a path", "--data criteo needs --path", "--data", "criteo")
+flags_that(
+    "rows for Criteo", "--rows 1000 is for --data synthetic", "--data", "criteo", "--path", "x", "--rows", "1000"
+)
+flags_that("a preset for Criteo", "--preset smoke is a size of", "--data", "criteo", "--path", "x", "--preset", "smoke")
+flags_that("fewer rows than fields can have", "--rows 10 must be at least 78", "--rows", "10")
+flags_that("a directory for tables on the device", "--table-directory d is for --tables host", "--table-directory", "d")
+flags_that("requeued without a directory", "--requeue needs --workdir and --resume", "--requeue")
+flags_that("requeued without resume", "--requeue needs --workdir and --resume", "--requeue", "--workdir", "d")
+
+
+@situation("a prepared directory and a raw file", ValueError, "a prepared directory stands alone")
+def _(directory):
+    parsed("--data", "criteo", "--path", str(directory), "train.txt")
+
+
+@situation("two files of one name in two folders do not share a preparation")
+def _(directory):
+    a, b = (prepared_directory((directory / folder / "train.txt",)) for folder in "ab")
+    assert a != b and a.name.startswith("train.") and a == prepared_directory((directory / "a" / "train.txt",))
+
+
+@situation("resume without a directory", ValueError, "--resume needs --workdir")
+def _(directory):
+    Run("small", Small(), None, resume=True)
+
+
+@situation("bad flags end in one line, and begin no run", SystemExit, "error: --steps 0 must be")
+def _(directory):
+    arguments, sys.argv = sys.argv, ["train.py", "--steps", "0", "--workdir", str(directory / "run")]
+    try:
+        command_line(train.main, train.Config, "")
+    finally:
+        sys.argv = arguments
+        assert not (directory / "run").exists()
+
+
+# Directories.
+
+
+@situation("an object store as the directory", ValueError, "s3:/bucket/run is no path on this machine")
+def _(directory):
+    begin(Path("s3://bucket/run"))
+
+
+@situation("another object store", ValueError, "object stores are not supported")
+def _(directory):
+    parsed("--workdir", "gs://bucket/run")
+    begin(Path("gs://bucket/run"))
+
+
+@situation("a file as the directory", ValueError, "file cannot hold a run.*Give another --workdir")
+def _(directory):
+    (directory / "file").write_text("mine")
+    try:
+        begin(directory / "file")
+    finally:
+        assert (directory / "file").read_text() == "mine"
+
+
+@situation("a directory below a file", ValueError, "cannot hold a run")
+def _(directory):
+    (directory / "file").touch()
+    begin(directory / "file" / "run")
+
+
+@situation("a directory below one that does not exist is made")
+def _(directory):
+    assert (begin(directory / "a" / "b").directory / "config.json").exists()
+
+
+@situation("a file system on which nobody may write", ValueError, "cannot hold a run")
+def _(directory):
+    begin(Path("/proc/run"))
+
+
+@situation("a disk that is full from the beginning", ValueError, "cannot hold a run: .*No space left")
+def _(directory):
+    (directory / "config.json.partial").symlink_to("/dev/full")
+    try:
+        begin(directory)
+    finally:
+        assert not (directory / "config.json").exists()
+
+
+@situation("a second run in a directory", ValueError, "holds a run already")
+def _(directory):
+    begin(directory)
+    begin(directory, seed=1)
+
+
+@situation("a second process in a directory, with --resume", ValueError, "lock is locked: somebody else is at work")
+def _(directory):
+    with Run("small", Small(), directory):
+        begin(directory, resume=True)
+
+
+@situation("another seed on resume, before anything was logged", ValueError, "begun with seed 0, not 1: resume it with")
+def _(directory):
+    begin(directory)
+    try:
+        begin(directory, resume=True, seed=1)
+    finally:
+        assert json.loads((directory / "config.json").read_text())["seed"] == 0
+
+
+@situation("the directory of another experiment", ValueError, "begun with experiment small, not other")
+def _(directory):
+    begin(directory)
+    Run("other", Small(), directory, resume=True)
+
+
+@situation("resume where there is no run begins one")
+def _(directory):
+    assert not begin(directory / "new", resume=True).resumed
+
+
+@situation("a cut config.json", ValueError, "config.json is damaged")
+def _(directory):
+    begin(directory)
+    (directory / "config.json").write_text('{"steps": 3, "ru')
+    begin(directory, resume=True)
+
+
+@situation("a config.json of another kind", ValueError, "config.json is damaged .no JSON object.")
+def _(directory):
+    (directory / "config.json").write_text("[]")
+    begin(directory, resume=True)
+
+
+@situation("a config.json that was removed", ValueError, "holds metrics.jsonl of a run whose config.json is gone")
+def _(directory):
+    with Run("small", Small(), directory) as run:
+        run.log({"step": 1})
+    (directory / "config.json").unlink()
+    try:
+        begin(directory)
+    finally:
+        assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@situation("a cut environment.json", ValueError, "environment.json is damaged")
+def _(directory):
+    begin(directory)
+    (directory / "environment.json").write_text("{")
+    begin(directory, resume=True)
+
+
+@situation("os.chdir after the run has begun")
+def _(directory):
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        with Run("small", Small(), Path("run")) as run:
+            os.chdir(before)
+            run.log({"step": 1})
+    finally:
+        os.chdir(before)
+    assert (directory / "run" / "metrics.jsonl").exists()
+
+
+# Metrics and results.
+
+
+@situation("a last row torn by a power cut")
+def _(directory):
+    begin(directory)
+    (directory / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\0\0\0')
+    with Run("small", Small(), directory, resume=True) as run:
+        assert run.metrics() == [{"step": 1}]
+
+
+@situation("a row in the middle that is no JSON", ValueError, "metrics.jsonl, line 1 is damaged")
+def _(directory):
+    begin(directory)
+    (directory / "metrics.jsonl").write_text('{"step\n{"step": 2}\n')
+    try:
+        begin(directory, resume=True)
+    finally:
+        assert (directory / "metrics.jsonl").read_text() == '{"step\n{"step": 2}\n'
+
+
+@situation("rows of metrics without an image to go on from", ValueError, "metrics up to step 4, but no image")
+def _(directory):
+    begin(directory)
+    (directory / "metrics.jsonl").write_text('{"step": 4}\n')
+    with Run("small", Small(), directory, resume=True) as run:
+        try:
+            train.resumed(run, None)
+        finally:
+            assert run.metrics() == [{"step": 4}]
+
+
+@situation("a full disk when a row is logged")
+def _(directory):
+    with Run("small", Small(), directory) as run:
+        (directory / "metrics.jsonl").symlink_to("/dev/full")
+        run.log({"step": 1})
+        (directory / "metrics.jsonl").unlink()
+        assert run.metrics() == [{"step": 1}]
+
+
+@situation("a disk that is still full at the end", OSError, "No space left")
+def _(directory):
+    with Run("small", Small(), directory) as run:
+        (directory / "metrics.jsonl").symlink_to("/dev/full")
+        run.log({"step": 1})
+        run.close({"test_auc": 0.5})
+
+
+@situation("results that are no numbers", UserWarning, "so null in JSON: test_auc, best$")
+def _(directory):
+    try:
+        to_json({"test_auc": float("nan"), "best": -np.inf, "steps": 3})
+    finally:
+        with pytest.warns(UserWarning):
+            assert json.loads(to_json([np.nan, 1])) == [None, 1]
+
+
+@situation("a picture on a full disk takes no results away")
+def _(directory):
+    (directory / "a.png.partial").symlink_to("/dev/full")
+    assert not plot(directory / "a.png", {"y": {"line": ([1, 2], [1, None])}}, "x")
+    assert not (directory / "a.png").exists()
+
+
+# Signals.
+
+
+@situation("Ctrl-C while data are prepared", Stopped, "SIGINT: stopped before there was anything new to save")
+def _(directory):
+    with stop_on_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(60)
+
+
+@situation("SIGTERM, Ctrl-C and a closed terminal while a state is saved")
+def _(directory):
+    with stop_on_signals() as asked, asked.held():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert asked.signal == signal.SIGTERM
+
+
+@situation("an error while signals are taken gives the handlers back", ValueError, "mine")
+def _(directory):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with stop_on_signals():
+            raise ValueError("mine")
+    finally:
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@situation("signals taken twice, one inside the other")
+def _(directory):
+    with stop_on_signals() as outer, outer.held():
+        with contextlib.suppress(Stopped), stop_on_signals() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+        assert inner and not outer
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert outer
+
+
+@situation("a background job, whose Ctrl-C is ignored")
+def _(directory):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@situation("signals taken in a thread", ValueError, "in the main thread only")
+def _(directory):
+    errors = []
+
+    def enter():
+        try:
+            with stop_on_signals():
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+@situation("a full disk under what a run says")
+def _(directory):
+    with open("/dev/full", "w") as full:
+        say("step 1", full)
+        say("step 2", full)
+
+
+# Saving.
+
+
+def saves_over(save):
+    """Saves whose every save does as told."""
+    checkpointer = types.SimpleNamespace(
+        save=save, done=lambda: True, wait=lambda: None, failures=[], stall_seconds=0.0, thread_seconds=0.0
+    )
+    return Saves(checkpointer, every_steps=1)
+
+
+STATE = types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(1)))
+
+
+@situation("a disk that became read-only fails in the call itself, and ends nothing")
+def _(directory):
+    def save(state, extra):
+        raise OSError(30, "Read-only file system")
+
+    saves = saves_over(save)
+    assert saves.hook(STATE, 1, None, None) is STATE
+    assert "Read-only" in saves.last(STATE) and saves.results()["saves_failed"] == 2
+
+
+@situation("an error of ours in a save is not taken for a full disk", TypeError, "mine")
+def _(directory):
+    def save(state, extra):
+        raise TypeError("mine")
+
+    saves_over(save).hook(STATE, 1, None, None)
+
+
+@situation("a state whose loss is not finite is not saved", FloatingPointError, "this state is not saved")
+def _(directory):
+    recorder = types.SimpleNamespace(latest_losses=lambda: np.array([0.5, np.nan], np.float32))
+    train.Recorder.extra(recorder)
+
+
+@situation("another run's tables in use", ValueError, "lock is locked: somebody else is training on these tables")
+def _(directory):
+    with train.own(directory, "a"), train.own(directory, "b"):
+        pass
+
+
+@situation("another run's tables", ValueError, "holds tables of another run: give another --table-directory")
+def _(directory):
+    with train.own(directory, "a"):
+        (directory / "tables.json").touch()
+    with train.own(directory, "a"):
+        pass
+    try:
+        with train.own(directory, "b"):
+            pass
+    finally:
+        assert (directory / "run").read_text() == "a"
+
+
+@situation("tables that no run made", ValueError, "holds tables of another run")
+def _(directory):
+    (directory / "tables.json").touch()
+    with train.own(directory, "a"):
+        pass
+
+
+@situation("tables in an object store", ValueError, "no path on this machine")
+def _(directory):
+    with train.own(Path("s3://bucket/tables"), "a"):
+        pass

@@ -1,0 +1,479 @@
+"""A run owns its directory, stops on signals, says what it did, and saves at a price that is kept."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import clicks
+import numpy as np
+import pytest
+import saving
+import train
+from contract import Flags, Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import to_json
+from saving import Saves
+from stopping import STOPPING, Stopped, stop_on_signals
+
+from jaxrec.checkpoint import images, read_manifest
+from jaxrec.checkpoint.image import leaves_of, load_arrays
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Small(Flags):
+    """Flags of a test."""
+
+    steps: int = 3
+    resume: bool = False
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+# The directory of a run.
+
+
+def test_a_directory_is_a_run_from_the_first_second(tmp_path):
+    with Run("a", Small(), tmp_path) as first:  # left before anything was logged
+        assert config_of(tmp_path)["run"] == first.id and len(first.id) == 16
+        with pytest.raises(ValueError, match="lock is locked"):
+            Run("a", Small(), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        Run("a", Small(), tmp_path)
+    with pytest.raises(ValueError, match="begun with steps 3, not 4"):
+        Run("a", Small(steps=4), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="begun with experiment a, not b"):
+        Run("b", Small(), tmp_path, resume=True)
+    assert config_of(tmp_path)["steps"] == 3
+
+
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    with Run("a", Small(), tmp_path) as before:
+        pass
+    with Run("a", Small(), tmp_path, resume=True) as again:
+        assert again.resumed and again.id == before.id == config_of(tmp_path)["run"]
+
+
+def test_another_process_is_refused_until_the_first_one_dies(tmp_path):
+    program = (
+        "import sys, contract; r = contract.Run('a', contract.Flags(), sys.argv[1]); print('x', flush=True); input()"
+    )
+    command = [sys.executable, "-c", program, tmp_path]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path_of_python()}
+    )
+    try:
+        child.stdout.readline()
+        with pytest.raises(ValueError, match="lock is locked"):
+            Run("a", Flags(), tmp_path, resume=True)
+    finally:
+        child.kill()
+        child.communicate()
+    with Run("a", Flags(), tmp_path, resume=True) as run:
+        assert run.resumed
+
+
+def path_of_python():
+    return os.pathsep.join([str(ROOT), str(ROOT / "experiments")])
+
+
+def test_a_torn_last_row_is_cut_and_said(tmp_path, capsys):
+    with Run("a", Small(), tmp_path) as run:
+        run.log({"step": 1})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "au')
+    with Run("a", Small(), tmp_path, resume=True) as run:
+        assert "torn last line of 15 bytes" in capsys.readouterr().out
+        run.log({"step": 2})
+        assert run.metrics() == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("middle", [b'{"step": 2, "au\n', b"\0\0\0\n", b"\xff\n", b"7\n", b"\n"])
+def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, middle):
+    content = b'{"step": 1}\n' + middle + b'{"step": 3}\n'
+    with Run("a", Small(), tmp_path):
+        pass
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged"):
+        Run("a", Small(), tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+def test_rows_that_a_full_disk_refused_are_written_with_the_next_one(tmp_path, capsys):
+    with Run("a", Small(), tmp_path) as run:
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # a kernel that says ENOSPC
+        run.log({"step": 1})
+        run.log({"step": 2})
+        assert "2 rows of metrics are kept in memory" in capsys.readouterr().err
+        (tmp_path / "metrics.jsonl").unlink()
+        run.log({"step": 3})
+        assert run.metrics() == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+PLAIN = st.floats() | st.integers() | st.booleans() | st.none() | st.text()
+
+
+@given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@settings(max_examples=100)
+def test_what_is_written_is_json_and_says_what_it_cannot_hold(content):
+    with contextlib.ExitStack() as stack:
+        lost = not_finite(content)
+        if lost:
+            stack.enter_context(pytest.warns(UserWarning, match="so null in JSON"))
+        text = to_json({"x": content})
+    found = json.loads(text, parse_constant=pytest.fail)["x"]
+    assert equal_but_for_null(content, found)
+
+
+def not_finite(value):
+    if isinstance(value, dict):
+        return any(map(not_finite, value.values()))
+    if isinstance(value, list):
+        return any(map(not_finite, value))
+    return isinstance(value, float) and not np.isfinite(value)
+
+
+def equal_but_for_null(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_but_for_null(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal_but_for_null, a, b))
+    return b is None if not_finite(a) else a == b and type(a) is type(b)
+
+
+def test_the_warning_names_the_keys(tmp_path):
+    with Run("a", Small(), tmp_path) as run, pytest.warns(UserWarning, match=r"test_auc, arms\.a\[1\]$"):
+        run.log({"test_auc": np.float32("nan"), "arms": {"a": [1, float("inf")]}, "step": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"test_auc": null, "arms": {"a": [1, null]}, "step": 1}\n'
+
+
+# Signals.
+
+
+def test_a_signal_raises_at_once_where_nothing_is_to_be_saved():
+    for number in STOPPING:
+        before = signal.getsignal(number)
+        with pytest.raises(Stopped, match=signal.Signals(number).name), stop_on_signals() as asked:
+            os.kill(os.getpid(), number)
+            threading.Event().wait(60)
+            pytest.fail("went on")
+        assert asked.signal == number and signal.getsignal(number) is before
+
+
+def test_held_signals_wait_and_the_first_one_counts(capfd):
+    with stop_on_signals() as asked:
+        with asked.held():
+            assert not asked
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            assert asked and asked.signal == signal.SIGINT
+            with pytest.raises(Stopped, match="SIGINT"):
+                asked.check()
+            with pytest.raises(Stopped):
+                list(asked.each([1]))
+        os.kill(os.getpid(), signal.SIGTERM)  # not the first: what is on its way out is not disturbed
+    assert "a third Ctrl-C kills" in capfd.readouterr().err
+
+
+def test_a_lost_exception_is_raised_again_before_training():
+    with pytest.raises(Stopped), stop_on_signals() as asked:
+        with contextlib.suppress(Stopped):  # as a callback of somebody's C does
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+        with asked.held():
+            pytest.fail("training began")
+
+
+def test_what_the_parent_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_are_refused_in_another_thread():
+    errors = []
+
+    def enter():
+        try:
+            with stop_on_signals():
+                pass
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread only" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("signals", "requeue", "code"),
+    [
+        (("SIGTERM",), False, 143),
+        (("SIGINT",), False, 130),
+        (("SIGHUP",), False, 129),
+        (("SIGTERM",), True, 75),
+        (("SIGINT", "SIGINT"), False, 130),
+        (("SIGINT", "SIGTERM", "SIGTERM", "SIGTERM"), False, 130),
+        (("SIGINT", "SIGINT", "SIGINT"), False, -2),
+    ],
+)
+def test_a_process_ends_with_the_code_of_its_signal(signals, requeue, code):
+    program = f"""
+import os, signal
+from stopping import Stopped, leave, stop_on_signals
+try:
+    with stop_on_signals() as asked, asked.held():
+        for name in {signals}:
+            os.kill(os.getpid(), signal.Signals[name])
+        raise Stopped(asked.signal, "stopped and saved")
+except Stopped as stopped:
+    leave(stopped, requeue={requeue})
+"""
+    environment = os.environ | {"PYTHONPATH": path_of_python()}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert ("stopped and saved" in done.stderr) == (code > 0)
+
+
+def test_a_signal_inside_the_garbage_collector_is_not_lost():
+    def callback(phase, info):
+        if phase == "start" and not came:
+            came.append(phase)
+            os.kill(os.getpid(), signal.SIGTERM)
+            len(came)  # Python calls handlers between two of its instructions
+
+    came: list[str] = []
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(Stopped, match="SIGTERM"), stop_on_signals():
+            gc.collect()
+            threading.Event().wait(60)
+            pytest.fail("the exception was lost")
+    finally:
+        gc.callbacks.remove(callback)
+
+
+def test_a_closed_pipe_ends_nothing(tmp_path):
+    program = (
+        "from stopping import say\nimport sys\nfor _ in range(3): say('x' * 100_000)\nprint('on', file=sys.stderr)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": path_of_python()},
+    )  # fmt: skip
+    child.stdout.close()
+    assert child.stderr.read() == "on\n" and child.wait() == 0
+
+
+# Saving.
+
+
+class Disk:
+    """A Checkpointer whose saves cost what they are told to."""
+
+    def __init__(self, clock, stall_s, cpu_s):
+        self.clock, self.stall_s, self.cpu_s = clock, stall_s, cpu_s
+        self.stall_seconds = self.thread_seconds = 0.0
+        self.failures, self.saved, self.full = [], [], False
+
+    def save(self, state, extra):
+        self.clock.now += self.stall_s
+        self.stall_seconds += self.stall_s
+        self.thread_seconds += self.cpu_s
+        if self.full:
+            self.failures.append("No space left on device")
+        else:
+            self.saved.append((self.clock.now, int(state.dense.step), extra))
+
+    def done(self):
+        return True
+
+    wait = done
+
+
+def run_of(stall_s, cpu_s, step_s, steps, every_steps=None, full=()):
+    """Trains by a clock of our own; `full` are the steps at which the disk is."""
+    clock = types.SimpleNamespace(now=0.0)
+    disk = Disk(clock, stall_s, cpu_s)
+    saves = Saves(disk, every_steps, clock=lambda: clock.now)
+    for step in range(1, steps + 1):
+        clock.now += step_s
+        disk.full = step in full
+        saves.hook(state_at(step), step, None, None)
+    return clock, disk, saves
+
+
+def state_at(step):
+    return types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(step)))
+
+
+@given(st.floats(0, 5), st.floats(0, 20), st.floats(0.01, 1.0))
+def test_saving_costs_at_most_a_percent_of_the_time(stall_s, cpu_s, step_s):
+    clock, disk, saves = run_of(stall_s, cpu_s, step_s, 3000)
+    cost_s = stall_s + cpu_s / len(os.sched_getaffinity(0))
+    times = [when for when, _, _ in disk.saved]
+    assert disk.saved[0][1] == saving.FIRST_STEPS
+    for before, after in itertools.pairwise(times):
+        assert cost_s <= 0.01 * (after - before)
+        no_later = max(100 * cost_s, saving.AT_LEAST_S) + stall_s + step_s
+        assert after - before <= no_later + 1e-6
+    assert saves.results()["saves"] == len(times)
+    assert saves.results()["checkpoint_percent"] <= 100 * cost_s * len(times) / clock.now + 1e-6
+
+
+def test_the_figures_are_said_once(capsys):
+    run_of(0.1, 0.4, 0.1, 2000)
+    said = capsys.readouterr().out
+    assert said.count("a save costs 0.10 s of waiting and 0.40 s") == 1 and "at most 1 %" in said
+
+
+def test_a_failed_save_is_said_at_once_and_tried_again(capsys):
+    _, disk, saves = run_of(0.0, 0.0, 0.1, 30, every_steps=10, full={10})
+    assert [step for _, step, _ in disk.saved] == [20, 30]
+    assert capsys.readouterr().err.count("a save failed; the next one tries again: No space left") == 1
+    assert saves.results()["saves"] == 2 and saves.results()["saves_failed"] == 1
+
+
+def test_a_disk_that_stays_full_is_tried_once_a_minute(capsys):
+    _, disk, saves = run_of(0.0, 0.0, 0.1, 3000, full=range(10_000))  # five minutes
+    assert len(disk.failures) == 5 and not disk.saved
+    disk.full = True
+    assert saves.last(state_at(3000)) == "No space left on device"
+    disk.full = False
+    assert saves.last(state_at(3000)) is None and disk.saved[-1][1] == 3000
+
+
+def test_zero_switches_periodic_saves_off():
+    _, disk, saves = run_of(0.1, 0.1, 0.1, 500, every_steps=0)
+    saves.ensure_image(state_at(500))
+    assert not disk.saved
+    assert saves.last(state_at(500)) is None and len(disk.saved) == 1
+
+
+def test_there_is_an_image_before_the_first_row():
+    _, disk, saves = run_of(0.1, 0.1, 0.1, 5)
+    saves.ensure_image(state_at(5))
+    saves.ensure_image(state_at(5))
+    assert [step for _, step, _ in disk.saved] == [5]
+    assert saves.last(state_at(5)) is None and len(disk.saved) == 1  # it is there already
+
+
+def test_the_account_goes_on_in_the_next_process():
+    _, disk, saves = run_of(1.0, 0.0, 0.1, 2000)
+    total = saves.totals()
+    again = Saves(Disk(types.SimpleNamespace(now=0.0), 1.0, 0.0), past=total, clock=lambda: 0.0)
+    assert again.totals() == total and total["saves"] == len(disk.saved)
+    assert 0 < disk.saved[-1][2]["saving"]["saves"] < total["saves"]
+
+
+# The main job, in this process.
+
+TINY = train.Config(preset="smoke", rows=500, batch_size=64, steps=12, evaluations=4, embedding_width=8)
+
+
+def arrays_of(directory):
+    image = read_manifest(images(directory / "checkpoints")[0])
+    return image.step, load_arrays(image, leaves_of(image))
+
+
+def rows_of(directory):
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [{key: value for key, value in json.loads(line).items() if key != "train_seconds"} for line in lines]
+
+
+def assert_equal(a, b):
+    (step_a, arrays_a), (step_b, arrays_b) = arrays_of(a), arrays_of(b)
+    assert step_a == step_b and arrays_a.keys() == arrays_b.keys()
+    for name, array in arrays_a.items():
+        np.testing.assert_array_equal(array, arrays_b[name], err_msg=name)
+    assert rows_of(a) == rows_of(b)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train.main(dataclasses.replace(TINY, workdir=directory))
+    return directory
+
+
+def test_the_test_set_is_the_same_at_every_batch_size():
+    few, many = (train.synthetic_data(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
+    assert few.best == many.best
+    for a, b in zip(few.test(), many.test(), strict=True):
+        np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
+        np.testing.assert_array_equal(a.label, b.label)
+
+
+def test_the_auc_to_expect_is_that_of_the_preset_and_of_nothing_else():
+    of = lambda **flags: clicks.expected_auc(train.Config(preset="smoke", **flags))
+    assert "this preset reaches about" in of() == of(tables="host", workdir=Path("x"))
+    assert of() != clicks.expected_auc(train.Config())
+    assert of(steps=50) == of(rows=1000) == of(learning_rate=0.1) == of(seed=1) == ""
+
+
+def signalled(batches, at, number):
+    for index, batch in enumerate(batches):
+        if index == at:
+            os.kill(os.getpid(), number)
+        yield batch
+
+
+@pytest.mark.parametrize(
+    ("where", "at"),
+    [("train", 7), ("test", 3)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("data", 0), ("train", 0), ("test", 0), ("last test", 1)]
+    ],
+)
+def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):
+    whole = train.synthetic_data
+
+    def disturbed(config):
+        if where == "data":
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+        data, tests = whole(config), iter(range(100))
+        if where == "train":
+            return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
+        wanted = {"test": 1, "end": 3}[where]
+        return data._replace(
+            test=lambda: signalled(data.test(), at, signal.SIGTERM) if next(tests) == wanted else data.test()
+        )
+
+    monkeypatch.setattr(train, "synthetic_data", disturbed)
+    config = dataclasses.replace(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
+    with pytest.raises(Stopped, match="SIGTERM") as stopped:
+        train.main(config)
+    if where != "data":
+        step = int(str(stopped.value).split("saved at step ")[1].split(";")[0])
+        assert step == arrays_of(tmp_path)[0] and 0 < step <= 12
+        logged = [row["step"] for row in rows_of(tmp_path)]
+        assert max(logged, default=0) <= step and (where == "train" or step not in logged)  # left off half way
+    monkeypatch.setattr(train, "synthetic_data", whole)
+    results = train.main(dataclasses.replace(config, resume=True))
+    assert_equal(undisturbed, tmp_path)
+    assert results["saves_failed"] == 0 and results["last_state_saved"]
+    said = capsys.readouterr().out
+    assert ("begins at step 0" if where == "data" else "going on from") in said
