@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kills import kill_at_call, was_killed
 from test_tables import dense_table
 
 import jaxrec
@@ -247,20 +247,7 @@ def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
 
 def _save_for_ever(directory, start, die_at):
     """Saves images and kills itself at the die_at-th call that changes the disk."""
-    count = 0
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
-    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    kill_at_call(die_at)
     spec = spec_of(2)
     state = make("host", spec, seed=start)
     with Checkpointer(directory, spec, keep=2, run="killed often") as checkpointer:
@@ -274,14 +261,9 @@ def _save_for_ever(directory, start, die_at):
 
 def kill_often(tmp_path, instants):
     """Every restart finds a whole image, never older than the newest one that was there before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
     spec, newest, killed = spec_of(2), 0, 0
     for die_at in instants:
-        child = context.Process(target=_save_for_ever, args=(tmp_path, newest + 1, die_at))
-        child.start()
-        child.join()
-        killed += child.exitcode == -signal.SIGKILL
+        killed += was_killed(_save_for_ever, tmp_path, newest + 1, die_at)
         found = images(tmp_path)
         if newest:
             assert found and read_manifest(found[0]).step >= newest

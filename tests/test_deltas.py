@@ -1,10 +1,8 @@
 """One shard comes back bit for bit from base and deltas; what is damaged, deleted, killed or full loses nothing."""
 
 import errno
-import multiprocessing
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import kill_at_call, was_killed
 from test_checkpoint import OPTIMIZERS, make, spec_of
 from test_tables import dense_table
 
@@ -392,20 +391,7 @@ def rows_of_step(spec, step):
 
 def _save_rows_for_ever(directory, die_at):
     """Goes on saving rows where the directory ends, and kills itself at a call that changes the disk."""
-    count = 0
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
-    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    kill_at_call(die_at)
     spec, base = spec_of(2), newest(directory)
     tables = HostTables.create(spec, ROWS)
     first = 1 + (chain(base)[-1].step if base else 0)
@@ -420,15 +406,10 @@ def _save_rows_for_ever(directory, die_at):
 
 def kill_often(directory, instants):
     """After every kill the newest chain holds exactly what was saved up to its step, and never less than before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
     spec, step, killed = spec_of(2), 0, 0
     expected, tables = initial(spec), HostTables.create(spec, ROWS)
     for die_at in instants:
-        child = context.Process(target=_save_rows_for_ever, args=(directory, die_at))
-        child.start()
-        child.join()
-        killed += child.exitcode == -signal.SIGKILL
+        killed += was_killed(_save_rows_for_ever, directory, die_at)
         path = newest(directory)
         for shard in range(spec.shards):
             restore_shard(path, tables, shard)

@@ -1,14 +1,12 @@
 """A run with CPR outlives its process: after kill -9 its state is base, deltas and the dense state saved with them."""
 
-import multiprocessing
 import os
 import shutil
-import signal
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from kills import kill_at_call, was_killed
 from test_recovery import CAPACITY, DENSE, ROWS, SCHEMES, SPEC, STEP, batches, fresh, loss, rows_of, same
 
 from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest_first, restore
@@ -60,20 +58,7 @@ def go_on(directory, scheme, steps, home="host", hooks=(), **more):
 
 def _train_until_killed(directory, notes, scheme, die_at):
     """Kills itself at a call that changes the disk."""
-    count = 0
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    os.rename, os.fsync, shutil.rmtree = counted(os.rename), counted(os.fsync), counted(shutil.rmtree)
-    Path.write_text, Path.mkdir = counted(Path.write_text), counted(Path.mkdir)
+    kill_at_call(die_at)
     save = RowCheckpointer.save
 
     def note_and_save(saver, tables, rows, step, *more):
@@ -107,16 +92,11 @@ def replayed(notes, step, scheme):
 
 
 def kill_often(tmp_path, scheme, instants):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"])
     directory, notes, killed, step, pls = tmp_path / "run", tmp_path / "notes", 0, 0, 0.0
     notes.mkdir()
     keep(notes)(fresh("host"), 0, None, None)
     for number, die_at in enumerate(instants):
-        child = context.Process(target=_train_until_killed, args=(directory, notes, scheme, die_at))
-        child.start()
-        child.join()
-        killed += child.exitcode == -signal.SIGKILL
+        killed += was_killed(_train_until_killed, directory, notes, scheme, die_at)
         if not newest_first(directory):
             continue
         copied = shutil.copytree(directory, tmp_path / f"copy{number}")
