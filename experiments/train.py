@@ -37,6 +37,7 @@ from jaxrec.embedding import (
     Lookup,
     Table,
     adagrad,
+    capacity_of,
     rowwise_adagrad,
     sgd,
 )
@@ -170,6 +171,7 @@ class Recorder:
         self.run, self.data, self.job, self.asked, self.history = run, data, job, asked, past.history
         self.every_steps = -(-data.steps // evaluations)
         self.losses: deque = deque(past.extra.get("train_losses", ()), maxlen=50)
+        self.capacity = past.extra.get("capacity")
         done = self.examples(int(job.state.dense.step))
         self.bar = tqdm(total=data.examples, initial=done, unit="ex", unit_scale=True, disable=None)
         self.seconds, self.since = past.extra.get("train_seconds", 0.0), time.perf_counter()
@@ -190,12 +192,17 @@ class Recorder:
                 "the loss is not finite: this state is not saved, the images before it stay. Lower the learning rates, "
                 "or look at the data."
             )
-        return {"train_losses": losses.tolist(), "train_seconds": self.seconds + time.perf_counter() - self.since}
+        return {
+            "capacity": self.capacity,
+            "train_losses": losses.tolist(),
+            "train_seconds": self.seconds + time.perf_counter() - self.since,
+        }
 
     def show(self, state, step, plan, step_metrics):
         """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
         self.bar.update(self.examples(step) - self.examples(step - 1))
         self.losses.append(step_metrics["loss"])
+        self.capacity = capacity_of(plan)
         if step % 20 == 0:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.4f}", refresh=False)
         return state
@@ -282,7 +289,8 @@ def train(config: Config, run: Run, asked: Asked) -> dict:
             return state
 
         state = run_hooks([test, stop], job.state, first, None, None)  # what a stop or a kill has left undone
-        batches = planned(job.spec, data.train(first))
+        # Capacities as they were: the order of a sum depends on the shapes of its program.
+        batches = planned(job.spec, data.train(first), past.extra.get("capacity"))
         with contextlib.closing(batches):
             state = fit(state, batches, job.train_step, [recorder.show, test, stop, saves.hook])
         unsaved = saves.last(state)

@@ -165,8 +165,8 @@ def judge(code: int, number: int, said: str, workdir: Path) -> tuple[str, list[s
     # Before the job has begun, and after all of it is written, Python's own handlers are at work.
     at_work = "AUC to expect" in said and "run written to" not in said
     killed = -number if number == signal.SIGKILL or not at_work else 0
-    # Ctrl-C while Python looks for its packages ends Python itself with 1, before a line of ours has run.
-    in_start = 1 if "init_import_site" in said and not at_work else 0
+    # Ctrl-C while Python imports its own packages ends it with 1 and a traceback, before a line of ours has run.
+    in_start = 1 if number == signal.SIGINT and not at_work and "Traceback" in said else 0
     if code not in (0, killed, in_start, 128 + number):
         wrong.append(f"ended with {code}:\n{said[-3000:]}")
     if at_work and "Traceback" in said:

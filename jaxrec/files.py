@@ -17,7 +17,7 @@ PARTIAL = ".partial"
 
 
 def local_path(path: str | Path) -> Path:
-    """An absolute path on this machine, so that it means the same after `os.chdir`.
+    """An absolute path on this machine, so that it means the same after `os.chdir`; a leading ~ is the user's home.
 
     Args:
       path: relative or absolute.
@@ -36,7 +36,7 @@ def local_path(path: str | Path) -> Path:
             f"{text} is no path on this machine: object stores are not supported. Give a directory of a local or "
             "mounted file system."
         )
-    return Path(text).absolute()
+    return Path(text).expanduser().absolute()
 
 
 def new_run_id() -> str:
@@ -113,21 +113,24 @@ class Lock:
 
     Raises:
       ValueError: somebody holds it, in this process or another one.
+      OSError: the file cannot be made, or its file system knows no locks.
     """
 
     def __init__(self, path: Path, what: str):
         self._file = open(path, "a")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise ValueError(
                 f"{path} is locked: somebody else is {what}. Wait until that is done, or take another directory."
             ) from None
 
     def release(self) -> None:
-        """Gives the lock back; once is enough."""
-        self._file.close()
+        """Gives the lock back, also if a forked child still has the file; once is enough."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
 
     def __enter__(self) -> "Lock":
         return self

@@ -16,7 +16,7 @@ from jaxrec.checkpoint.image import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.restore import restore, restore_shard
+from jaxrec.checkpoint.restore import restore, restore_shard, shard_source
 from jaxrec.checkpoint.rows import RowCheckpointer, compact
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.checkpoint.whole import Checkpointer
@@ -24,5 +24,5 @@ from jaxrec.checkpoint.whole import Checkpointer
 __all__ = [
     "Checkpointer", "DamagedImage", "Image", "RowCheckpointer", "Snapshot", "chain", "compact", "copy_rows", "deltas",
     "images", "is_whole", "newest", "newest_first", "read_manifest", "restore", "restore_shard", "save_rows",
-    "snapshot", "verify", "write_image",
+    "shard_source", "snapshot", "verify", "write_image",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of 
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from jaxrec.checkpoint.image import (
     images,
     number_of,
     read_manifest,
+    verify,
     write_image,
 )
 from jaxrec.checkpoint.state import (
@@ -38,7 +39,7 @@ from jaxrec.checkpoint.state import (
 )
 from jaxrec.embedding import HostTables, bucket
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.files import local_path
+from jaxrec.files import Lock, local_path, make_directory
 from jaxrec.types import DenseState, Plan
 
 RowIds = Mapping[tuple[str, int], np.ndarray]  # {(stack, shard): i32[n] rows of the stack, all of that shard}
@@ -67,18 +68,19 @@ def newest(directory: str | Path) -> Path | None:
     Raises:
       DamagedImage: the newest is damaged; says which images are left.
     """
-    found = newest_first(directory)
+    found = newest_first(local_path(directory))
     if found:
-        read_manifest(found[0], functools.partial(advise, found[0]))
+        read_manifest(found[0], beside)
     return found[0] if found else None
 
 
-def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
+def chain(path: str | Path, without: Collection[str] = (), advise: Callable[[Path], str] | None = None) -> list[Image]:
     """The manifests of a delta and of all images below it.
 
     Args:
       path: a delta or an image.
       without: names of images to leave out.
+      advise: makes of the path of a damaged image the last sentence of the error.
 
     Returns:
       Oldest first: the base if there is one, then deltas.
@@ -87,7 +89,7 @@ def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
       DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it and what to do.
     """
     path = Path(path)
-    say = functools.partial(advise, path)
+    say = advise or functools.partial(advise_leaving_out, path)
     tip, found = read_manifest(path, say), []
     for name, digest in tip.parents.items():
         if name in without:
@@ -102,10 +104,29 @@ def chain(path: str | Path, without: Collection[str] = ()) -> list[Image]:
     return found + [tip] * (path.name not in without)
 
 
-def advise(tip: Path, path: Path) -> str:
-    """The sentence that ends an error about an image of the chain of a tip."""
-    others = [str(other) for other in newest_first(path.parent) if other not in (path, tip)]
-    said = f"Nothing was changed. Other images beside it: {', '.join(others[:3]) or 'none'}."
+def chain_is_whole(path: Path, known: dict[str, bool]) -> bool:
+    """Whether every file of a chain can be believed; each image is looked at once, and `known` remembers it by name."""
+    for image in chain(path):
+        if image.path.name not in known:
+            try:
+                verify(image, advise=str)
+                known[image.path.name] = True
+            except DamagedImage:
+                known[image.path.name] = False
+        if not known[image.path.name]:
+            return False
+    return True
+
+
+def beside(path: Path, *but: Path) -> str:
+    """The sentence that ends an error about an image: what else there is."""
+    others = [str(other) for other in newest_first(path.parent) if other not in (path, *but)]
+    return f"Nothing was changed. Other images beside it: {', '.join(others[:3]) or 'none'}."
+
+
+def advise_leaving_out(tip: Path, path: Path) -> str:
+    """The sentence that ends an error about an image of the chain of a tip, where images can be left out."""
+    said = beside(path, tip)
     if path == tip and (_torn(path) or not is_delta(path.name)):
         return said
     return (
@@ -237,7 +258,7 @@ def save_rows(
       The path of the delta; `base` if there was nothing to save.
 
     Raises:
-      ValueError: rows of another shard; a base that is not in the directory, or damaged.
+      ValueError: rows of another shard; a base that is not in the directory, or damaged; somebody saves rows there.
       OSError: the disk is full or read-only; older images are as they were.
     """
     directory = local_path(directory)
@@ -246,7 +267,9 @@ def save_rows(
     image = copy_rows(tables, rows, step, spec, {b.path.name: b.digest for b in below}, extra, run)
     if not image.arrays:
         return None if base is None else Path(base)
-    return write_delta(directory, image).path
+    make_directory(directory)
+    with Lock(directory / "rows.lock", "saving rows in it"):
+        return write_delta(directory, image).path
 
 
 def images_below(directory: Path, base: str | Path | None) -> list[Image]:

@@ -33,6 +33,7 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
+_BLOCK_BYTES, _BLOCKS_A_LEAF = 4096, 3  # of a file system: a leaf has a directory and a file beside its own
 
 
 class DamagedImage(ValueError):
@@ -50,7 +51,7 @@ class Image(NamedTuple):
       tables: {table: [rows, width]} in the order of the spec.
       shards: S.
       layout: {stack: {part: [width, dtype]}} of 'value' and each slot.
-      seed: of the initial rows.
+      seed: of the initial rows. scales: {table: half width of their distribution}, None for the default.
       spec: digest of the spec.
       dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if it was not saved.
       extra: what the caller saved along, such as the data position.
@@ -67,6 +68,7 @@ class Image(NamedTuple):
     shards: int
     layout: dict[str, dict[str, list]]
     seed: int
+    scales: dict[str, float | None]
     spec: str
     dense: list
     extra: dict[str, Any]
@@ -88,12 +90,13 @@ class Snapshot(NamedTuple):
     later: Iterable[dict[str, np.ndarray]] = ()  # more arrays; each piece is written before the next one is made
 
 
-def write_image(path: str | Path, image: Snapshot) -> Image:
+def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
     """Writes an image: aside, flushed, then renamed into place.
 
     Args:
       path: the image's directory. What is there already and is not whole is replaced.
       image: from `snapshot`.
+      replace: a whole image of that name, too.
 
     Returns:
       What its manifest says.
@@ -103,7 +106,7 @@ def write_image(path: str | Path, image: Snapshot) -> Image:
       OSError: the disk is full or read-only; older images are as they were.
     """
     path = Path(path)
-    if is_whole(path):
+    if not replace and is_whole(path):
         raise ValueError(f"{path} exists already: images are never overwritten, give another name.")
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
@@ -148,7 +151,8 @@ def _pieces(arrays):
 
 
 def _write_arrays(directory, arrays):
-    needs, free = sum(array.nbytes for array in arrays.values()), shutil.disk_usage(directory.parent).free
+    blocks = sum(-(-array.nbytes // _BLOCK_BYTES) + _BLOCKS_A_LEAF for array in arrays.values())
+    needs, free = blocks * _BLOCK_BYTES, shutil.disk_usage(directory.parent).free
     if needs > free:  # asked before, as tensorstore's threads complain at length of a disk that is full on the way
         raise OSError(
             errno.ENOSPC,
@@ -196,7 +200,8 @@ def deltas(directory: str | Path) -> list[Path]:
 
 def is_image(path: Path) -> bool:
     """Whether a path names an image or a delta, damaged or not, and no directory of them."""
-    return re.fullmatch(r"(step|delta)_\d+", path.name) is not None or (path / _MANIFEST).exists()
+    named = re.fullmatch(r"(step|delta)_\d+", path.name) is not None
+    return (path / _MANIFEST).exists() or (named and not images(path) and not deltas(path))
 
 
 def _numbered(directory, prefix):
@@ -226,7 +231,7 @@ def needed(directory: str | Path) -> set[str]:
             names |= set(read_manifest(path, lambda _: "").parents)
         if (directory / CHAIN).exists():
             names |= set(json.loads((directory / CHAIN).read_text()))
-    except (ValueError, OSError):
+    except (ValueError, TypeError, OSError):
         return {path.name for path in images(directory)}
     return names
 
@@ -328,8 +333,13 @@ def load_arrays(image: Image, leaves: Iterable[str]) -> dict[str, np.ndarray]:
     for piece, mine in pieces.items():
         how = {leaf: ocp.RestoreArgs(restore_type=np.ndarray) for leaf in mine}
         args = ocp.args.PyTreeRestore(dict.fromkeys(mine, 0), restore_args=how, partial_restore=True)
-        with _orbax() as orbax:
-            loaded |= orbax.restore((image.path / piece).resolve(), args)
+        try:
+            with _orbax() as orbax:
+                loaded |= orbax.restore((image.path / piece).resolve(), args)
+        except Exception as error:
+            if image.path.is_dir():
+                raise
+            raise DamagedImage(f"{image.path} was removed while it was read.") from error
     return loaded
 
 

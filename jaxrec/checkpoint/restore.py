@@ -8,7 +8,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width.
 
 import contextlib
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrec.checkpoint.deltas import advise, chain, is_delta, newest, newest_first, spec_of
+from jaxrec.checkpoint.deltas import (
+    advise_leaving_out,
+    beside,
+    chain,
+    chain_is_whole,
+    is_delta,
+    newest,
+    newest_first,
+    spec_of,
+)
 from jaxrec.checkpoint.image import (
     DamagedImage,
     Image,
@@ -42,7 +51,7 @@ from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path
 from jaxrec.types import RowOptimizer, TrainState
 
-_THREADS = 4
+_THREADS, _TRIES = 4, 3
 
 
 def restore(
@@ -71,9 +80,23 @@ def restore(
     Raises:
       ValueError: there is no image; it was made for other tables, slots or another model (says what differs).
       DamagedImage: the image at `path` is damaged; every image of the directory is.
+
+    Another process may save and prune in the directory meanwhile: then its newest images are looked for again.
     """
     path = local_path(path)
-    found = _whole_chain(path) if is_image(path) else _newest_whole(path)
+    if is_image(path):
+        return _restore(_whole_chain(path), template, spec, row_optimizer, cast)
+    for _ in range(_TRIES - 1):
+        found = _newest_whole(path)
+        try:
+            return _restore(found, template, spec, row_optimizer, cast)
+        except DamagedImage:  # it was whole: it has been removed since
+            continue
+    return _restore(_newest_whole(path), template, spec, row_optimizer, cast)
+
+
+def _restore(found, template, spec, row_optimizer, cast):
+    """The state of a verified chain; the template changes only when all of it is read."""
     image, layout = found[-1], layout_of(template.tables, spec)
     for other in found:
         refuse_other(other, "tables", tables_of(spec), other.tables)
@@ -87,6 +110,7 @@ def restore(
         )
     check_dense(image, template.dense, cast)
     rows = _initial_parts(found[0], template.tables, spec, row_optimizer)
+    dense = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("dense.")])
     for other in found:
         arrays = load_arrays(other, [leaf for leaf in leaves_of(other) if leaf.startswith("rows.")])
         for (name, part), table in rows.items():
@@ -97,24 +121,25 @@ def restore(
     with tables.overwriting(step=image.step) if host else contextlib.nullcontext():  # mapped files are torn meanwhile
         for (name, part), table in rows.items():
             tables = replace_part(tables, name, part, table[: spec.stacks[name].offsets[-1]])
-    dense = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("dense.")])
     return TrainState(place_dense(image, template.dense, dense, cast), tables), image
 
 
 def _whole_chain(path) -> list[Image]:
     """The chain of an image or a delta, every file of it verified."""
-    found = chain(path)
+    found = chain(path, advise=beside)
     for image in found:
-        verify(image, advise=functools.partial(advise, path))
+        verify(image, advise=beside)
     return found
 
 
 def _newest_whole(directory) -> list[Image]:
     """The verified chain of the newest image or delta of a directory that a whole state can be had from."""
     skipped: list[DamagedImage] = []
+    known: dict[str, bool] = {}
     for path in newest_first(directory):
         try:
-            found = _whole_chain(path)
+            whole = chain_is_whole(path, known)
+            found = chain(path, advise=beside) if whole else _whole_chain(path)  # which says what is damaged
         except DamagedImage as error:
             skipped.append(error)
             continue
@@ -134,8 +159,12 @@ def _initial_parts(base, tables, spec, row_optimizer):
         for part, (width, dtype) in base.layout[name].items():
             rows[name, part] = np.empty((padded, width), dtype)
         if is_delta(base.path.name):
-            if base.seed != spec.seed:
-                raise ValueError(f"{base.path} goes over initial rows of seed {base.seed}, not {spec.seed}.")
+            scales = {table: t.scale for table, t in spec.tables.items()}
+            if (base.seed, base.scales) != (spec.seed, scales):
+                raise ValueError(
+                    f"{base.path} goes over initial rows of seed {base.seed} and scales {base.scales}, not of seed "
+                    f"{spec.seed} and {scales}: use the spec of that run."
+                )
             row = np.arange(padded)
             rows[name, "value"][:] = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
             for slot, fill in _fills(tables, name, stack, row_optimizer).items():
@@ -212,6 +241,47 @@ def restore_shard(
     return tables, found
 
 
+def shard_source(
+    sources: Sequence[Path], shard: int, known: dict, without: Collection[str] = ()
+) -> tuple[Path, list[DamagedImage]]:
+    """The first of some images and deltas that one shard can be had from; reads nothing but what it verifies.
+
+    Args:
+      sources: paths, the wanted one first.
+      shard: from 0 to S - 1.
+      known: what was verified before; it is added to, so that no file is looked at twice.
+      without: names of images to leave out.
+
+    Returns:
+      The path, and what is wrong with those before it.
+
+    Raises:
+      DamagedImage: of the first one, if none is whole.
+    """
+    damaged: list[DamagedImage] = []
+    for path in sources:
+        try:
+            for image in chain(path, without):
+                if (image.path, shard) not in known:
+                    mine = {leaf for leaf in leaves_of(image) if leaf.split(".")[-2] == f"{shard:04d}"}
+                    known[image.path, shard] = _damage(image, mine, path)
+                if known[image.path, shard] is not None:
+                    raise known[image.path, shard]
+            return path, damaged
+        except DamagedImage as error:
+            damaged.append(error)
+    raise damaged[0]
+
+
+def _damage(image, leaves, tip):
+    """What is wrong with some leaves of an image; None if nothing is."""
+    try:
+        verify(image, leaves, functools.partial(advise_leaving_out, tip))
+    except DamagedImage as error:
+        return error
+    return None
+
+
 def _resolve(path):
     if path is None or is_image(path):
         return path
@@ -227,7 +297,7 @@ def _load_shard(tip, spec, layout, shard, image):
     refuse_other(image, "row optimizer slots", layout, image.layout)
     mine = {leaf_name(name, shard, part) for name in spec.stacks for part in (ROW_IDS, *image.layout[name])}
     leaves = sorted(mine & leaves_of(image))
-    verify(image, leaves, functools.partial(advise, Path(tip)))
+    verify(image, leaves, functools.partial(advise_leaving_out, Path(tip)))
     return load_arrays(image, leaves) if leaves else {}
 
 

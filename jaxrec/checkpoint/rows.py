@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.checkpoint.deltas import RowIds, advise, chain, copy_rows, images_below, is_delta, write_delta
+from jaxrec.checkpoint.deltas import (
+    RowIds,
+    advise_leaving_out,
+    chain,
+    chain_is_whole,
+    copy_rows,
+    images_below,
+    is_delta,
+    write_delta,
+)
 from jaxrec.checkpoint.image import (
     CHAIN,
     DamagedImage,
@@ -28,7 +37,7 @@ from jaxrec.checkpoint.image import (
 from jaxrec.checkpoint.state import ROW_IDS
 from jaxrec.checkpoint.whole import Saver
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.files import local_path, remove_directory, write_json
+from jaxrec.files import Lock, local_path, remove_directory, write_json
 from jaxrec.types import DenseState
 
 
@@ -46,9 +55,15 @@ def compact(path: str | Path, without: Collection[str] = ()) -> Path:
 
     Raises:
       DamagedImage: an image is missing or damaged; none was removed.
+      ValueError: somebody saves rows in the directory: a `RowCheckpointer` merges its deltas by itself.
       OSError: the disk is full or read-only; older images are as they were.
     """
-    path = Path(path)
+    path = local_path(path)
+    with Lock(path.parent / "rows.lock", "saving rows in it"):
+        return _compact(path, without)
+
+
+def _compact(path, without=()):
     found = chain(path, without)
     small = [image for image in found if is_delta(image.path.name)]
     if len(small) < 2 and not without:
@@ -66,7 +81,7 @@ def compact(path: str | Path, without: Collection[str] = ()) -> Path:
 def _merge(tip, small, below: Mapping[str, str]) -> Image:
     """Writes one delta of the rows of several, oldest first, over other images than they are."""
     for image in small:
-        verify(image, advise=functools.partial(advise, tip))
+        verify(image, advise=functools.partial(advise_leaving_out, tip))
     newest = small[-1]
     dense = load_arrays(newest, [leaf for leaf in leaves_of(newest) if leaf.startswith("dense.")])
     fields = newest._asdict() | {"parents": dict(below)}
@@ -137,18 +152,21 @@ class RowCheckpointer(Saver):
     def _refuse_lost(self, found):
         """Deltas outside of the chain: damaged ones get another name, newer ones are refused, others go in time."""
         mine, step = {image.path.name for image in found}, found[-1].step if found else -1
+        known = dict.fromkeys(mine, True)
         for path in deltas(self.directory):
             if path.name in mine:
                 continue
             try:
-                newer = chain(path)[-1].step > step
+                newer = read_manifest(path, str).step > step
+                damaged = newer and not chain_is_whole(path, known)
             except DamagedImage:
+                newer, damaged = False, True
+            if damaged:
                 set_aside(path)
-                continue
-            if newer:
+            elif newer:
                 raise ValueError(
                     f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove "
-                    "it: go on over it (base=newest(directory)), remove it, or give another directory."
+                    "it: go on from it (`restore` it, or base=newest(directory)), or give another directory."
                 )
 
     def _reserve(self, found: list[Image]) -> None:
@@ -178,8 +196,13 @@ class RowCheckpointer(Saver):
         Args:
           tables, rows, step, extra: as for `save_rows`.
           dense: the dense state of that step, to save along, so that `restore` gives a whole state.
+
+        Raises:
+          ValueError: rows of another shard; the saver is closed. What a save before this one met with, if it was no
+            OSError.
         """
         start = time.perf_counter()
+        self._refuse_closed()
         self.settle()
         image = copy_rows(tables, rows, step, self._spec, self._chain, extra, self.run, dense)
         if image.arrays:
@@ -194,6 +217,7 @@ class RowCheckpointer(Saver):
         Args:
           base: an image of the directory, from `Checkpointer`.
         """
+        self._refuse_closed()
         self.wait()
         write_json(self.directory / CHAIN, [Path(base).name, *self._chain])
         step, tip = read_manifest(base).step, self.newest()
@@ -223,7 +247,7 @@ class RowCheckpointer(Saver):
         written = write_delta(self.directory, image)
         self._chain = {**image.manifest["parents"], written.path.name: written.digest}
         if sum(map(is_delta, self._chain)) > self._most:
-            merged = read_manifest(compact(written.path))
+            merged = read_manifest(_compact(written.path))
             self.bytes_written += written.nbytes
             self._chain = {**merged.parents, merged.path.name: merged.digest}
             written = merged

@@ -83,8 +83,8 @@ def manifest_of(spec: EmbeddingSpec, layout, step: int, extra=None, run="", dens
         ) from error
     return {
         "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": layout,
-        "seed": spec.seed, "spec": spec.digest, "dense": list(dense), "extra": dict(extra or {}),
-        "parents": dict(parents or {}),
+        "seed": spec.seed, "scales": {name: table.scale for name, table in spec.tables.items()}, "spec": spec.digest,
+        "dense": list(dense), "extra": dict(extra or {}), "parents": dict(parents or {}),
     }  # fmt: skip
 
 

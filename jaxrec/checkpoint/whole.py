@@ -4,6 +4,7 @@ A directory has one saver of images and one of row deltas at a time, held by a l
 process dies, and its images are of one run.
 """
 
+import json
 import threading
 import time
 import warnings
@@ -27,8 +28,10 @@ from jaxrec.checkpoint.image import (
 )
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory
+from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
 from jaxrec.types import TrainState
+
+_RUN = "run.json"  # the run of the savers of a directory, before there is an image that says so
 
 
 class Saver:
@@ -51,12 +54,14 @@ class Saver:
         make_directory(self.directory)
         self._lock = Lock(self.directory / f"{kind}.lock", f"saving {kind} in it (leave its `with` block, or close it)")
         try:
-            self.run = run or new_run_id()
+            self.run = run or _run_of(self.directory)
             refuse_other_runs(self.directory, self.run)
+            write_json(self.directory / _RUN, {"run": self.run})
         except BaseException:
             self._lock.release()
             raise
-        self._thread: threading.Thread | None = None
+        self._idle, self._closed, self._guard = threading.Event(), False, threading.Lock()
+        self._idle.set()
         self._error: BaseException | None = None
         self.stall_seconds = self.thread_seconds = 0.0
         self.bytes_written = 0
@@ -64,26 +69,36 @@ class Saver:
 
     def wait(self) -> None:
         """Waits until what is being written is committed; raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._wait_until_idle()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
+    def _wait_until_idle(self):
+        # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at work for ended, and
+        # in the other can leave its lock held. A save takes much longer than this pause.
+        while not self._idle.is_set():
+            time.sleep(0.001)
+
     def done(self) -> bool:
         """Whether nothing is being written; raises what went wrong."""
-        if self._thread is not None and self._thread.is_alive():
+        if not self._idle.is_set():
             return False
         self.wait()
         return True
 
     def close(self) -> None:
-        """Waits as `wait` does, and gives the directory back."""
+        """Waits as `wait` does, and gives the directory back; a job that is still at work then does so when it ends."""
+        self._closed = True
         try:
             self.wait()
         finally:
-            self._lock.release()
+            self._release_if_idle()
+
+    def _release_if_idle(self):
+        with self._guard:
+            if self._idle.is_set() and self._closed:
+                self._lock.release()
 
     def settle(self) -> bool:
         """Waits for the last save; whether it is committed. A full disk is warned of, other errors are raised."""
@@ -94,7 +109,17 @@ class Saver:
             return False
         return True
 
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError(
+                f"the saver of {self.directory} is closed: save within its `with` block, and leave that last (with "
+                "recovery, pipeline: ...)."
+            )
+
     def _begin(self, job: Callable[..., Image], *args) -> None:
+        self._refuse_closed()
+        self._idle.clear()
+
         def run():
             start = time.thread_time()
             try:
@@ -103,9 +128,16 @@ class Saver:
                 self._error = error
                 self.failures.append(str(error))
             self.thread_seconds += time.thread_time() - start
+            self._idle.set()
+            self._release_if_idle()
 
-        self._thread = threading.Thread(target=run, name="checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="checkpoint")
+        try:
+            thread.start()
+        except BaseException:
+            if thread.ident is None:  # it never ran
+                self._idle.set()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +149,16 @@ class Saver:
             if error is None:
                 raise
             error.add_note(f"And a save failed: {failed}")  # the error on its way out is told, and this with it
+
+
+def _run_of(directory):
+    """The run that a directory without images belongs to: that of the saver beside this one, or a new one."""
+    if images(directory) or deltas(directory) or not (directory / _RUN).exists():
+        return new_run_id()
+    try:
+        return str(json.loads((directory / _RUN).read_text())["run"])
+    except (ValueError, TypeError, KeyError):
+        return new_run_id()
 
 
 def refuse_other_runs(directory: Path, run: str) -> None:
@@ -150,6 +192,7 @@ class Checkpointer(Saver):
 
     Raises:
       ValueError: the directory holds images of another run, or somebody else saves images there.
+      OSError: the directory cannot be made or written.
     """
 
     def __init__(
@@ -171,7 +214,7 @@ class Checkpointer(Saver):
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
         """Copies the state and begins to write it; returns the seconds that training waited.
 
-        A whole image of the same step is left as it is; a damaged one is replaced.
+        A whole image of the same step is left as it is; one that is damaged, or split into other shards, is replaced.
 
         Args:
           state: TrainState.
@@ -181,15 +224,17 @@ class Checkpointer(Saver):
           ValueError: there is a whole image of a later step, which would pass for newer.
         """
         start = time.perf_counter()
+        self._refuse_closed()
         self.settle()
         step = int(state.dense.step)
-        self._refuse_newer(step)
+        self.refuse_newer(step)
         path = self.path_of(step)
-        if not is_whole(path):
-            whole = self._copy == "whole"
-            self._begin(self._write, path, snapshot(state, self._spec, extra, self.run, copy=whole))
-            if not whole and self._thread is not None:
-                self._thread.join()  # its rows may not change until they are written
+        if not is_whole(path) or read_manifest(path).spec != self._spec.digest:
+            image = snapshot(state, self._spec, extra, self.run, copy=self._copy == "whole")
+            if self._copy == "whole":
+                self._begin(self._write, path, image)
+            else:
+                self._write_in_place(path, image)
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
@@ -198,8 +243,22 @@ class Checkpointer(Saver):
         """Where the image of a step is, or will be."""
         return self.directory / f"step_{step:08d}"
 
-    def _refuse_newer(self, step):
-        """Images of later steps are of a past that this run has left; damaged ones stay, under another name."""
+    def _write_in_place(self, path, image):
+        """Training waits, as rows may not change until they are written: what is left early is not committed."""
+        left = threading.Event()
+        try:
+            self._begin(self._write, path, image._replace(later=_unless(left, image.later)))
+            self._wait_until_idle()
+        except BaseException:
+            left.set()
+            raise
+
+    def refuse_newer(self, step: int) -> None:
+        """Refuses whole images of later steps, which are of a past that this run has left; damaged ones are renamed.
+
+        Raises:
+          ValueError: there is a whole image of a later step.
+        """
         for path in images(self.directory):
             if number_of(path) > step:
                 if is_whole(path):
@@ -209,10 +268,18 @@ class Checkpointer(Saver):
                     )
                 set_aside(path)
 
-    def _write(self, path, image: Snapshot) -> Image:
-        written = write_image(path, image)
+    def _write(self, path: Path, image: Snapshot) -> Image:
+        written = write_image(path, image, replace=True)
         needs = needed(self.directory)
         for old in images(self.directory)[self._keep :]:
             if old.name not in needs:
                 remove_directory(old)
         return written
+
+
+def _unless(left: threading.Event, pieces):
+    """The pieces of an image, each written before the next is asked for; an error instead once training has gone on."""
+    for piece in pieces:
+        yield piece
+        if left.is_set():
+            raise InterruptedError("the save was interrupted, and its rows have changed since")

@@ -64,7 +64,7 @@ def budget_rows(rows: int, fraction: float) -> int:
       rows: V / S.
       fraction: r, above 0 and at most 1; 0.125 in CPR.
 
-    Errors:
+    Raises:
       ValueError: the fraction is out of range.
 
     >>> budget_rows(1000, 0.125), budget_rows(30, 0.1), budget_rows(7, 0.125)
@@ -163,7 +163,7 @@ def ssu(every: int = 2) -> Priority:
     Args:
       every: which batches are sampled; the period is a matter of tuning in CPR.
 
-    Errors:
+    Raises:
       ValueError: every < 1.
     """
     if every < 1:

@@ -32,18 +32,20 @@ import numpy as np
 
 from jaxrec.checkpoint import (
     Checkpointer,
-    DamagedImage,
     Image,
     RowCheckpointer,
+    chain,
     images,
     newest_first,
     restore,
     restore_shard,
+    shard_source,
 )
 from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
-from jaxrec.cpr.watch import in_pick, in_ranges, ranges_of, shard_rows, value_of, without_rows
+from jaxrec.cpr.watch import in_pick, in_ranges, is_initial, ranges_of, shard_rows, value_of, without_rows
+from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, TrainState
@@ -96,7 +98,7 @@ class Recovery:
       rows_saved, saves: rows and saves so far.
 
     Raises:
-      ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with `whole`.
+      ValueError: a number out of range, an unknown table, a scheme or a pipeline with full recovery, SCAR with `whole`.
 
     A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved (SSU's as far as its
     list has room). Leaving the `with` block raises what the last save failed with.
@@ -108,6 +110,12 @@ class Recovery:
         whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
     ):  # fmt: skip
+        if mode == "full" and pipeline is not None:
+            raise ValueError(
+                "full recovery rolls the state back, which a pipeline cannot: train with fit, or mode='partial'."
+            )
+        if most_deltas is not None and (not isinstance(most_deltas, int) or most_deltas < 1):
+            raise ValueError(f"most_deltas={most_deltas} must be a whole number from 1.")
         _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures or {}, pick_ahead_steps)
         self.directory, self.spec, self.mode = local_path(directory), spec, mode
         self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
@@ -132,6 +140,8 @@ class Recovery:
         self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
         # Step of the last save; of the last regular one committed; of the one that is being written, or that.
         self._last = self._regular = self._coming = 0
+        self._first = self._seen = 0  # step of `begin`; of the last batch
+        self._puts: int | None = 0  # that the tables had seen before step 0; None if they do not say
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
 
     @property
@@ -153,35 +163,47 @@ class Recovery:
         return [saver for saver in (self._checkpointer, self._deltas) if saver is not None]
 
     def begin(self, state: TrainState, image: Image | None = None) -> TrainState:
-        """Starts to track; saves the state as a base unless it is fresh, when initial rows are the base.
+        """Starts to track; saves the state as a base, unless its rows are initial ones, which need none.
 
         With full recovery, which has dense parameters to go back to, a base is always saved.
 
         Args:
           state: TrainState.
           image: what `restore` returned with the state, if the run goes on: the figures are taken from it, and what the
-            mosaic of rows has lost against its step counts as lost by all shards.
+            mosaic of rows has lost against its step counts as lost by all shards. Scheme, fraction and number of shards
+            may be others than before.
 
         Returns:
           The state.
 
         Raises:
-          ValueError: the directory holds images, and `image` is not one of them; a second `begin`.
+          ValueError: the directory holds images, and `image` is not the newest whole one of them; somebody else saves
+            there; a second `begin`.
+          OSError: a base cannot be written.
         """
         step = int(state.dense.step)
         self._check_begin(step, image)
-        run = image.run if image else None
-        self._checkpointer = self._open.enter_context(Checkpointer(self.directory, self.spec, run=run, copy=self._copy))
-        if self._scheme:
-            base, run = image.path if image else None, self._checkpointer.run
-            self._deltas = RowCheckpointer(self.directory, self.spec, base, self._most, run)
-            self._open.enter_context(self._deltas)
-        self._last = self._regular = self._coming = step
+        with contextlib.ExitStack() as opened:  # all of it, or nothing
+            checkpointer = opened.enter_context(
+                Checkpointer(self.directory, self.spec, run=image.run if image else None, copy=self._copy)
+            )
+            checkpointer.refuse_newer(step)  # else a save of its step would be left as it is
+            if self._scheme:
+                base = image.path if image else None
+                rows = RowCheckpointer(self.directory, self.spec, base, self._most, checkpointer.run)
+                self._deltas = opened.enter_context(rows)
+            self._checkpointer, self._open = checkpointer, opened.pop_all()
+        self._first = self._seen = self._last = self._regular = self._coming = step
+        self._puts = _puts_before(state.tables, step)
         known = image.extra.get("cpr", {}) if image else {}
-        self._watch_from(state.tables, known.get("trackers", {}))
+        same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self._scheme_name())
+        self._watch_from(state.tables, known.get("trackers", {}) if same else {})
         self._take_figures(known, step)
-        fresh = image is None and not step and self.mode == "partial"
-        if not fresh and not (image and (self._scheme or image.path in images(self.directory))):
+        if image is None:
+            wants_base = self.mode == "full" or step > 0 or not is_initial(state.tables, self.spec)
+        else:  # one of all rows, split as they are now, or a chain that goes on
+            wants_base = image.spec != self.spec.digest or not (self._scheme or image.path in images(self.directory))
+        if wants_base:
             self._save_base(state)
         self._begun = True
         self._announce(step)
@@ -197,6 +219,8 @@ class Recovery:
                 "this run: go on with that one (state, image = restore(directory, state, spec, row_optimizer), then "
                 "begin(state, image)), or give another directory."
             )
+        if image is not None and not isinstance(image, Image):
+            raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
         if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
             raise ValueError(
                 f"image {image.path} of step {image.step} must lie in {self.directory}, and the state, of step {step}, "
@@ -214,18 +238,27 @@ class Recovery:
         for name in _FIGURES:
             setattr(self, name, known.get(name, getattr(self, name)))
         regular = known.get("regular", step)
-        if regular < step:
-            self._regular = self._coming = regular
+        if regular < step:  # and no more of it later: a shard that fails next comes back with what was restored now
             self.pls += lost_portion(step, regular, max(self._total, step), self.spec.shards, self.spec.shards)
 
     def _figures(self, regular):
         """What a save says of the recovery, beside rows and dense state."""
         trackers = {name: self._scheme.remember(tracker) for name, tracker in self._trackers.items()}
-        return {"cpr": {name: getattr(self, name) for name in _FIGURES} | {"regular": regular, "trackers": trackers}}
+        more = {"regular": regular, "scheme": self._scheme_name(), "trackers": trackers}
+        return {"cpr": {name: getattr(self, name) for name in _FIGURES} | more}
+
+    def _scheme_name(self):
+        return self._scheme.name if self._scheme else None
 
     def hook(self, state: TrainState, step: int, plan: dict[str, Plan], metrics) -> TrainState:
-        """Tracks the batch, saves if it is time to, and recovers from the failures of this step."""
+        """Tracks the batch, saves if it is time to, and recovers from the failures of this step.
+
+        Raises:
+          ValueError: `begin` was not called; steps do not rise; the tables are not those of this step.
+          RolledBack: with full recovery, if shards fail.
+        """
         self._refuse_unbegun()
+        self._refuse_other_time(state.tables, step)
         if self._scheme:
             with self._lock:
                 self._waiting.append((step, plan))
@@ -249,6 +282,25 @@ class Recovery:
     def _refuse_unbegun(self):
         if not self._begun:
             raise ValueError("call state = recovery.begin(state) before the first step.")
+
+    def _refuse_other_time(self, tables, step):
+        """Refuses steps counted anew after a resume, and tables that lag behind the step or that nobody cuts."""
+        if step <= self._seen:
+            raise ValueError(
+                f"step {step} after step {self._seen}: steps rise; after a resume they go on from image.step."
+            )
+        self._seen = step
+        if self._pipeline is not None:
+            if not self._pipeline.running:
+                raise ValueError("this recovery saves at cuts of its pipeline, which is not running: train with it.")
+            return
+        puts = _puts_before(tables, step)
+        counted = puts is not None and self._puts is not None and puts + step != self._puts + self._first
+        if counted and puts != self._puts:  # writers that `add` are not counted
+            raise ValueError(
+                f"the tables lag behind step {step} by {self._puts - puts} puts: under a Pipeline they do, so give it "
+                "to Recovery (pipeline=...); elsewhere a step is one put."
+            )
 
     def fail(
         self, state: TrainState, shards: Sequence[int], step: int | None = None, without: Collection[str] = ()
@@ -290,43 +342,41 @@ class Recovery:
         if self.mode == "full":
             self.failed += len(shards)
             self._roll_back(state, step)
-        skipped: list[Path] = []
-        for shard in shards:
-            tables = self._bring_back(tables, shard, step, without, skipped)
-        if skipped and self._scheme:
+        every = self._sources(without)
+        known: dict = {}
+        # All is read, verified and counted before the first row changes.
+        sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
+        lost = [self._lost_by(step, source, bool(damaged or without), without) for source, damaged in sources]
+        warn_skipped(max((damaged for _, damaged in sources), key=len))
+        for shard, (source, _) in zip(shards, sources, strict=True):
+            tables, _ = restore_shard(source, tables, shard, self.spec, self._rows, without)
+            for name in self._trackers:
+                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value_of(tables, name))
+        self.pls, self.failed = self.pls + sum(lost), self.failed + len(shards)
+        skipped = {path for source, damaged in sources if damaged for path in every[: every.index(source)]}
+        if (skipped or without) and self._scheme:
             self._save_base(_at_step(state._replace(tables=tables), step))  # nothing more goes over a damaged chain
-        for path in {*skipped} - {path for path in skipped if self._scheme}:
+        for path in () if self._scheme else skipped:
             set_aside(path)  # it does not count among the images to keep
         return tables
 
-    def _bring_back(self, tables, shard, step, without, skipped):
-        """One shard from the newest source that is whole; what is damaged is warned of and added to `skipped`."""
-        damaged: list[DamagedImage] = []
-        for source in self._sources():
-            try:
-                tables, found = restore_shard(source, tables, shard, self.spec, self._rows, without)
-            except DamagedImage as error:
-                damaged.append(error)
-                skipped += [] if source in skipped else [source]
-                continue
-            warn_skipped(damaged)
-            saved = _regular_of(found) if damaged else self._regular
-            self.pls += lost_portion(step, saved, max(self._total, step), self.spec.shards)
-            self.failed += 1
-            for name in self._trackers:
-                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value_of(tables, name))
-            return tables
-        raise damaged[0]
+    def _lost_by(self, step, source, older, without):
+        """What a shard adds to the PLS that comes back from a source; an older one if the newest is not whole."""
+        found = chain(source, without) if older and source is not None else []
+        saved = _regular_of(found) if found else self._first if older else self._regular
+        return lost_portion(step, saved, max(self._total, step), self.spec.shards)
 
-    def _sources(self):
+    def _sources(self, without):
         """What a shard may come back from, newest first: the chain, link by link, then older images."""
         mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._scheme else []
-        return [*mine, *(path for path in images(self.directory) if path not in mine)] or [None]
+        every = [*mine, *(path for path in images(self.directory) if path not in mine)]
+        return [path for path in every if path.name not in without]
 
     def _roll_back(self, state, step):
         restored, image = restore(self.directory, state, self.spec, self._rows)
         self.lost_steps += step - image.step
-        self._last = self._regular = self._coming = image.step
+        self._seen = self._last = self._regular = self._coming = image.step
+        self._puts = _puts_before(restored.tables, image.step)
         raise RolledBack(restored, image.step)
 
     # ---- saving
@@ -389,25 +439,28 @@ class Recovery:
         self._regular = self._coming = coming
 
     def _save(self, state, step):
-        regular = self._due(step, self._every, self._last)
         state = _at_step(state, step)
         if self._base_wanted:
-            self._touch(step)
             self._picked_ahead()
+            self._touch(step)
             self._save_base(state)
-        elif self._scheme:
-            self._save_rows(state, step, regular)
+            return
+        if self._scheme:
+            regular = self._save_rows(state, step)
         else:
             self._settle()
+            regular = self._due(step, self._every, self._regular)
             self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
             self.saves += 1
             self._checkpointer.save(state, self._figures(step))
         self._last, self._coming = step, step if regular else self._coming
 
-    def _save_rows(self, state, step, regular):
+    def _save_rows(self, state, step):
+        """Saves what is picked; returns whether it is a regular save, which is due until one is committed."""
         picked = self._picked_ahead()
         self._touch(step, picked)
-        picked = self._pick(state.tables) if picked is None else picked
+        picked = self._pick(state.tables) if picked is None else picked  # only then is the last save settled
+        regular = self._due(step, self._every, self._regular)
         rows: dict[tuple[str, int], np.ndarray] = {}
         for name, pick in picked.items():
             for shard, mine in enumerate(pick.rows):
@@ -417,6 +470,7 @@ class Recovery:
         self.saves += 1
         self._deltas.save(state.tables, rows, step, self._figures(step if regular else self._regular), state.dense)
         self._picked = picked  # only now: what was not copied stays to be saved
+        return regular
 
     def _save_base(self, state):
         """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next save tries again."""
@@ -454,18 +508,30 @@ def _at_step(state, step):
     return state._replace(dense=state.dense._replace(step=np.int32(step)))
 
 
+def _puts_before(tables, step):
+    """How many puts host tables have seen beyond one a step; None if they do not say."""
+    puts = tables.step if isinstance(tables, HostTables) else None
+    return None if puts is None else puts - step
+
+
 def _regular_of(found):
     """The step up to which a chain counts as saved, which mini-saves do not move."""
     return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
 
 
 def _check_shards(spec, shards):
+    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
+        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
     if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
         raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
 
 
 def _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures, pick_ahead_steps):
-    if save_every_steps <= 0 or total_steps < 1:
+    if not isinstance(spec, EmbeddingSpec) or not isinstance(scheme, Priority | None):
+        raise ValueError(
+            f"spec={spec!r:.80} must be an EmbeddingSpec, scheme={scheme!r:.80} one of mfu(), ssu(), ... or None."
+        )
+    if not (isinstance(save_every_steps, int | float) and 0 < save_every_steps < math.inf) or total_steps < 1:
         raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
@@ -475,7 +541,9 @@ def _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, f
         raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
     if not isinstance(pick_ahead_steps, int) or pick_ahead_steps < 0:
         raise ValueError(f"pick_ahead_steps={pick_ahead_steps} must be a whole number from 0.")
-    for shards in failures.values():
+    for step, shards in failures.items():
+        if not isinstance(step, int | np.integer) or step < 1:
+            raise ValueError(f"failures at step {step!r}: steps are whole numbers from 1.")
         _check_shards(spec, shards)
     unknown = sorted(set(whole) - set(spec.tables))
     if unknown:

@@ -10,7 +10,11 @@ import numpy as np
 
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.host import without_gaps
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.types import Plan
+
+_CHUNK_ROWS = 1 << 14
 
 
 def lose(tables, shard: int):
@@ -67,6 +71,19 @@ def in_pick(plan, rows):
     """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
     found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
     return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
+
+
+def is_initial(tables, spec: EmbeddingSpec) -> bool:
+    """Whether all rows have their initial values: then nothing need be saved for them to come back."""
+    for name, stack in spec.stacks.items():
+        for shard in range(spec.shards):
+            value = value_of(tables, name)[shard]
+            for start in range(0, stack.rows_per_shard, _CHUNK_ROWS):
+                row = np.arange(start, min(start + _CHUNK_ROWS, stack.rows_per_shard)) * spec.shards + shard
+                initial = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
+                if not np.array_equal(np.asarray(value[start : start + len(row)]), initial):
+                    return False
+    return True
 
 
 def value_of(tables, name):

@@ -236,6 +236,11 @@ class Pipeline:
             self._running = None
         flow.raise_failure()
 
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun and not ended."""
+        return self._running is not None
+
     def close(self) -> None:
         """Ends a run: what is committed is written, what is not is dropped; no thread is left. Then one can go on."""
         if self._running is not None:
