@@ -140,7 +140,7 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
     if not 0 < portion <= 1:
         raise ValueError(f"portion={portion} must be above 0 and at most 1.")
     count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
-    return float(count[: math.ceil(portion * failures.nodes)].sum() / max(1, count.sum()))
+    return int(count[: math.ceil(portion * failures.nodes)].sum()) / max(1, int(count.sum()))
 
 
 def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
