@@ -166,8 +166,9 @@ def judge(code: int, number: int, said: str, workdir: Path) -> tuple[str, list[s
     at_work = "AUC to expect" in said and "run written to" not in said
     killed = -number if number == signal.SIGKILL or not at_work else 0
     # Ctrl-C while Python imports its own packages ends it with 1 and a traceback, before a line of ours has run.
-    in_start = 1 if number == signal.SIGINT and not at_work and "Traceback" in said else 0
-    if code not in (0, killed, in_start, 128 + number):
+    # Or with a crash: an extension of numpy's or jax's that Ctrl-C meets while it is loaded.
+    in_start = {1, -signal.SIGSEGV} if number == signal.SIGINT and (not said or "Traceback" in said) else set()
+    if code not in {0, killed, 128 + number} | (set() if at_work else in_start):
         wrong.append(f"ended with {code}:\n{said[-3000:]}")
     if at_work and "Traceback" in said:
         wrong.append(f"a traceback:\n{said[-3000:]}")
