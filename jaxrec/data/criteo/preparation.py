@@ -248,7 +248,8 @@ def _encoder(job: Job, in_train):
 def _load_vocabulary(path: Path) -> list[np.ndarray]:
     """The kept values of each field, u32[v]; zip notes a checksum of each."""
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        # Opened here: of a damaged file, numpy leaves its own handle open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             kept = [saved[f"C{i + 1}"] for i in range(FIELDS)]
         if any(values.dtype != np.uint32 or values.ndim != 1 for values in kept):
             raise ValueError("its values are not of the kind that was written")
