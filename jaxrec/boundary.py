@@ -65,7 +65,7 @@ def check_state(spec: EmbeddingSpec, state) -> None:
 def check_not_donated(state) -> None:
     """Refuses a state that was donated to an earlier step."""
     step = state.dense.step
-    if isinstance(step, jax.Array) and step.is_deleted():
+    if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted():
         raise ValueError(
             "this state was donated to an earlier step and is gone: go on with the state that the step returned "
             "(`state, metrics = step(state, plan, batch)`), and copy what you need to keep."

@@ -19,6 +19,7 @@ from jaxrec.embedding import (
     Lookup,
     Table,
     adagrad,
+    device_plan,
     plan,
     rowwise_adagrad,
     sgd,
@@ -348,3 +349,22 @@ def test_a_refused_step_leaves_the_state_as_it_was_and_of_use(home):
             step(state, plan(SPEC, batch.ids), wrong)
     jax.tree.map(np.testing.assert_array_equal, leaves(state), before)
     step(state, plan(SPEC, batch.ids), batch)
+
+
+def test_a_step_is_a_part_of_a_program_of_ones_own():
+    """Under an outer jit, with plans made on the device, a step computes what it does alone."""
+    optimizer, rows = optax.adam(0.05), adagrad(0.1)
+    step = jaxrec.make_train_step(SPEC, loss, optimizer, rows)
+    capacity = {name: 64 for name in SPEC.stacks}
+
+    def plan_and_step(state, batch):
+        return step(state, device_plan(SPEC, batch.ids, capacity), batch)
+
+    states = []
+    for run in (jax.jit(plan_and_step), plan_and_step):
+        state = jaxrec.init_state(params(), optimizer, DeviceTables.create(SPEC, rows, jaxrec.make_mesh()))
+        for number in range(3):
+            state, metrics = run(state, jax.device_put(batch_of(number)))
+        assert np.isfinite(metrics["loss"])
+        states.append(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *states)
