@@ -318,9 +318,10 @@ def _orbax():
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False))
 
 
-def leaves_of(image: Image) -> set[str]:
-    """Names of the arrays in an image."""
-    return {name.split("/")[1] for name in image.files if name.count("/") > 1}
+def leaves_of(image: Image, prefix: str = "") -> set[str]:
+    """Names of the arrays in an image, of those that begin with 'dense.' or 'rows.', say."""
+    names = {name.split("/")[1] for name in image.files if name.count("/") > 1}
+    return {name for name in names if name.startswith(prefix)}
 
 
 def load_arrays(image: Image, leaves: Iterable[str]) -> dict[str, np.ndarray]:

@@ -110,9 +110,9 @@ def _restore(found, template, spec, row_optimizer, cast):
         )
     check_dense(image, template.dense, cast)
     rows = _initial_parts(found[0], template.tables, spec, row_optimizer)
-    dense = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("dense.")])
+    dense = load_arrays(image, leaves_of(image, "dense."))
     for other in found:
-        arrays = load_arrays(other, [leaf for leaf in leaves_of(other) if leaf.startswith("rows.")])
+        arrays = load_arrays(other, leaves_of(other, "rows."))
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)

@@ -83,7 +83,7 @@ def _merge(tip, small, below: Mapping[str, str]) -> Image:
     for image in small:
         verify(image, advise=functools.partial(advise_leaving_out, tip))
     newest = small[-1]
-    dense = load_arrays(newest, [leaf for leaf in leaves_of(newest) if leaf.startswith("dense.")])
+    dense = load_arrays(newest, leaves_of(newest, "dense."))
     fields = newest._asdict() | {"parents": dict(below)}
     about = {key: fields[key] for key in fields if key not in ("path", "format", "files", "digest")}
     return write_delta(tip.parent, Snapshot(dense, about, _newest_rows(small)))
@@ -97,7 +97,7 @@ def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
     """
     kept: dict[str, list[dict[str, np.ndarray]]] = {}
     for image in reversed(small):
-        arrays = load_arrays(image, [leaf for leaf in leaves_of(image) if leaf.startswith("rows.")])
+        arrays = load_arrays(image, leaves_of(image, "rows."))
         for leaf in [leaf for leaf in arrays if leaf.endswith("." + ROW_IDS)]:
             key = leaf.removesuffix(ROW_IDS)
             known = np.concatenate([np.zeros(0, np.int32), *(parts[leaf] for parts in kept.get(key, []))])

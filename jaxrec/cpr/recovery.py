@@ -138,8 +138,8 @@ class Recovery:
         self._announced: set[int] = set()  # steps of cuts to come
         self._stall, self._begun = 0.0, False
         self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
-        # Step of the last save; of the last regular one committed; of the one that is being written, or that.
-        self._last = self._regular = self._coming = 0
+        # Step of the last regular save committed; of the one that is being written, or that.
+        self._regular = self._coming = 0
         self._first = self._seen = 0  # step of `begin`; of the last batch
         self._puts: int | None = 0  # that the tables had seen before step 0; None if they do not say
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
@@ -193,7 +193,7 @@ class Recovery:
                 rows = RowCheckpointer(self.directory, self.spec, base, self._most, checkpointer.run)
                 self._deltas = opened.enter_context(rows)
             self._checkpointer, self._open = checkpointer, opened.pop_all()
-        self._first = self._seen = self._last = self._regular = self._coming = step
+        self._first = self._seen = self._regular = self._coming = step
         self._puts = _puts_before(state.tables, step)
         known = image.extra.get("cpr", {}) if image else {}
         same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self._scheme_name())
@@ -375,7 +375,7 @@ class Recovery:
     def _roll_back(self, state, step):
         restored, image = restore(self.directory, state, self.spec, self._rows)
         self.lost_steps += step - image.step
-        self._seen = self._last = self._regular = self._coming = image.step
+        self._seen = self._regular = self._coming = image.step
         self._puts = _puts_before(restored.tables, image.step)
         raise RolledBack(restored, image.step)
 
@@ -453,7 +453,7 @@ class Recovery:
             self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
             self.saves += 1
             self._checkpointer.save(state, self._figures(step))
-        self._last, self._coming = step, step if regular else self._coming
+        self._coming = step if regular else self._coming
 
     def _save_rows(self, state, step):
         """Saves what is picked; returns whether it is a regular save, which is due until one is committed."""
@@ -483,7 +483,7 @@ class Recovery:
         if self._deltas is not None:
             self._deltas.restart(self._checkpointer.path_of(step))
             self._watch_from(state.tables, {name: self._scheme.remember(t) for name, t in self._trackers.items()})
-        self._base_wanted, self._last = False, step
+        self._base_wanted = False
         self._regular = self._coming = step
 
     def _budget(self, name):

@@ -84,6 +84,13 @@ def recovery_in(directory, **more):
     return Recovery(directory, SPEC, ROWS, **({"save_every_steps": 4, "total_steps": 100} | more))
 
 
+def save_all_rows(recovery, step):
+    """A save of a scheme after a batch that touched every row."""
+    recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
+    recovery._save(state_of(step), step)
+    recovery._settle()
+
+
 def untouched(directory):
     """What a directory holds, to compare with later."""
     return {str(file): file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
@@ -608,9 +615,7 @@ def _(directory):
     with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
         recovery.begin(state_of())
         for step in (4, 8):
-            recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
-            recovery._save(state_of(step), step)
-            recovery._settle()
+            save_all_rows(recovery, step)
         damage(deltas(directory)[0])
         state = state_of(9)
         with pytest.warns(UserWarning, match="skipped what is damaged"):
@@ -710,9 +715,7 @@ def _(directory):
     with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
         recovery.begin(state_of())
         for step in (4, 8):
-            recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
-            recovery._save(state_of(step), step)
-            recovery._settle()
+            save_all_rows(recovery, step)
         state = recovery.fail(state_of(9), [1], step=9, without=[deltas(directory)[0].name])
         assert value(state, 1) == 4 and recovery.pls == pytest.approx((9 - 4) / (100 * 2))
     assert restore(directory, state_of(), SPEC)[1].step == 9
@@ -723,8 +726,7 @@ def _(directory):
     with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
         recovery.begin(state_of())
         for step in (4, 8, 12):
-            recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
-            recovery._save(state_of(step), step)
+            save_all_rows(recovery, step)
     damage(deltas(directory)[1])
     with pytest.warns(UserWarning, match="skipped what is damaged"):
         state, image = restore(directory, state_of(), SPEC)
