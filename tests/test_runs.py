@@ -457,7 +457,7 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
         data, tests = whole(config), iter(range(100))
         if where == "train":
             return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
-        wanted = {"test": 1, "end": 3}[where]
+        wanted = {"test": 1, "last test": 3}[where]
         return data._replace(
             test=lambda: signalled(data.test(), at, signal.SIGTERM) if next(tests) == wanted else data.test()
         )

@@ -1,5 +1,6 @@
 """The law of SPMD: any number of devices, padding and replicas included, computes what one device computes."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -368,3 +369,17 @@ def test_a_step_is_a_part_of_a_program_of_ones_own():
         assert np.isfinite(metrics["loss"])
         states.append(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *states)
+
+
+def test_one_step_serves_host_tables_of_any_seed_and_refuses_another_order_of_tables():
+    """The seed decides how rows begin; where they lie, which is what a step is compiled for, it does not."""
+    step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), adagrad(0.1))
+    batch = batch_of(0)
+
+    def first_step(spec):
+        state = jaxrec.init_state(params(), optax.adam(0.01), HostTables.create(spec, adagrad(0.1)))
+        return step(state, plan(spec, batch.ids), batch)[1]["loss"]
+
+    assert first_step(SPEC) != first_step(dataclasses.replace(SPEC, seed=1))
+    with pytest.raises(ValueError, match="another spec than the step"):
+        first_step(dataclasses.replace(SPEC, tables=dict(reversed(SPEC.tables.items()))))
