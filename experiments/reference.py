@@ -6,9 +6,10 @@ cross layers beside a tower 512-256.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from accelerator.measure import interval
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 
@@ -68,7 +69,12 @@ def reference_work(job: Job):
     return spec, loss, params, optax.sgd(0.01), rowwise_adagrad(0.02)
 
 
-def ratio(key: str, values) -> dict[str, float]:
-    """Median, least and most of a ratio over the rounds."""
-    values = np.asarray(values)
-    return {key: float(np.median(values)), f"{key}_min": float(values.min()), f"{key}_max": float(values.max())}
+def ratio(key: str, values) -> dict[str, Any]:
+    """Median, 95 % bootstrap interval of it, least and most of a figure over the rounds.
+
+    >>> list(ratio("a_over_b", [0.9, 1.0, 1.1]))
+    ['a_over_b', 'a_over_b_low', 'a_over_b_high', 'a_over_b_min', 'a_over_b_max']
+    """
+    found = interval(values)
+    ends = {f"{key}_low": found["low"], f"{key}_high": found["high"]}
+    return {key: found["median"], **ends, f"{key}_min": float(np.min(values)), f"{key}_max": float(np.max(values))}
