@@ -1,15 +1,23 @@
 """Time to accuracy of the four modes: does asynchrony hurt, and what does it cost to have neither stale nor slow?
 
-    python experiments/oac_time_to_accuracy.py                      3 minutes
-    python experiments/oac_time_to_accuracy.py --preset paper       more steps and seeds; goes on arm by arm
+    python experiments/oac_time_to_accuracy.py                      7 minutes
+    python experiments/oac_time_to_accuracy.py --preset paper       more steps, arms and seeds; goes on arm by arm
 
-Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over host tables behind
-an EMULATED full-duplex link (its time is slept), each way as slow as the compute of a batch. Arms: sync, semisync (one
-batch stale), async and oac with several windows, several skews of the ids; at least 5 seeds, paired: one seed has the
-same data and initial values in all arms. The clock stops while the test set is evaluated. `seconds_to_target_MODE` is
-the mean time at which an arm first reaches the target of its seed, 99.5 % of the way from one half to sync's last AUC,
-for the largest skew and window; null if some seed never does. `auc_loss` is the paired difference to sync with its 95 %
-interval. Equal AUC of sync and oac is no luck: their results are the same to the last bit (oac_equivalence.py).
+Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over host tables. Arms:
+sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; 8 seeds, paired: one
+seed has the same data and initial values in all arms.
+
+Two things are measured apart. *Steps to the target*, from the curves of test AUC. The target of a seed is 99.5 % of the
+way from one half to the AUC that sync has after 800 steps; every other arm trains 800 steps, and on until it reaches
+the target, at most five times as long. `auc_loss` is the paired difference to sync after 800 steps, with its 95 %
+interval; `seeds_that_reach_target` counts the seeds that do; a mean is null where some never do. *Time of a step*, of
+all arms in turns within the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
+slept), each way as slow as the compute of a batch: median and 95 % bootstrap interval. The product of both is
+`seconds_to_target_modelled`, for the largest skew: modelled, not measured.
+
+Equal AUC of sync and oac is no luck: their results are the same to the last bit (oac_equivalence.py). Curves of sync,
+semisync and oac do not depend on a link, and are trained without; async is trained over it, as what it reads depends on
+the time.
 """
 
 import dataclasses
@@ -23,17 +31,20 @@ import numpy as np
 import optax
 from contract import Flags, Run, command_line, paired_interval, plot
 from oac_throughput import EmulatedLink
+from oac_work import turn
+from reference import ratio
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.loop import evaluate, keep_memory
+from jaxrec.loop import evaluate, every, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
 from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
 WIDTH = 8
+MOST = 5  # times the steps that sync has: so long an arm may take to its target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +75,9 @@ class Arm:
 class Job:
     """The model and its programs, compiled once for all arms; tables and dense state are fresh in each run."""
 
-    def __init__(self, config: Config, steps: int, evaluations: int):
+    def __init__(self, config: Config, steps: int, every_steps: int):
         keep_memory()
-        self.config, self.steps, self.every = config, steps, max(1, steps // evaluations)
+        self.config, self.steps, self.every_steps = config, steps, every_steps
         fields = [f"C{i}" for i in range(len(CARDINALITIES))]
         tables = {name: Table(n, WIDTH) for name, n in zip(fields, CARDINALITIES, strict=True)}
         self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=4, seed=config.seed)
@@ -107,36 +118,43 @@ class Job:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((rows, plans, batch)))
         return EmulatedLink(size / float(np.median(times[5:])), 5e-5)
 
-    def train(self, arm: Arm, seed: int, link: EmulatedLink) -> list[dict]:
-        """One run: the test AUC along the way."""
+    def pipeline(self, arm: Arm, seed: int, link: EmulatedLink | None) -> Pipeline:
+        """A pipeline with tables and dense state of its own."""
+        options: dict[str, Any] = {"window": arm.window} if arm.mode in ("async", "oac") else {}
+        options |= {"send": link.send, "fetch": link.fetch} if link else {}
+        return Pipeline(self.fresh_state(seed), self.update, mode=arm.mode, loaders=3, fetchers=2, **options)
+
+    def train(self, arm: Arm, seed: int, link: EmulatedLink, target: float | None) -> list[dict]:
+        """One run: the test AUC along the way, for `steps` and on to the target, if there is one."""
         clicks = self.clicks(arm.exponent, seed)
+        test = [(batch, plan(self.spec, batch.ids)) for batch in clicks.stream(2048, batches=10, test=True)]
         rows: list[dict] = []
-        test = list(clicks.stream(2048, batches=10, test=True))
-        pairs = [(batch, plan(self.spec, batch.ids)) for batch in test]
-        seconds, since = 0.0, 0.0
 
         def measure(state, step, plans, metrics):
-            nonlocal seconds, since
-            if step == 1:  # what was compiled is not counted
-                since = time.perf_counter()
-            if step % self.every == 0:
-                jax.block_until_ready(metrics)
-                seconds += time.perf_counter() - since
-                pipeline.drain()
-                found = evaluate(state, pairs, self.eval_step)
-                rows.append({"step": step, "seconds": seconds, "test_auc": found["auc"]})
-                since = time.perf_counter()
+            pipeline.drain()
+            rows.append({"step": step, "test_auc": evaluate(state, test, self.eval_step)["auc"]})
             return state
 
-        window: dict[str, Any] = {"window": arm.window} if arm.mode in ("async", "oac") else {}
-        state = self.fresh_state(seed)
-        pipeline = Pipeline(
-            state, self.update, mode=arm.mode, send=link.send, fetch=link.fetch, loaders=3, fetchers=2, **window
-        )
-        with pipeline:
-            for _ in pipeline.run(clicks.stream(self.config.batch_size, batches=self.steps), [measure]):
-                pass
+        with self.pipeline(arm, seed, link if arm.mode == "async" else None) as pipeline:
+            batches = clicks.stream(self.config.batch_size, batches=MOST * self.steps)
+            for _ in pipeline.run(batches, [every(self.every_steps, measure)]):
+                if pipeline.step >= self.steps and (target is None or rows[-1]["test_auc"] >= target):
+                    break
         return rows
+
+    def step_seconds(self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int) -> dict[str, list[float]]:
+        """Seconds of a step of each arm, one a round; all take turns over the link."""
+        longest = counted + 3 + max(arm.window for arm in arms)
+        batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
+        pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
+        for pipeline in pipelines.values():
+            turn(pipeline, batches, pipeline.window + 2)  # compiles
+        times: dict[str, list[float]] = {name: [] for name in pipelines}
+        for _ in tqdm(range(rounds), desc="step times in turns", unit="round", disable=None):
+            for name, pipeline in pipelines.items():
+                skip = pipeline.window + 2
+                times[name].append(turn(pipeline, batches[: skip + 1 + counted], skip))
+        return times
 
 
 def arms(config: Config) -> list[Arm]:
@@ -153,73 +171,138 @@ def arms(config: Config) -> list[Arm]:
     return found
 
 
-def seconds_to(curve: list[dict], target: float) -> float | None:
-    """When a curve first reaches the target, linearly between two evaluations; None if it never does."""
-    before = {"seconds": 0.0, "test_auc": 0.5}
+def steps_to(curve: list[dict], target: float) -> float | None:
+    """The step at which a curve first reaches the target, linearly between two evaluations; None if it never does.
+
+    >>> curve = [{"step": 100, "test_auc": 0.6}, {"step": 200, "test_auc": 0.7}, {"step": 300, "test_auc": 0.65}]
+    >>> round(steps_to(curve, 0.65), 6), round(steps_to(curve, 0.55), 6), steps_to(curve, 0.8)
+    (150.0, 50.0, None)
+    """
+    before = {"step": 0, "test_auc": 0.5}
     for row in curve:
         if row["test_auc"] >= target:
             part = (target - before["test_auc"]) / (row["test_auc"] - before["test_auc"])
-            return before["seconds"] + part * (row["seconds"] - before["seconds"])
+            return before["step"] + part * (row["step"] - before["step"])
         before = row
     return None
 
 
-def summarize(rows: list[dict], seeds: int) -> dict[str, Any]:
-    """What results.json holds, from all curves."""
-    curves: dict[tuple, list[dict]] = {}
+def target_of(curve: list[dict]) -> float:
+    """The AUC that an arm should reach, from sync's curve."""
+    return 0.5 + 0.995 * (curve[-1]["test_auc"] - 0.5)
+
+
+def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """The curves that have ended, {(exponent, arm, seed): rows}.
+
+    >>> row = {"exponent": 0.8, "arm": "sync", "seed": 0, "step": 100, "test_auc": 0.6, "ended": False}
+    >>> cut_off = [row, row | {"step": 200}]  # by a kill, and then trained anew
+    >>> curves_of(cut_off), [row["step"] for row in curves_of([*cut_off, row | {"ended": True}])[0.8, "sync", 0]]
+    ({}, [100])
+    """
+    found: dict[tuple, list[dict]] = {}
     for row in rows:
-        curves.setdefault((row["exponent"], row["arm"], row["seed"]), []).append(row)
+        if "seed" in row:
+            key = (row["exponent"], row["arm"], row["seed"])
+            so_far = found.get(key, [])
+            found[key] = [*so_far, row] if so_far and so_far[-1]["step"] < row["step"] else [row]
+    return {key: curve for key, curve in found.items() if curve[-1]["ended"]}
+
+
+def summarize(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
+    """Quality: AUC lost where sync ends, and steps to the target."""
     results: dict[str, Any] = {}
-    for exponent in sorted({key[0] for key in curves}):
-        last = {key[1:]: curve[-1]["test_auc"] for key, curve in curves.items() if key[0] == exponent}
-        sync = np.array([last["sync", seed] for seed in range(seeds)])
-        targets = 0.5 + 0.995 * (sync - 0.5)
-        results[f"target_auc_exponent_{exponent}"] = float(targets.mean())
-        for arm in dict.fromkeys(name for name, _ in last):
-            loss = sync - np.array([last[arm, seed] for seed in range(seeds)])
-            times = [seconds_to(curves[exponent, arm, seed], targets[seed]) for seed in range(seeds)]
-            key = f"{arm}_exponent_{exponent}"
-            results[f"test_auc_{key}"] = float(sync.mean() - loss.mean())
-            results[f"auc_loss_{key}"], results[f"auc_loss_half_interval_{key}"] = paired_interval(loss)
-            results[f"seconds_to_target_{key}"] = None if None in times else float(np.mean(times))  # type: ignore[arg-type]
-            results[f"seeds_that_reach_target_{key}"] = sum(t is not None for t in times)
-            mode = arm.split("_")[0]
-            results[f"seconds_to_target_{mode}"] = results[f"seconds_to_target_{key}"]  # the last: largest skew, window
+    for exponent, arm in dict.fromkeys(key[:2] for key in curves):
+        pairs = [(curves[exponent, "sync", seed], curves[exponent, arm, seed]) for seed in range(seeds)]
+        targets = [target_of(sync) for sync, _ in pairs]
+        steps = [steps_to(curve, target) for (_, curve), target in zip(pairs, targets, strict=True)]
+        aucs = np.array([(sync[-1]["test_auc"], curve[len(sync) - 1]["test_auc"]) for sync, curve in pairs])
+        key = f"{arm}_exponent_{exponent}"
+        results[f"target_auc_exponent_{exponent}"] = float(np.mean(targets))
+        results[f"test_auc_{key}"] = float(aucs[:, 1].mean())
+        results[f"auc_loss_{key}"], results[f"auc_loss_half_interval_{key}"] = paired_interval(aucs[:, 0] - aucs[:, 1])
+        results[f"seeds_that_reach_target_{key}"] = sum(step is not None for step in steps)
+        results[f"steps_to_target_{key}"], results[f"steps_to_target_half_interval_{key}"] = mean_and_interval(steps)
     return results
 
 
-def draw(run: Run, rows: list[dict]) -> None:
-    """Mean curves over wall time and over steps, for the largest skew."""
-    exponent = max(row["exponent"] for row in rows)
+def mean_and_interval(steps: list[float | None]) -> tuple[float | None, float | None]:
+    """Mean and half interval over the seeds; None if a seed never gets there."""
+    found = [step for step in steps if step is not None]
+    return paired_interval(found) if len(found) == len(steps) else (None, None)
+
+
+def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: float) -> dict[str, Any]:
+    """Step times in turns, and what they make of the steps to the target of one skew."""
+    results: dict[str, Any] = {}
+    for arm, each in step_s.items():
+        results |= ratio(f"step_ms_{arm}", 1e3 * np.array(each))
+        results |= ratio(f"{arm}_rate_over_sync", np.array(step_s["sync"]) / each) if arm != "sync" else {}
+        steps = quality[f"steps_to_target_{arm}_exponent_{exponent}"]
+        seconds = None if steps is None else 1e-3 * steps * results[f"step_ms_{arm}"]
+        results[f"seconds_to_target_modelled_{arm}_exponent_{exponent}"] = seconds
+    return results
+
+
+def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
+    """All arms of a skew, each under its own name."""
+    show = lambda value, digits: "never in some seed" if value is None else f"{value:.{digits}f}"
+    lines = [f"{'arm':<18}{'AUC lost':<22}{'steps to target':<20}{'step, ms':<12}seconds, modelled"]
+    for arm in names:
+        key = f"{arm}_exponent_{exponent}"
+        half = results[f"auc_loss_half_interval_{key}"]
+        loss = f"{results[f'auc_loss_{key}']:.4f}" + ("" if half is None else f" +- {half:.4f}")
+        steps, seconds = (results[f"{what}_{key}"] for what in ("steps_to_target", "seconds_to_target_modelled"))
+        lines.append(f"{arm:<18}{loss:<22}{show(steps, 0):<20}{results[f'step_ms_{arm}']:<12.2f}{show(seconds, 2)}")
+    return "\n".join(lines)
+
+
+def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exponent: float) -> None:
+    """Curves of a skew over steps and over modelled seconds, each the mean over the seeds as far as all of them go."""
     by_time: dict[str, tuple] = {}
     by_step: dict[str, tuple] = {}
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        mine = [row for row in rows if row["arm"] == arm and row["exponent"] == exponent]
-        steps = sorted({row["step"] for row in mine})
-        mean = lambda key, mine=mine, steps=steps: [
-            float(np.mean([row[key] for row in mine if row["step"] == s])) for s in steps
-        ]
-        by_time[arm], by_step[arm] = (mean("seconds"), mean("test_auc")), (steps, mean("test_auc"))
-    plot(run.directory / "auc_over_seconds.png", {f"test AUC, exponent {exponent}": by_time}, "seconds (link emulated)")
-    plot(run.directory / "auc_over_steps.png", {f"test AUC, exponent {exponent}": by_step}, "steps")
+    for arm in dict.fromkeys(key[1] for key in curves):
+        mine = [curve for key, curve in curves.items() if key[:2] == (exponent, arm)]
+        points = [[(row["step"], row["test_auc"]) for row in rows] for rows in zip(*mine, strict=False)]
+        steps, auc = zip(*np.mean(points, axis=1).tolist(), strict=True)
+        by_time[arm] = [1e-3 * results[f"step_ms_{arm}"] * step for step in steps], auc
+        by_step[arm] = steps, auc
+    title = f"test AUC, exponent {exponent}"
+    plot(run.directory / "auc_over_seconds.png", {title: by_time}, "seconds, modelled (link emulated)")
+    plot(run.directory / "auc_over_steps.png", {title: by_step}, "steps")
+
+
+def train_all(run: Run, job: Job, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
+    """Trains and logs the arms that the run does not hold yet; sync first, as it sets the target of its seed."""
+    for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
+        curves = curves_of(run.metrics())
+        if (arm.exponent, arm.name, seed) in curves:
+            continue
+        target = None if arm.mode == "sync" else target_of(curves[arm.exponent, "sync", seed])
+        rows = job.train(arm, seed, link, target)
+        for row in rows:
+            run.log({"arm": arm.name, "exponent": arm.exponent, "seed": seed} | row | {"ended": row is rows[-1]})
 
 
 def main(config: Config) -> dict:
-    """Runs all arms and seeds; returns what results.json holds."""
+    """Measures step times, runs all arms and seeds; returns what results.json holds."""
     run = Run("oac_time_to_accuracy", config, config.workdir, config.resume)
-    steps, evaluations, seeds = {"smoke": (60, 3, 2), "default": (800, 16, 5), "paper": (5000, 50, 10)}[config.preset]
-    job = Job(config, steps, evaluations)
+    sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
+    steps, every_steps, seeds = sizes[config.preset]
+    rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
+    job, every_arm = Job(config, steps, every_steps), arms(config)
+    exponent = max(arm.exponent for arm in every_arm)
     link = job.link()
-    every = arms(config)
-    job.train(every[0], 0, link)  # compiles
-    done = {(row["exponent"], row["arm"], row["seed"]) for row in run.metrics()}
-    for seed, arm in tqdm(list(itertools.product(range(seeds), every)), unit="run", disable=None):
-        if (arm.exponent, arm.name, seed) not in done:
-            for row in job.train(arm, seed, link):
-                run.log({"arm": arm.name, "exponent": arm.exponent, "seed": seed} | row)
-    rows = run.metrics()
-    results = summarize(rows, seeds) | {"emulated_link": True, "seeds": seeds, "steps": steps}
-    draw(run, rows)
+    if not any("step_s" in row for row in run.metrics()):
+        compared = [arm for arm in every_arm if arm.exponent == exponent]
+        run.log({"step_s": job.step_seconds(compared, link, rounds, counted)})
+    train_all(run, job, every_arm, seeds, link)
+    step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
+    curves = curves_of(run.metrics())
+    results = summarize(curves, seeds)
+    results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
+    print(table(results, list(step_s), exponent))
+    draw(run, curves, results, exponent)
     run.close(results)
     return results
 

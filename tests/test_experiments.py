@@ -11,11 +11,16 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
+import oac_time_to_accuracy
 import pytest
+from oac_throughput import EmulatedLink
+from oac_work import Work, turn
+from reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.checkpoint.image import leaves_of, load_arrays
@@ -230,24 +235,77 @@ def test_oac_equals_sync_and_its_mutants_do_not(tmp_path):
     assert found["stale_fraction_error_max"] < 0.05
 
 
+REGIMES = ("balanced_link", "link_link", "compute_link", "no_link")
+
+
 @pytest.mark.slow
-def test_oac_throughput_names_its_link(tmp_path):
+def test_oac_throughput_compares_every_mode_in_every_regime(tmp_path):
     done = run("oac_throughput", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert found["oac_over_sync"] > 0 and found["bytes_saved_percent"] > 20  # one core has nothing to overlap
     assert found["emulated_link_balanced_link"] is True and found["emulated_link_no_link"] is False
+    lines = [line for line in done.stdout.splitlines() if line.startswith(REGIMES)]  # the table: good and bad alike
+    for regime in REGIMES:
+        for mode in ("sync", "semisync", "async", "oac", "oac_device"):
+            assert found[f"examples_per_s_{mode}_{regime}"] > 0
+            assert sum(line.split()[:2] == [regime, mode] for line in lines) == 1
+        for key in ("oac_over_sync", "semisync_over_sync", "oac_over_async", "oac_device_over_oac", "oac_over_async"):
+            low, median, high = (found[f"{key}{end}_{regime}"] for end in ("_low", "", "_high"))
+            assert low <= median <= high
+    for way in ("oac_skip_stale_reads", "oac_skip_rewritten", "oac_skip_both"):
+        moved = {mode: sum(found[f"{mode}_{end}_mb_a_batch"] for end in ("send", "fetch")) for mode in ("oac", way)}
+        assert found[f"{way}_bytes_saved_percent"] == pytest.approx(100 * (1 - moved[way] / moved["oac"]))
+        assert found[f"examples_per_s_{way}_link_link"] > 0
+
+
+def test_the_emulated_link_counts_what_passes_and_takes_its_time():
+    link, tree = EmulatedLink(1e6, 0.0), {"a": np.zeros((100, 20), np.float32), "b": np.zeros(500, np.int32)}
+    start = time.perf_counter()
+    sent = link.send(tree, jax.devices()[0])
+    assert time.perf_counter() - start >= 0.01  # 10,000 bytes
+    fetched = link.fetch({"a": sent["a"]})
+    assert link.passed == {"send": 10_000, "fetch": 8_000}
+    np.testing.assert_array_equal(fetched["a"], tree["a"])
+
+
+def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
+    """What is behind the last counted batch is never trained, and the next turn goes on."""
+    work = Work(Job(rows=2000, batch_size=32), number=12, window=4)
+    for mode in ("sync", "oac", "oac_skip_rewritten"):
+        pipeline = work.pipeline(mode, tables=work.create())
+        for number in (1, 2):
+            assert turn(pipeline, work.batches[:9], 6) > 0
+            assert pipeline.step == int(pipeline.state.dense.step) == 9 * number and not pipeline.running
 
 
 @pytest.mark.slow
-def test_oac_takes_less_time_to_the_accuracy_of_sync(tmp_path):
+def test_oac_time_to_accuracy_tells_steps_from_seconds(tmp_path):
     done = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert found["auc_loss_oac_window_4_exponent_1.05"] == 0 < found["auc_loss_async_window_4_exponent_1.05"]
-    assert found["seconds_to_target_oac"] < found["seconds_to_target_sync"]
+    end = "exponent_1.05"
+    assert found[f"auc_loss_oac_window_4_{end}"] == 0 != found[f"auc_loss_async_window_4_{end}"]
+    assert found[f"steps_to_target_oac_window_4_{end}"] == found[f"steps_to_target_sync_{end}"] <= found["steps"]
+    for arm in ("sync", "semisync", "oac_window_4"):
+        seconds = 1e-3 * found[f"step_ms_{arm}"] * found[f"steps_to_target_{arm}_{end}"]
+        assert found[f"seconds_to_target_modelled_{arm}_{end}"] == pytest.approx(seconds)
     again = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path, "--resume")
     assert again.returncode == 0 and results(tmp_path) == found  # all arms were there
+
+
+def test_time_to_accuracy_takes_each_seed_for_itself():
+    """Sync ends at step 200; an arm that never gets there makes the mean None, and is counted."""
+    curve = lambda *aucs: [{"step": 100 * (i + 1), "test_auc": auc} for i, auc in enumerate(aucs)]
+    curves = {(1.2, "sync", seed): curve(0.6, 0.7) for seed in (0, 1)}
+    curves |= {(1.2, "late", 0): curve(0.6, 0.69, 0.71), (1.2, "late", 1): curve(0.6, 0.68, 0.699)}
+    curves |= {(1.2, "lost", 0): curve(0.6, 0.69, 0.71), (1.2, "lost", 1): curve(0.6, 0.68, 0.69)}
+    found = oac_time_to_accuracy.summarize(curves, 2)
+    assert found["target_auc_exponent_1.2"] == pytest.approx(0.699)
+    assert found["steps_to_target_late_exponent_1.2"] == pytest.approx((200 + 100 * 0.009 / 0.02 + 300) / 2)
+    assert found["seeds_that_reach_target_late_exponent_1.2"] == 2
+    assert found["auc_loss_late_exponent_1.2"] == pytest.approx(0.015)  # where sync ends, not where the arm does
+    assert found["steps_to_target_lost_exponent_1.2"] is None
+    assert found["seeds_that_reach_target_lost_exponent_1.2"] == 1
 
 
 @pytest.mark.slow

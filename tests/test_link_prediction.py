@@ -338,6 +338,8 @@ def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
     found = run_experiment(tmp_path, "--preset", "smoke", "--epochs", "5")
     for mode in ("sync", "async", "oac"):
         assert {f"{key}_{mode}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
+    for ratio in ("async_over_sync", "oac_over_sync", "oac_over_async"):  # in turns, before the training
+        assert 0 < found[f"{ratio}_low"] <= found[ratio] <= found[f"{ratio}_high"]
     assert found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     epochs = [(row["mode"], row["epoch"]) for row in rows]
