@@ -21,9 +21,9 @@ a fresh directory on a flushed disk:
 had left to write. Reads are of files just written, from the system's cache: a full restore verifies and reads
 everything, one of a shard its files of the base and of the deltas over it. Orbax compresses, which saves a fifth of the
 bytes here (all slots are equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and
-four deltas: 0.17 and 0.08 in two runs); rows in at most 1/4 of the time of a full Orbax save (0.23 of the fastest of
-three, 0.10 of the standard one), and the hook's stall at most 3 % of a blocking one (57 ms in all: 2.8 % of Orbax's,
-3.1 % of jaxrec's own, which is faster).
+four deltas: 0.076, 0.070 to 0.089 over 5 rounds); rows in at most 1/4 of the time of a full Orbax save (0.23 of the
+fastest of three, 0.10 of the standard one), and the hook's stall at most 3 % of a blocking one (57 ms in all: 2.8 % of
+Orbax's, 3.1 % of jaxrec's own, which is faster).
 """
 
 import dataclasses
