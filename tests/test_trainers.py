@@ -33,7 +33,7 @@ def stream(seed, batches, rows=40, size=8):
 
 
 def synchronisers(kind, rule, trainers, **more):
-    transport = Centre(rule, PARAMS) if rule.has_centre else AllToAll(rule, trainers)
+    transport = Centre(rule, PARAMS, trainers) if rule.has_centre else AllToAll(rule, PARAMS, trainers)
     return lambda number: kind(rule, transport, number, **more)
 
 
