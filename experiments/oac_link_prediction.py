@@ -255,7 +255,8 @@ def train(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict,
     results: dict = {f"test_{key}": value for key, value in ranker(pipeline.state, triples.test).items()}
     results |= {key: last[key] for key in ("valid_mrr", "train_loss", "train_seconds")}
     if mode == "oac":
-        results["stale_fraction"] = pipeline.counters["stale_rows"] / pipeline.counters["rows"]
+        for kind in ("stale", "patched"):  # the ring patches more rows than were really stale
+            results[f"{kind}_fraction"] = pipeline.counters[f"{kind}_rows"] / pipeline.counters["rows"]
     return results, recorder.history
 
 
