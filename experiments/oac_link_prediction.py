@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line, plot
+from oac_throughput import Way, compare
 from oac_work import turn
-from reference import ratio
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
@@ -227,13 +227,8 @@ def rates(config: Config, triples: Triples) -> dict:
         for mode, pipeline in pipelines.items():
             skip = pipeline.window + 2
             times[mode].append(turn(pipeline, batches[: skip + 1 + counted], skip))
-    results: dict = {}
-    for name, each in times.items():
-        results |= ratio(f"examples_per_s_{name}", job.batches.batch_size / np.array(each))
-        for other in {"sync": (), "async": ("sync",)}.get(name, ("sync", "async")):
-            if other in times:
-                results |= ratio(f"{name}_over_{other}", np.array(times[other]) / each)
-    return results
+    arrays = {mode: np.array(each) for mode, each in times.items()}
+    return compare(arrays, [Way(mode) for mode in config.modes], job.batches.batch_size)
 
 
 def window_of(config: Config, mode: Mode) -> int | None:

@@ -28,15 +28,35 @@ def blocks(text):
 
 
 END = """
-assert recovery.saves > 0 and int(restored_step) == 200 and int(state.dense.step) == 200
+import concurrent.futures, shutil
+from jaxrec.shadowsync.transport import Left
+
+assert recovery.saves > 0 and restored_step == 200 and int(state.dense.step) == 200
 assert figures.steps == [200] * 8 and min(figures.rounds) > 0 and shadow.rounds > 0
+
+
+def two_trainers(*texts):  # the last block, as two threads that share a transport
+    own = {**globals(), "shared": AllToAll(rule, params, trainers=2)}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return [found.exception() for found in [pool.submit(exec, text, dict(own)) for text in texts]]
+
+
+texts = [open(f"trainer_{i}.py").read() for i in (0, 1)]
+assert two_trainers(*texts) == [None, None]
+shutil.rmtree("runs")
+alone = two_trainers(texts[0].replace("state = shadow.finish(pipeline.state)", "pass"), texts[1])
+assert alone[0] is None and isinstance(alone[1], Left), alone  # who does not finish leaves the other behind
 """
 
 
 def test_the_readme_runs_from_top_to_bottom(tmp_path):
-    """As a user runs it: in a process of its own, on the devices of the machine."""
+    """As a user runs it, in a process of its own on the devices of the machine; the last block by two trainers too."""
     parts = blocks(README)
     assert len(parts) == README.count("```python") == 6
+    for trainer in (0, 1):
+        text = parts[5].replace("AllToAll(rule, params, trainers=1), trainer=0", f"shared, trainer={trainer}")
+        assert text != parts[5] and "shadow.finish(" in text
+        (tmp_path / f"trainer_{trainer}.py").write_text(text.replace("runs/all", f"runs/all_{trainer}"))
     parts[4] += "restored_step = image.step\n"
     (tmp_path / "readme.py").write_text("\n\n".join([*parts, END]))
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -84,3 +104,10 @@ def test_a_results_file_has_a_command_in_the_readme(path):
     config = json.loads(path.read_text())["config"]
     given = [(name, flags) for name, flags in commands() if path.stem.startswith(name)]
     assert any(not differences(config_of(*each), config) for each in given), given
+
+
+def test_another_flag_and_a_flag_that_is_gone_are_noticed():
+    config = files_of("oac_time_to_accuracy")["oac_time_to_accuracy"]
+    assert not differences(config_of("oac_time_to_accuracy", ""), config)
+    assert differences(config_of("oac_time_to_accuracy", "--batch-size 128"), config) == {"batch_size": (128, 256)}
+    assert differences(config_of("oac_time_to_accuracy", ""), config | {"links": 2}) == {"links": ("no such flag", 2)}

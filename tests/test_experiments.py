@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import oac_time_to_accuracy
 import pytest
-from oac_throughput import EmulatedLink
+from oac_throughput import EmulatedLink, Way, compare
 from oac_work import Work, turn
 from reference import Job
 
@@ -276,6 +276,45 @@ def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
         for number in (1, 2):
             assert turn(pipeline, work.batches[:9], 6) > 0
             assert pipeline.step == int(pipeline.state.dense.step) == 9 * number and not pipeline.running
+
+
+class Ahead:
+    """Stands for a pipeline that plans 20 batches before it trains the first."""
+
+    def run(self, stream):
+        stream = iter(stream)
+        for batch in [next(stream) for _ in range(20)]:
+            yield None, batch
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_turn_never_comes_to_the_end_of_its_stream():
+    """Else its last batches are trained with nothing to plan, gather and send beside them."""
+    pipeline = Ahead()
+    assert turn(pipeline, list(range(9)), 6) > 0 and pipeline.closed
+
+
+def test_ratios_are_of_rates_within_a_round_and_windows_meet_their_like():
+    times = {"sync": [4.0, 8.0], "async_window_2": [1.0, 4.0], "oac_window_2": [2.0, 2.0], "oac_window_8": [1.0, 1.0]}
+    ways = [Way("sync"), Way("async", 2), Way("oac", 2), Way("oac", 8)]
+    found = compare({name: np.array(each) for name, each in times.items()}, ways, 8)
+    assert found["oac_window_2_over_sync"] == 3.0 and found["oac_window_2_over_async_window_2"] == 1.25
+    assert found["examples_per_s_oac_window_8"] == 8 and found["examples_per_s_sync"] == 1.5
+    assert found["oac_window_8_over_sync"] == 6.0 and "oac_window_8_over_async_window_8" not in found
+
+
+def test_a_step_time_and_steps_make_modelled_seconds():
+    """Of the arm's own median step time; None where some seed never gets there."""
+    quality = {"steps_to_target_sync_exponent_1.2": 100.0, "steps_to_target_oac_window_4_exponent_1.2": 100.0}
+    quality |= {"steps_to_target_async_window_4_exponent_1.2": None}
+    step_s = {"sync": [0.002, 0.004], "async_window_4": [0.001, 0.002], "oac_window_4": [0.001, 0.001]}
+    found = oac_time_to_accuracy.times(step_s, quality, 1.2)
+    assert found["seconds_to_target_modelled_sync_exponent_1.2"] == pytest.approx(0.3)
+    assert found["seconds_to_target_modelled_oac_window_4_exponent_1.2"] == pytest.approx(0.1)
+    assert found["seconds_to_target_modelled_async_window_4_exponent_1.2"] is None
+    assert found["oac_window_4_rate_over_sync"] == pytest.approx(3) and found["step_ms_sync"] == pytest.approx(3)
 
 
 @pytest.mark.slow
