@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, plot
+from contract import Flags, Run, command_line, plot, refuse
 from oac_throughput import Way, compare
 from oac_work import turn
 from tqdm import tqdm
@@ -216,7 +216,7 @@ def rates(config: Config, triples: Triples) -> dict:
     job = make_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
-    batches = list(itertools.islice(job.batches.stream(), min(widest + 1 + counted, job.batches.batches_per_epoch)))
+    batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     pipelines = {}
     for mode in config.modes:
         own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))  # the pipeline donates it
@@ -264,6 +264,7 @@ def draw(run: Run, histories: dict[str, list[dict]]) -> None:
 
 def main(config: Config) -> dict:
     """Trains and ranks in every mode; returns what results.json holds."""
+    refuse({"--modes names no mode: give some of sync, semisync, async and oac.": not config.modes})
     keep_memory()
     run = Run("oac_link_prediction", config, config.workdir)
     if config.path is None:

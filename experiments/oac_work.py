@@ -96,7 +96,14 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
 
     Behind the last one the stream goes on, and what is in flight then is dropped: else the last batches would be
     trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.
+
+    Raises:
+      ValueError: no batch is left to count.
     """
+    if len(batches) < skip + 2:
+        raise ValueError(
+            f"{len(batches)} batches leave none to count behind the first {skip}: give {skip + 2} or more."
+        )
     start = end = 0.0
     for index, (_, metrics) in enumerate(pipeline.run(itertools.cycle(batches))):
         if index == skip:

@@ -294,6 +294,8 @@ def test_a_turn_never_comes_to_the_end_of_its_stream():
     """Else its last batches are trained with nothing to plan, gather and send beside them."""
     pipeline = Ahead()
     assert turn(pipeline, list(range(9)), 6) > 0 and pipeline.closed
+    with pytest.raises(ValueError, match="7 batches leave none to count behind the first 6: give 8"):
+        turn(pipeline, list(range(7)), 6)
 
 
 def test_ratios_are_of_rates_within_a_round_and_windows_meet_their_like():
