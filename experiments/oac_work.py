@@ -101,9 +101,7 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
       ValueError: no batch is left to count.
     """
     if len(batches) < skip + 2:
-        raise ValueError(
-            f"{len(batches)} batches leave none to count behind the first {skip}: give {skip + 2} or more."
-        )
+        raise ValueError(f"{len(batches)} batches leave none to count behind the first {skip}: give {skip + 2}.")
     start = end = 0.0
     for index, (_, metrics) in enumerate(pipeline.run(itertools.cycle(batches))):
         if index == skip:
