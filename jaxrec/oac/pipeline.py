@@ -784,8 +784,12 @@ class Pipeline:
                 flow.leave(stage)
 
         thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
-        flow.start(stage, thread)
-        self._threads.append(thread)
+        self._threads.append(thread)  # before it can ask whether it is one of them
+        try:
+            flow.start(stage, thread)
+        except BaseException:
+            self._threads.remove(thread)
+            raise
 
     def _fail(self, flow, stage, number, error, epoch=None):
         error.add_note(self._where(stage, number))
