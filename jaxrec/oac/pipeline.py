@@ -361,7 +361,7 @@ class Pipeline:
             self._write_rest(self._ring)
         except Exception as error:
             error.add_note("in the last write of a run of the pipeline")
-            self._flow.fail_behind(error)
+            self._flow.fail_behind(self._flow.committed, error)
         else:
             self._standing.settle()
             self.state = self.state._replace(tables=self.tables)
@@ -636,7 +636,7 @@ class Pipeline:
                 if self._skip_reads:
                     rows = self._take(rows, place)
                 rows, source = self._repair(item, rows, source)
-            dense, new, metrics = self._updated(rows, plans, batch)
+            dense, new, metrics = self._updated(item, rows, plans, batch)
             try:
                 if self._repairs:
                     unique = {name: p.unique for name, p in plans.items()}
@@ -646,7 +646,7 @@ class Pipeline:
             except BaseException as error:  # the old dense state is gone, and the rows of the new one are
                 self.state = self.state._replace(dense=dense)
                 self._flow.committed += 1
-                self._flow.fail_behind(error)
+                self._flow.fail_behind(item.number, error)
                 raise
             self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
             item.back, item.rows, item.inputs = (item.plan, new), None, None
@@ -655,12 +655,12 @@ class Pipeline:
                 self._flow.changed.notify_all()
         return metrics
 
-    def _updated(self, rows, plans, batch):
+    def _updated(self, item, rows, plans, batch):
         try:
             return self._update(self.state.dense, rows, plans, batch)
         except BaseException as error:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state.dense) if isinstance(leaf, jax.Array)):
-                self._flow.fail_behind(error)
+                self._flow.fail_behind(item.number, error)
             raise
 
     def _repair(self, item, rows, source):
@@ -798,7 +798,7 @@ class Pipeline:
         elif stage == "cut":
             flow.fail_cut(error)
         else:
-            flow.fail_behind(error)
+            flow.fail_behind(number, error)
 
     def _where(self, stage, number):
         return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
