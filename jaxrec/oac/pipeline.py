@@ -14,7 +14,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 import signal
 import threading
 import warnings
@@ -30,15 +29,15 @@ from jaxrec import boundary
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
 from jaxrec.embedding.host import without_gaps
 from jaxrec.oac import ring as rings
+from jaxrec.oac.arguments import check_update, check_window, mesh_for, state_itself
+from jaxrec.oac.failures import caught, first, note
 from jaxrec.oac.flow import Flow, uninterrupted
 from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, written_since
 from jaxrec.oac.stream import END, Stream, Streams
 from jaxrec.oac.view import LaggingTables, Standing
-from jaxrec.sharding import AXES, BATCH, EVERYWHERE, SPLIT, as_mesh, check_shards, plan_specs, shardings
+from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.step import check_finite, run_hooks
 from jaxrec.types import Batch, Plan, TrainState
-
-MODES = ("sync", "async", "semisync", "oac")
 
 # Tables that a pipeline runs over: {id of their counters: its flow}. Views of tables share the counters.
 _in_use: dict[int, Flow] = {}
@@ -116,7 +115,7 @@ class Pipeline:
     Args:
       state: TrainState with HostTables; its dense half is donated.
       update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
-      mode: one of MODES.
+      mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync (0) and semisync
         (1).
       mesh: from `make_mesh`; that of the state's dense half if None.
@@ -156,9 +155,9 @@ class Pipeline:
         skip_stale_reads: bool = False,
         skip_rewritten: bool = False,
     ):
-        state = _themselves(state)
-        _check_update(update)
-        self.mode, self.window = mode, _check_window(mode, window)
+        state = state_itself(state)
+        check_update(update)
+        self.mode, self.window = mode, check_window(mode, window)
         for name, number in {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}.items():
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number} must be a whole number from 1.")
@@ -179,7 +178,7 @@ class Pipeline:
         self._depth = max(1, self.window)
         planned = self._repairs and validation == "planned"
         self._last = LastWriters(self.tables.spec, self.window, self._depth) if planned else None
-        mesh = self._mesh = _mesh_for(mesh, state, update)
+        mesh = self._mesh = mesh_for(mesh, state, update)
         self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
         self._replay, self._append, self._validate, self._take = _programs(mesh, tuple(self.tables.spec.stacks))
@@ -264,11 +263,11 @@ class Pipeline:
                 return
         except BaseException as error:
             self._leave()
-            _note(error, self._take_untold())
+            note(error, self._take_untold())
             raise
         self._leave()
         if failures := self._take_untold():
-            raise _first(failures)
+            raise first(failures)
         self._warn_of_cuts()
 
     def _begin_run(self, stream):
@@ -374,7 +373,7 @@ class Pipeline:
             self._leave()
         self._standing.refuse_broken()
         if failures := self._take_untold():
-            raise _first(failures)
+            raise first(failures)
         with _in_use_lock:
             user = _in_use.get(id(self.tables.steps), self._flow)
         if user is not self._flow:
@@ -396,7 +395,7 @@ class Pipeline:
           Whatever a stage raised, unless it was raised before.
         """
         if failures := self._end():
-            raise _first(failures)
+            raise first(failures)
         self._warn_of_cuts()
 
     def _end(self):
@@ -424,19 +423,20 @@ class Pipeline:
         try:
             failures = self._end()
         except KeyboardInterrupt as interrupt:
-            _note(interrupt, self._take_untold())
+            note(interrupt, self._take_untold())
             raise
         if error is not None:
-            _note(error, failures)
+            note(error, failures)
         elif failures:
-            raise _first(failures)
+            raise first(failures)
         else:
             self._warn_of_cuts()
 
     def drain(self) -> HostTables:
         """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
 
-        Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid.
+        Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
+        semisync it waits until the next batch has come and was gathered, as that one must not see the rows of this one.
 
         Raises:
           BrokenPipeline: rows are lost.
@@ -551,7 +551,7 @@ class Pipeline:
         try:
             while flow.wait_to_plan():
                 at[0] = flow.planned
-                taken = _caught(stream.take)
+                taken = caught(stream.take)
                 if not flow.leave_stream():  # who was blocked in there may wake up in the middle of another run
                     stream.give_back(taken)
                     return
@@ -804,23 +804,6 @@ class Pipeline:
         return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
 
 
-def _check_window(mode, window):
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be one of {MODES}.")
-    fixed = {"sync": 0, "semisync": 1}
-    if mode in fixed:
-        if window not in (None, fixed[mode]):
-            raise ValueError(
-                f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}: leave `window` out, or "
-                "give it only where mode is 'oac' or 'async'."
-            )
-        return fixed[mode]
-    window = 8 if window is None else window
-    if not isinstance(window, int) or window < 0:
-        raise ValueError(f"window={window} must be 0 (one batch after the other) or more.")
-    return window
-
-
 @functools.lru_cache
 def _programs(mesh, stacks):
     """The ring's functions, compiled once a mesh, however many pipelines there are."""
@@ -842,72 +825,3 @@ def _fetch(tree):
 
 def _used(p: Plan) -> np.ndarray:
     return np.arange(p.unique.shape[1]) < np.asarray(p.count)[:, None]
-
-
-def _caught(function):
-    """What a function returns, or what it raised."""
-    try:
-        return function()
-    except BaseException as error:
-        return error
-
-
-def _first(failures):
-    """The first of some failures, which tells of the others."""
-    _note(failures[0], failures[1:])
-    return failures[0]
-
-
-def _note(error: BaseException, failures: Sequence[BaseException]) -> None:
-    """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in its context."""
-    for failure in failures:
-        if failure in (behind := _chain(error)):
-            continue
-        said = " ".join([f"{type(failure).__name__}: {failure!s:.300}", *getattr(failure, "__notes__", [])])
-        error.add_note(f"the pipeline had a failure of its own: {said}")
-        if error not in _chain(failure):
-            behind[-1].__context__ = failure
-
-
-def _chain(error):
-    """An error, what it was raised from, and so on."""
-    found = [error]
-    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
-        found.append(cause)
-    return found
-
-
-def _themselves(state):
-    """A state whose tables can be read, with the tables themselves."""
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
-    if not isinstance(state.tables, HostTables):
-        raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
-    boundary.check_not_donated(state)
-    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
-
-
-def _check_update(update):
-    try:
-        inspect.signature(update).bind(*["dense", "rows", "plan", "batch"])
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"update={update!r:.200} must take (dense, rows, plan, batch): make it with `make_update`; a step from "
-            "`make_train_step` is for `fit`."
-        ) from None
-
-
-def _mesh_for(mesh, state, update):
-    """The one mesh of state, update and pipeline."""
-    placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
-    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
-    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
-    boundary.check_placement(state, mesh)
-    check_shards(state.tables.spec.shards, mesh)
-    theirs = getattr(update, "mesh", mesh)
-    if theirs != mesh:
-        raise ValueError(
-            f"the update was made for a mesh of {theirs.size} devices in {theirs.shape[AXES[0]]} replicas, but the "
-            f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
-        )
-    return mesh

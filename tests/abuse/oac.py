@@ -455,6 +455,29 @@ def _(directory):
     train(pipeline_of(send=send), steps=0)
 
 
+@situation("threads that cannot be started", RuntimeError, "can't start new thread")
+def _(directory):
+    pipeline, stream, start = pipeline_of(), iter(batches_of()), threading.Thread.start
+    for may in range(5):  # planner, two loaders, fetcher, writer
+        allowed = [True] * may
+
+        def refuse(thread, allowed=allowed):
+            if not allowed:
+                raise RuntimeError("can't start new thread")
+            allowed.pop()
+            start(thread)
+
+        threading.Thread.start = refuse
+        try:
+            next(pipeline.run(stream))
+        except RuntimeError as error:
+            failure = error
+        finally:
+            threading.Thread.start = start
+    train(pipeline, stream)
+    raise failure
+
+
 @situation("an update that raises once, and a run that goes on", None)
 def _(directory):
     failing = [False, False, True]
