@@ -509,8 +509,10 @@ def test_other_tables_other_shapes_and_two_runs_at_once_are_refused():
         next(pipeline.run(make_batches(3)))
     assert same((pipeline.state, []), (before, []))
     with Pipeline(make_state(), update_of(SPEC)) as pipeline:
-        pipeline.run(make_batches(3))
+        going = pipeline.run(make_batches(3))  # who drops it has left the run
         with pytest.raises(ValueError, match="is running"):
             pipeline.run(make_batches(3))
+        del going
+        assert not pipeline.running
         with pytest.raises(ValueError, match="depth=0"):
             ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, 0)

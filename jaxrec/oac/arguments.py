@@ -1,0 +1,69 @@
+"""What a pipeline is given: state, update, mesh and window fit each other, or an error names what does not."""
+
+import inspect
+from typing import Any
+
+import jax
+
+from jaxrec import boundary
+from jaxrec.embedding import HostTables
+from jaxrec.oac.view import LaggingTables
+from jaxrec.sharding import AXES, as_mesh, check_shards
+from jaxrec.types import TrainState
+
+MODES = ("sync", "async", "semisync", "oac")
+
+
+def state_itself(state) -> TrainState:
+    """A state whose tables can be read, with the tables themselves."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    if not isinstance(state.tables, HostTables):
+        raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
+    boundary.check_not_donated(state)
+    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
+
+
+def check_update(update) -> None:
+    """Refuses what cannot update rows and the dense state."""
+    try:
+        inspect.signature(update).bind(*["dense", "rows", "plan", "batch"])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"update={update!r:.200} must take (dense, rows, plan, batch): make it with `make_update`; a step from "
+            "`make_train_step` is for `fit`."
+        ) from None
+
+
+def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
+    """The one mesh of state, update and pipeline."""
+    placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
+    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
+    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
+    boundary.check_placement(state, mesh)
+    check_shards(state.tables.spec.shards, mesh)
+    theirs = getattr(update, "mesh", mesh)
+    if theirs != mesh:
+        raise ValueError(
+            f"the update was made for a mesh of {theirs.size} devices in {theirs.shape[AXES[0]]} replicas, but the "
+            f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
+        )
+    return mesh
+
+
+def check_window(mode: str, window: int | None) -> int:
+    """W of a mode."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {MODES}.")
+    fixed = {"sync": 0, "semisync": 1}
+    if mode in fixed:
+        if window not in (None, fixed[mode]):
+            raise ValueError(
+                f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}: leave `window` out, or "
+                "give it only where mode is 'oac' or 'async'."
+            )
+        return fixed[mode]
+    window = 8 if window is None else window
+    if not isinstance(window, int) or window < 0:
+        raise ValueError(f"window={window} must be 0 (one batch after the other) or more.")
+    return window

@@ -1,0 +1,628 @@
+"""OAC's exits: however a run is left, its threads end, what is committed is written, and no failure is swallowed."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_oac import SPEC, Broken, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+from test_oac import ctrl_c as ctrl_c  # a fixture
+
+import jaxrec
+from jaxrec.checkpoint import snapshot
+from jaxrec.embedding import HostTables
+from jaxrec.loop import planned
+from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec.oac.flow import Flow
+
+WINDOW = 3
+REGIMES = [
+    {"mode": "sync"},
+    {"mode": "semisync"},
+    {"mode": "async", "window": WINDOW},
+    {"window": WINDOW, "loaders": 3},
+    {"window": WINDOW, "validation": "device"},
+    {"window": WINDOW, "skip_stale_reads": True, "skip_rewritten": True},
+]
+
+
+def to_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+class Failing:
+    """A function that raises when it is called for the number-th time (from 0), once it may; `failed` is set then."""
+
+    def __init__(self, number, function, may=None):
+        self.calls, self.failed = itertools.count(), threading.Event()
+        self.number, self.function, self.may = number, function, may
+
+    def __call__(self, *args):
+        if next(self.calls) == self.number:
+            assert self.may is None or self.may.wait(60)
+            self.failed.set()
+            raise Broken
+        return self.function(*args)
+
+
+def states_of(batches):
+    """The state after each step of one batch after the other."""
+    states = {0: frozen(make_state())}
+    plain_loop(batches, after=lambda step, state: states.update({step: frozen(state)}))
+    return states
+
+
+def equal(state, expected):
+    return same((state, []), (expected, []))
+
+
+def all_notes(error):
+    return " ".join(getattr(error, "__notes__", []))
+
+
+def chain(error):
+    """An error, and all that are behind it."""
+    found = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+# ---- O1: a failure behind the commit reaches who leaves, and the pipeline says that it is broken
+
+
+@pytest.mark.parametrize("way", ["break", "close", "body", "hook", "ctrl-c", "exhausted"])
+def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
+    fetch, batches = Failing(2, to_host, may=threading.Event()), make_batches(16)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, fetch=fetch)
+
+    def leave(state, step, plan, metrics):
+        if step == 5:
+            fetch.may.set()
+            assert fetch.failed.wait(60)
+            if way == "hook":
+                raise KeyError("the hook's")
+        return state
+
+    wanted = {"body": KeyError, "hook": KeyError, "ctrl-c": KeyboardInterrupt}.get(way, Broken)
+    with pytest.raises(wanted) as raised, pipeline:
+        for number, _ in enumerate(pipeline.run(batches, [leave]), 1):
+            if number == 5 and way == "break":
+                break
+            if number == 5 and way == "close":
+                pipeline.close()
+            if number == 5 and way in ("body", "ctrl-c"):
+                raise wanted("the body's")
+    assert no_threads_left()
+    failure = next(error for error in chain(raised.value) if isinstance(error, Broken))
+    assert "in stage 'fetch' of the pipeline, batch 2" in all_notes(failure)
+    if wanted is not Broken:
+        assert "stage 'fetch'" in all_notes(raised.value) and "batch 2" in all_notes(raised.value)
+    step, tables = int(pipeline.state.dense.step), states_of(batches)[2].tables
+    assert same((jaxrec.TrainState((), pipeline.tables), []), (jaxrec.TrainState((), tables), []))
+    refuses_everything(pipeline, step, [2] * 4)
+
+
+def refuses_everything(pipeline, dense_step, table_steps):
+    """A broken pipeline says where it stands, whatever is asked of it."""
+
+    def enter():
+        with pipeline.exclusive():
+            pass
+
+    asks = {
+        "run": lambda: pipeline.run(make_batches(2)),
+        "drain": pipeline.drain,
+        "exclusive": enter,
+        "cut": lambda: pipeline.cut(100, print),
+        "read": lambda: pipeline.state.tables.read({}),
+        "shards": lambda: pipeline.state.tables.shards,
+        "save": lambda: snapshot(pipeline.state, SPEC),
+    }
+    for ask, act in asks.items():
+        with pytest.raises(BrokenPipeline, match="make a new Pipeline") as raised:
+            act()
+        broken = raised.value
+        assert (broken.dense_step, broken.table_steps) == (dense_step, table_steps), ask
+        assert f"dense state stands at step {dense_step}" in str(broken)
+        assert any(isinstance(error, Broken) for error in chain(broken)), ask
+    pipeline.close()
+
+
+# ---- O6: with several writers the tables may stand at several steps, which is said
+
+
+def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said():
+    done = threading.Event()
+
+    class Late(Pipeline):
+        def _write(self, item, shards):
+            number = item.number - self._flow.first
+            if shards.start == 1 and number == 2:  # only when the other writer has written more
+                assert done.wait(60)
+                raise Broken
+            super()._write(item, shards)
+            if shards.start == 0 and number == 3:
+                done.set()
+
+    batches = make_batches(16)
+    pipeline = Late(make_state(), update_of(SPEC), window=5, writers=2)
+    with pytest.raises(Broken) as raised, pipeline:
+        for _ in pipeline.run(batches):
+            pass
+    assert "in stage 'write back' of the pipeline, batch 2" in all_notes(raised.value)
+    with pytest.raises(RuntimeError, match="shard 0 at step") as broken:
+        pipeline.drain()
+    steps, states = broken.value.table_steps, states_of(batches)
+    assert steps[1] == steps[3] == 2 and steps[0] == steps[2] >= 4
+    for name, shards in pipeline.tables.shards.items():
+        for shard, parts in enumerate(shards):
+            for part, array in parts.items():
+                np.testing.assert_array_equal(array, states[steps[shard]].tables.shards[name][shard][part])
+    assert (pipeline.tables.steps[:, 1] == steps).all()
+    refuses_everything(pipeline, int(pipeline.state.dense.step), steps)
+
+
+# ---- O5: all batches before the one that failed are trained, and the pipeline goes on
+
+
+def raising(batches, at):
+    yield from batches[:at]
+    raise Broken
+
+
+@pytest.mark.parametrize("options", REGIMES, ids=str)
+def test_a_stream_that_raises_is_told_after_all_of_its_batches_are_trained(options):
+    batches = make_batches(20)
+    pipeline = Pipeline(make_state(), update_of(SPEC), **options)
+    with pytest.raises(Broken) as raised, pipeline:
+        for _ in pipeline.run(raising(batches, 15)):
+            pass
+    assert int(pipeline.state.dense.step) == 15
+    assert "in stage 'plan' of the pipeline, batch 15" in all_notes(raised.value)
+    assert no_threads_left()
+    if options.get("mode") not in ("async", "semisync"):
+        assert equal(pipeline.state, states_of(batches)[15])
+
+
+@pytest.mark.parametrize("options", REGIMES, ids=str)
+def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lost(options):
+    batches, bad = make_batches(16), [True]
+
+    def send(tree, placement):
+        batch = tree[1] if isinstance(tree, tuple) and len(tree) == 2 else None
+        if isinstance(batch, jaxrec.Batch) and bad[0] and np.array_equal(batch.label, batches[9].label):
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    stream = iter(batches)
+    with Pipeline(make_state(), update_of(SPEC), send=send, **options) as pipeline:
+        with pytest.raises(Broken) as raised:
+            for _ in pipeline.run(stream):
+                pass
+        assert int(pipeline.state.dense.step) == 9
+        assert "in stage 'load' of the pipeline, batch 9" in all_notes(raised.value)
+        bad[0] = False  # whatever it was is over: the same iterator goes on
+        for _ in pipeline.run(stream):
+            pass
+    assert int(pipeline.state.dense.step) == 16
+    if options.get("mode") not in ("async", "semisync"):
+        assert equal(pipeline.state, states_of(batches)[16])
+
+
+@pytest.mark.parametrize("way", ["break", "close", "hook", "abandoned"])
+def test_batches_that_were_taken_and_not_trained_come_first_when_the_iterator_comes_again(way):
+    batches = make_batches(16)
+    stream = (batch for batch in batches)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    stop = Failing(4, lambda state, *args: state)
+    with contextlib.suppress(Broken):
+        for number, _ in enumerate(pipeline.run(stream, [stop] if way == "hook" else []), 1):
+            if number == 5 and way == "close":
+                pipeline.close()
+            elif number == 5 and way == "break":
+                break
+            elif number == 5 and way == "abandoned":
+                break
+    gc.collect()
+    assert not pipeline.running and no_threads_left()
+    assert int(pipeline.state.dense.step) == 5 and equal(pipeline.state, states_of(batches)[5])
+    for _ in pipeline.run(stream):
+        pass
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
+# ---- O4: a stream that blocks
+
+
+class Blocking:
+    """An iterator that blocks at a batch until it is let go."""
+
+    def __init__(self, batches, at):
+        self.batches, self.at, self.number = batches, at, 0
+        self.blocked, self.let_go = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.number == self.at:
+            self.blocked.set()
+            assert self.let_go.wait(60)
+        if self.number == len(self.batches):
+            raise StopIteration
+        self.number += 1
+        return self.batches[self.number - 1]
+
+
+@pytest.mark.parametrize("way", ["break", "hook", "load", "fetch"])
+def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
+    batches = make_batches(16)
+    stream, options = Blocking(batches, 8), {}
+    if way == "load":
+        bad = batches[6]
+
+        def send(tree, placement):
+            if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad is not None:
+                if np.array_equal(tree[1].label, bad.label):
+                    raise Broken
+            return jax.device_put(tree, placement)
+
+        options["send"] = send
+    if way == "fetch":
+        options["fetch"] = Failing(7, to_host)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, **options)
+    hook = Failing(5, lambda state, *args: state)
+    with contextlib.nullcontext() if way == "break" else pytest.raises(Broken), pipeline:
+        for number, _ in enumerate(pipeline.run(stream, [hook] if way == "hook" else []), 1):
+            if number == 5 and way == "break":
+                assert stream.blocked.wait(60)
+                break
+    done = {"break": 5, "hook": 6, "load": 6, "fetch": 8}[way]
+    assert int(pipeline.state.dense.step) == done
+    if way == "fetch":
+        stream.let_go.set()
+        return
+    assert equal(pipeline.state, states_of(batches)[done])
+    if stream.blocked.is_set():
+        with pytest.raises(ValueError, match="still waits inside this iterator"):
+            pipeline.run(stream)
+    bad = None
+    stream.let_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "oac-plan":
+            thread.join(60)
+    assert no_threads_left()
+    assert equal(pipeline.state, states_of(batches)[done])  # who woke up touched nothing
+    for _ in pipeline.run(stream):
+        pass
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
+# ---- O7: what lags says so
+
+
+def ask_all(state, check):
+    batch = make_batches(1)[0]
+    plans = jaxrec.plan(SPEC, batch.ids)
+    evaluate = jaxrec.make_eval_step(SPEC, lambda params, activations, batch: activations["pair"].sum((1, 2)))
+    tables = state.tables
+    for act in [
+        lambda: tables.read(plans),
+        lambda: tables.shards,
+        lambda: tables.put({}, {}),
+        lambda: tables.add({}, {}, {}),
+        lambda: tables.reset_shard("width_4", 0),
+        lambda: tables.overwriting().__enter__(),
+        lambda: evaluate(state, plans, batch),
+        lambda: snapshot(state, SPEC),
+    ]:
+        check(act)
+
+
+def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained():
+    def refused(act):
+        with pytest.raises(ValueError, match=r"call pipeline.drain\(\) before reading, evaluating or saving"):
+            act()
+
+    batches, seen, last = make_batches(12), [], None
+    states = states_of(batches)
+
+    def hook(state, step, plan, metrics):
+        assert isinstance(state.tables, HostTables) and state.tables.spec is SPEC and "width_4" in repr(SPEC.stacks)
+        ask_all(state, refused)
+        if step == 6:
+            pipeline.drain()
+            assert equal(frozen(state), states[6])
+            seen.append(state)
+        return state
+
+    with Pipeline(make_state(), update_of(SPEC), window=WINDOW) as pipeline:
+        for number, (state, _) in enumerate(pipeline.run(batches, [hook]), 1):
+            last = state
+            if number == 6:
+                assert equal(frozen(state), states[6])  # still drained
+                repr(state)
+            else:
+                ask_all(state, refused)
+            if number == 9:
+                pipeline.drain()
+                assert equal(frozen(state), states[9])
+                with pytest.raises(ValueError, match="stood at step 6"):
+                    seen[0].tables.read({})
+        assert equal(frozen(last), states[12]) and equal(frozen(pipeline.state), states[12])
+    assert len(seen) == 1
+
+
+# ---- O3, O12: waits end, claims that have become void are let go
+
+
+def test_a_transfer_that_fails_while_exclusive_waits_is_told():
+    """`exclusive` waits until nobody gathers, and the one who gathers fails."""
+    gathering, pausing = threading.Event(), threading.Event()
+
+    class Telling(Flow):
+        def pause(self):
+            pausing.set()
+            super().pause()
+
+    def send(tree, placement):
+        if isinstance(tree, tuple) and len(tree) == 3 and next(calls) == 5:  # the rows of a batch
+            gathering.set()
+            assert pausing.wait(60)
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    def change(state, step, plan, metrics):
+        if step == 3:
+            assert gathering.wait(60)
+            with pipeline.exclusive():
+                pass
+        return state
+
+    calls, batches = itertools.count(), make_batches(12)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, loaders=1)
+    pipeline.flow_type = Telling
+    with pytest.raises(Broken) as raised, pipeline:
+        for _ in pipeline.run(batches, [change]):
+            pass
+    assert "in stage 'load' of the pipeline, batch 5" in all_notes(raised.value)
+    assert equal(pipeline.state, states_of(batches)[5])
+
+
+def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets_it_go():
+    claimed, go = threading.Event(), threading.Event()
+
+    class Sleepy(Flow):
+        def claim(self):
+            found = super().claim()
+            if found and found[0] - self.first == 6 and not claimed.is_set():
+                claimed.set()
+                assert go.wait(60)
+            return found
+
+    def hook(state, step, plan, metrics):
+        if step == 2:
+            assert claimed.wait(60)
+            with pipeline.exclusive():
+                pass
+        if step == 14:
+            go.set()
+        return state
+
+    batches = make_batches(20)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, loaders=2)
+    pipeline.flow_type = Sleepy
+    with pipeline:
+        for _ in pipeline.run(batches, [hook]):
+            pass
+    assert equal(pipeline.state, states_of(batches)[20])
+
+
+# ---- O8: a loader that fills the same arrays again
+
+
+def reusing(batches):
+    buffer = jax.tree.map(np.copy, batches[0])
+    for batch in batches:
+        jax.tree.map(np.copyto, buffer, batch)
+        yield buffer
+    jax.tree.map(lambda leaf: leaf.fill(1), buffer)
+
+
+def test_a_loader_that_fills_the_same_arrays_again_trains_what_it_yielded():
+    batches = make_batches(12)
+    with Pipeline(make_state(), update_of(SPEC), window=5) as pipeline:
+        for _ in pipeline.run(reusing(batches)):
+            pass
+    assert equal(pipeline.state, states_of(batches)[12])
+    for (batch, plans), wanted in zip(planned(SPEC, reusing(batches)), batches, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, wanted)
+        np.testing.assert_array_equal(plans["width_1"].unique, jaxrec.plan(SPEC, wanted.ids)["width_1"].unique)
+
+
+# ---- O13: one run at a time over one set of tables
+
+
+def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused():
+    batches, state = make_batches(12), make_state()
+    first = Pipeline(state, update_of(SPEC), window=WINDOW)
+    other = make_state()._replace(tables=dataclasses.replace(state.tables))  # the same arrays
+    second = Pipeline(other, update_of(SPEC), window=WINDOW)
+    running = first.run(batches[:6])
+    next(running)
+    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive().__enter__()):
+        with pytest.raises(ValueError, match="another pipeline is running over these tables"):
+            ask()
+    for _ in running:
+        pass
+    assert len(list(second.run(batches))) == 12  # a turn each
+    dropped = first.run(batches[:6])
+    next(dropped)
+    del dropped, first
+    gc.collect()
+    assert len(list(second.run(batches))) == 12 and no_threads_left()
+    broken = Pipeline(make_state()._replace(tables=state.tables), update_of(SPEC), fetch=Failing(0, to_host))
+    with pytest.raises(Broken):
+        list(broken.run(batches))
+    assert len(list(second.run(batches))) == 12  # whoever says so may go on over what is left
+
+
+# ---- cuts
+
+
+@pytest.mark.parametrize("ask", ["leave", "cut", "exclusive", "drain"])
+def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(ask):
+    batches, failed = make_batches(16), threading.Event()
+
+    def save(state):
+        failed.set()
+        raise Broken
+
+    def hook(state, step, plan, metrics):
+        if step == 6 and ask != "leave":
+            assert failed.wait(60)
+            if ask == "cut":
+                pipeline.cut(9, save)
+            elif ask == "drain":
+                pipeline.drain()
+            with pipeline.exclusive():
+                pass
+        return state
+
+    stream = iter(batches)
+    with pytest.raises(Broken) as raised, Pipeline(make_state(), update_of(SPEC), window=8) as pipeline:
+        pipeline.cut(4, save)
+        for number, _ in enumerate(pipeline.run(stream, [hook]), 1):
+            if number == 6 and ask == "leave":
+                break
+    assert "in stage 'cut' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
+    assert equal(pipeline.state, states_of(batches)[pipeline.step]) and pipeline.step <= 6
+    with pipeline:
+        for _ in pipeline.run(stream):
+            pass
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
+def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
+    batches, saved = make_batches(12), []
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    pipeline.cut(9, lambda state: saved.append(int(state.dense.step)))
+    pipeline.cut(99, saved.append, unreached="ignore")
+    with pytest.warns(UserWarning, match=r"cuts announced for steps \[9\] were not taken: the run was left at step 5"):
+        list(pipeline.run(batches[:5]))
+    assert not saved
+    list(pipeline.run(batches[5:]))
+    assert saved == [9]
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("every", [5, 100])
+def test_a_loss_that_is_not_finite_is_told_with_its_step(every):
+    batches = make_batches(12)
+    batches[6].label[0] = np.nan
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 7"), pipeline:
+        for _ in pipeline.run(batches, check_every_steps=every):
+            pass
+    assert int(pipeline.state.dense.step) == {5: 10, 100: 12}[every] and no_threads_left()
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    with pytest.raises(FloatingPointError, match="at step 7"), pipeline:
+        for number, _ in enumerate(pipeline.run(batches), 1):
+            if number == 8:
+                break
+
+
+# ---- the collector, interrupts
+
+
+def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
+    pipeline, batches = Pipeline(make_state(), update_of(SPEC), window=WINDOW), make_batches(12)
+    cycle = {"run": pipeline.run(batches)}
+    cycle["itself"] = cycle
+    next(cycle["run"])
+    assert pipeline.running and not no_threads_left()
+    del cycle
+    gc.collect()
+    assert not pipeline.running and no_threads_left()
+    assert equal(pipeline.state, states_of(batches)[1])
+
+
+@pytest.mark.parametrize("place", ["drain", "exclusive", "cut", "commit", "leave"])
+def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, ctrl_c):
+    """A real signal, sent when the thread is in the wait, which the same thread then ends by leaving."""
+    batches, go = make_batches(12), threading.Event()
+
+    def interrupt_when(waiting):
+        def watch():
+            assert waiting.wait(60)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            go.set()
+
+        threading.Thread(target=watch).start()
+
+    waiting = threading.Event()
+
+    class Telling(Flow):
+        def _wait(self, ready):
+            if not ready() and self.committed - self.first == 5 and name_of_caller() in wanted:
+                waiting.set()
+            super()._wait(ready)
+
+    wanted = {"drain": "drain", "exclusive": "drain", "cut": "hold_writes", "commit": "wait_to_commit"}
+    wanted = {wanted.get(place, "wait_for_threads")}
+
+    def fetch(tree):
+        if next(fetches) == 4:
+            assert go.wait(60)
+        return to_host(tree)
+
+    def hook(state, step, plan, metrics):
+        if step == 5 and place == "drain":
+            pipeline.drain()
+        if step == 5 and place == "exclusive":
+            with pipeline.exclusive():
+                pass
+        return state
+
+    fetches, options = itertools.count(), {"window": 0} if place == "commit" else {"window": WINDOW}
+    pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, **options)
+    pipeline.flow_type = Telling
+    if place == "cut":
+        pipeline.cut(4, lambda state: go.wait(60))
+        pipeline.cut(5, print, unreached="ignore")
+    interrupt_when(waiting)
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for number, _ in enumerate(pipeline.run(batches, [hook]), 1):
+            if number == 5 and place == "leave":
+                break
+    assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def name_of_caller():
+    return sys._getframe(2).f_code.co_name
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
+    """Real signals to a process of its own, at random instants, one or several at a time."""
+    command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "100" if seed else "12"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["interrupted"] >= counts["rounds"] // 4 and counts["wrong"] == 0, counts
