@@ -345,14 +345,13 @@ def test_the_state_of_bmuf_goes_on_from_round_to_round():
 
 
 def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
-    log = []
-    rule = model_averaging()
+    log, plain = [], model_averaging()
 
     def merge(live, before, target):
         log.append("compiled")
-        return rule.merge(live, before, target)
+        return plain.merge(live, before, target)
 
-    rule = rule._replace(merge=merge)
+    rule = plain._replace(merge=merge)
 
     class Logged(Steps):
         def meet(self, trainer, before, done):
@@ -360,7 +359,6 @@ def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
             return super().meet(trainer, before, done)
 
     steps = Logged(AllToAll(rule, PARAMS))
-    rule, merge = model_averaging(), None
     with Shadow(rule, steps) as shadow:
         state = shadow.exchange(state_of(1.0, 3.0))
         steps.begin.release()
@@ -594,12 +592,8 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
     rule = model_averaging()
     make = lambda: kind(rule, AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
     state = state_of(1.0)
-    calls = {
-        "exchange": lambda s: s.exchange(state),
-        "hook": lambda s: s.hook(state, 1, None, None),
-        "finish": lambda s: s.finish(state),
-    }
-    for name, call in calls.items():
+    calls = [lambda s: s.exchange(state), lambda s: s.hook(state, 1, None, None), lambda s: s.finish(state)]
+    for call in calls:
         with pytest.raises(ValueError, match="inside of the `with` block"):
             call(make())
         with make() as synchroniser:
@@ -608,7 +602,6 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
                 call(synchroniser)
         with pytest.raises(ValueError, match="has left"):
             call(synchroniser)
-        assert name
     with pytest.raises(ValueError, match="has been entered before"):
         synchroniser.__enter__()
     assert no_threads_left()
