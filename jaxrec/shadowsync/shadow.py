@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
+from jaxrec.shadowsync.leaves import check_names, floating, replicas_in, with_floating
 from jaxrec.shadowsync.rules import Rule, wide
 from jaxrec.shadowsync.transport import Left, Transport
 from jaxrec.types import PyTree, TrainState
@@ -46,6 +46,7 @@ class Synchroniser:
         _check_transport(transport, rule)
         self._rule, self._transport, self._trainer = transport.rule, transport, trainer
         self._phase = "not entered"
+        self._structures: list = []  # of the last state, whose names fit
         self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
         self.steps = self.rounds = self.bytes = 0
 
@@ -89,8 +90,12 @@ class Synchroniser:
 
     def _live(self, state) -> _Live:
         """The floating leaves on the device, which must be those of the transport's parameters."""
-        params = _params_of(state)
-        has_axis = replicas_in(self._transport.template, params, f"the state of trainer {self._trainer}") is not None
+        params, what = _params_of(state), f"the state of trainer {self._trainer}"
+        structure = jax.tree.structure(params)
+        if structure not in self._structures:  # names cost more than shapes
+            check_names(self._transport.template, params, what)
+            self._structures = [structure]
+        has_axis = replicas_in(self._transport.template, params, what) is not None
         if isinstance(state, TrainState) and not has_axis:
             raise ValueError(
                 "the parameters of a TrainState have a leading axis of replicas, and those that the transport was made "
@@ -104,24 +109,28 @@ class Synchroniser:
                 raise ValueError(f"the leaf {name} was {one} in the first exchange and is {other} now: keep it alike.")
         return _Live(leaves, has_axis)
 
-    def _meet(self, before):
-        """One round on leaves in numpy: where they should move to."""
-        target, _ = self._transport.meet(self._trainer, before, False)
+    def _meet(self, before, done=False):
+        """One round on leaves in numpy: where they should move to, and whether it was the last."""
+        target, last = self._transport.meet(self._trainer, before, done)
         _check_target(target, before)
+        return target, last
+
+    def _round_of(self, before):
+        """A round whose result `exchange` folds in."""
+        target, _ = self._meet(before)
         self.bytes += sum(leaf.nbytes for leaf in (*before, *target))
         return target
 
     def _last_rounds(self, leaves):
         """Rounds of a trainer that is done, on leaves in numpy, until all are; with a centre, what it is then."""
         if self._rule.has_centre:
-            target, last = self._transport.meet(self._trainer, leaves, False)[0], False
-            leaves = self._rule.merge(leaves, leaves, target)
+            leaves, last = self._rule.merge(leaves, leaves, self._meet(leaves)[0]), False
             while not last:
-                target, last = self._transport.meet(self._trainer, leaves, True)
+                target, last = self._meet(leaves, done=True)
             return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)]
         last = False
         while not last:
-            target, last = self._transport.meet(self._trainer, leaves, True)
+            target, last = self._meet(leaves, done=True)
             leaves = self._rule.merge(leaves, leaves, target)
         return leaves
 
@@ -301,10 +310,7 @@ class Shadow(Synchroniser):
     def _round(self, handed):
         start = time.monotonic()
         before = _to_host(handed)
-        target = _from_host(self._meet(before), handed)
-        if self._stopped:
-            return
-        placed = _place(target, handed.leaves)
+        placed = _place(_from_host(self._round_of(before), handed), handed.leaves)
         with self._changed:
             self._result, self._busy = (handed.leaves, placed), False
             self._changed.notify_all()
@@ -314,12 +320,15 @@ class Shadow(Synchroniser):
                 self._changed.wait_for(lambda: self._done or self._stopped, timeout=min(left, threading.TIMEOUT_MAX))
                 self._busy = False
 
-    def _meet(self, before):
+    def _meet(self, before, done=False):
         self._met_at = time.monotonic()
         try:
-            return super()._meet(before)
+            found = super()._meet(before, done)
         finally:
             self._met_at = None
+        if self._stopped:  # it was left behind: nothing comes of a late answer
+            raise Left(f"trainer {self._trainer} has left.")
+        return found
 
     def _raise_failure(self):
         if self._failure is not None:
@@ -374,7 +383,7 @@ class Foreground(Synchroniser):
         if self._seconds is not None and time.monotonic() - self._last < self._seconds:
             return state
         self._last = time.monotonic()
-        target = _place(_from_host(self._meet(_to_host(live)), live), live.leaves)
+        target = _place(_from_host(self._round_of(_to_host(live)), live), live.leaves)
         self.rounds += 1
         return _with(state, program(live.leaves, live.leaves, target))
 
@@ -436,7 +445,8 @@ def _from_host(leaves, live):
 
 def _place(new, old):
     """Arrays to where others are, in one call."""
-    return jax.device_put(new, [leaf.sharding for leaf in old])
+    with jax.enable_x64(any(leaf.dtype.itemsize > 4 for leaf in new)):  # which a thread does not inherit
+        return jax.device_put(new, [leaf.sharding for leaf in old])
 
 
 def _kinds(leaves):
