@@ -373,16 +373,43 @@ class Foreground(Synchroniser):
         Returns:
           The state to train on.
         """
-        self.steps += 1
-        if self._steps is not None and self.steps % self._steps:
+        if not self.due():
             return state
-        if self._seconds is not None and time.monotonic() - self._last < self._seconds:
-            return state
-        self._last = time.monotonic()
         live = state.dense.params
-        placed = _place(self._meet(jax.tree.map(np.asarray, live)), live)
-        self.rounds += 1
-        return state._replace(dense=state.dense._replace(params=self._merge(live, live, placed)))
+        return state._replace(dense=state.dense._replace(params=self.meet(live)(live)))
+
+    def due(self) -> bool:
+        """Counts a step; says whether it is time for a round."""
+        self.steps += 1
+        if self._steps is not None:
+            return self.steps % self._steps == 0
+        if time.monotonic() - self._last < self._seconds:
+            return False
+        self._last = time.monotonic()
+        return True
+
+    def meet(self, before):
+        """Makes a round on a copy of the parameters; for trainers whose other workers step on meanwhile.
+
+        Args:
+          before: parameters that nobody donates during the round.
+
+        Returns:
+          A function: the parameters as they are by then -> those with the round's result folded in.
+        """
+        target = _place(self._meet(jax.tree.map(np.asarray, before)), before)
+
+        def fold(live):
+            self.rounds += 1
+            return self._merge(live, before, target)
+
+        return fold
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        pass
 
     def finish(self, state):
         """Takes part in rounds until all trainers are done; returns the state with the parameters of the last one."""
