@@ -82,8 +82,8 @@ def train_freely(
       workers_per_trainer: m.
       devices: trainer i trains on device i modulo their number; all local devices if None.
       hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
-      leave_timeout_s: seconds that leaving early waits for threads that are blocked by a stream or a hook. Those that
-        have not ended by then are left behind, and named.
+      leave_timeout_s: seconds that leaving early waits for threads that are blocked by a stream or a hook, and as long
+        again for those that are blocked by a transport. Those that have not ended by then are left behind, and named.
 
     Returns:
       The dense state of every trainer, leaves with a leading axis of one replica (of a dropped trainer as it was), and
@@ -115,27 +115,34 @@ def train_freely(
 def _run(shared, trainers, leave_timeout_s):
     """Enters all synchronisers, runs all trainers and leaves, whatever comes."""
     try:
-        with contextlib.ExitStack() as entered:
+        try:
             for trainer in trainers:
-                trainer.enter(entered)
-            try:
-                for trainer in trainers:
-                    shared.start(trainer.run, trainer.name)
-                while not (shared.stopped or all(trainer.ended or trainer.failed for trainer in trainers)):
-                    _pause()
-            finally:
-                shared.stopped = True  # first: from now on nobody begins anything
-                for trainer in trainers:
-                    trainer.leave()
-                end = time.monotonic() + leave_timeout_s
-                while shared.running and time.monotonic() < end:
-                    _pause()
+                trainer.enter()
+            for trainer in trainers:
+                shared.start(trainer.run, trainer.name)
+            while not (shared.stopped or all(trainer.ended or trainer.failed for trainer in trainers)):
+                _pause()
+        finally:
+            shared.stopped = True  # first: from now on nobody begins anything
+            for trainer in trainers:
+                trainer.leave()
+            _wait(shared, leave_timeout_s)
+            for trainer in trainers:  # all at once, as a transport may block each
+                shared.start(trainer.exit, f"synchronisation-{trainer.number}")
+            _wait(shared, leave_timeout_s)
     except BaseException as error:
         if shared.running:
             error.add_note(_left_behind(shared, leave_timeout_s))
         raise
     if shared.running:
         shared.notes.append(_left_behind(shared, leave_timeout_s))
+
+
+def _wait(shared, seconds):
+    """Until all threads have ended, but not longer."""
+    end = time.monotonic() + seconds
+    while shared.running and time.monotonic() < end:
+        _pause()
 
 
 def _pause():
@@ -146,8 +153,8 @@ def _pause():
 
 def _left_behind(shared, seconds):
     return (
-        f"{', '.join(sorted(shared.running))} did not end within {seconds:g} s and were left behind: a stream, a hook or "
-        "a transport blocks them. They write nothing more."
+        f"{', '.join(sorted(shared.running))} did not end within {seconds:g} s and were left behind: a stream, a hook "
+        "or a transport blocks them. They write nothing more."
     )
 
 
@@ -227,7 +234,7 @@ class _Trainer:
         self.stream, self.reading = iter(stream), threading.Lock()
         self.lock, self.turns = threading.Lock(), threading.Lock()  # of the parameters; of foreground rounds
         self.workers, self.steps, self.examples, self.batch_size = workers, 0, 0, 0
-        self.failed = self.ended = False
+        self.entered = self.failed = self.ended = False
         self.end = time.perf_counter()  # of the last step
 
     @property
@@ -235,24 +242,25 @@ class _Trainer:
         """Whether nothing may be begun or written any more."""
         return self.shared.stopped or self.failed
 
-    def enter(self, stack: contextlib.ExitStack) -> None:
-        """Enters the synchroniser; what its thread has raised is heard when it is left, at the latest."""
-        if self.synchroniser is None:
+    def enter(self) -> None:
+        """Enters the synchroniser."""
+        if self.synchroniser is not None:
+            self.synchroniser.__enter__()
+            self.entered = True
+
+    def exit(self) -> None:
+        """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
+        if not self.entered:
             return
-        self.synchroniser.__enter__()
-
-        def leave():
-            try:
-                self.synchroniser.__exit__(None, None, None)
-            except Exception as error:
-                if not any(error is known for _, known in self.shared.failures):
-                    self._fail(error, f"in the synchronisation of trainer {self.number}")
-
-        stack.callback(leave)
+        try:
+            self.synchroniser.__exit__(None, None, None)
+        except Exception as error:
+            if not any(error is known for _, known in self.shared.failures):
+                self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def leave(self) -> None:
         """Wakes those who wait for this trainer, or in it, if it has not come to its end."""
-        if self.synchroniser is not None and not self.ended:
+        if self.entered and not self.ended:
             self.synchroniser.leave()
 
     def run(self):
