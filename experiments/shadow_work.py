@@ -30,15 +30,18 @@ class Blocking:
     def __init__(self, transport, seconds: float):
         self.transport, self.seconds, self.ended = transport, seconds, threading.Event()
 
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
     def meet(self, trainer, before, done):
         """Late."""
         self.ended.wait(self.seconds)
         return self.transport.meet(trainer, before, done)
 
-    def leave(self, trainer):
+    def leave(self, trainer, error=None):
         """At once."""
         self.ended.set()
-        self.transport.leave(trainer)
+        self.transport.leave(trainer, error)
 
 
 class Trainer:
@@ -85,7 +88,7 @@ class Trainer:
 
 def transport_of(rule: Rule, params, trainers: int) -> Centre | AllToAll:
     """All to all, or a centre."""
-    return Centre(rule, params) if rule.has_centre else AllToAll(rule, trainers)
+    return (Centre if rule.has_centre else AllToAll)(rule, params, trainers)
 
 
 @contextlib.contextmanager
@@ -94,6 +97,8 @@ def peer(rule: Rule, transport, params):
     if rule.has_centre:
         yield
         return
+
+    transport.join(1)
 
     def bring():
         mine = jax.tree.map(lambda x: np.array(x)[None], params)
@@ -117,11 +122,11 @@ def turn(
     """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
     if way == "none":
         return trainer.run(steps), float("inf")
-    transport = transport_of(rule, trainer.params, 2)
+    transport = transport_of(rule, trainer.params, 1 if rule.has_centre else 2)
     with peer(rule, transport, trainer.params):
         if way == "foreground":
-            foreground = Foreground(rule, transport, every_steps=every_steps)
-            return trainer.run(steps, foreground), foreground.average_sync_gap
+            with Foreground(rule, transport, every_steps=every_steps) as foreground:
+                return trainer.run(steps, foreground), foreground.average_sync_gap
         over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
         with Shadow(rule, over, pace_seconds=pace_seconds) as shadow:
             times = trainer.run(steps, shadow)

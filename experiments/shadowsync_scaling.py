@@ -30,7 +30,6 @@ Seen on two cores, step 83 to 96 ms: FR-EASGD-5 flattens at 14 trainers over 2 s
 share caches and memory), S-EASGD 0.84 at a gap of 3.3, S-MA 0.96 at 3.7; back to back (gap 1) 0.80 and 0.79.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -50,8 +49,8 @@ from shadow_work import Trainers
 from sides import Side
 from tqdm import tqdm
 
-from jaxrec.shadowsync.rules import Rule, easgd, model_averaging
-from jaxrec.shadowsync.shadow import AllToAll, Centre, Foreground, Left, Shadow, pack
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Left, Rule, Shadow, easgd, model_averaging
+from jaxrec.shadowsync.transport import pack
 from jaxrec.types import DenseState, TrainState
 
 SCALE = 1000  # real parameters over those of a sleeping trainer
@@ -151,8 +150,8 @@ class Point(NamedTuple):
 class Ring(AllToAll):
     """All to all, with the time that an all-reduce takes."""
 
-    def __init__(self, rule: Rule, trainers: int, seconds: float):
-        super().__init__(rule, trainers)
+    def __init__(self, rule: Rule, parameters, trainers: int, seconds: float):
+        super().__init__(rule, parameters, trainers)
         self.seconds = seconds
 
     def meet(self, trainer, before, done):
@@ -170,9 +169,11 @@ def emulate(point: Point, window: int) -> dict[str, float]:
     small = {f"{i:03d}": np.zeros(max(1, size // (4 * SCALE)), np.float32) for i, size in enumerate(point.sizes)}
     if rule.has_centre:
         share = sum(leaf.nbytes for leaf in small.values()) / sum(point.sizes)
-        transport: Any = Centre(rule, small, point.servers, share * point.bytes_per_s)
+        transport: Any = Centre(
+            rule, small, point.trainers, servers=point.servers, bytes_per_s=share * point.bytes_per_s
+        )
     else:
-        transport = Ring(rule, point.trainers, point.ring_s)
+        transport = Ring(rule, small, point.trainers, point.ring_s)
     synchronisers: list[Any] = [
         Foreground(rule, transport, i, every_steps=every) if every else Shadow(rule, transport, i)
         for i in range(point.trainers)
@@ -184,7 +185,7 @@ def emulate(point: Point, window: int) -> dict[str, float]:
         params = jax.tree.map(lambda leaf: jnp.array(leaf)[None], small)
         state = TrainState(DenseState(jnp.zeros((), jnp.int32), params, ()), None)
         try:
-            with contextlib.nullcontext() if every else synchroniser:
+            with synchroniser:
                 time.sleep(next(times))
                 while not stop.is_set():
                     time.sleep(next(times))

@@ -52,6 +52,10 @@ class Checked:
     def __init__(self, transport, seed: int):
         self.transport, self.rng, self.lock = transport, np.random.default_rng(seed), threading.Lock()
         self.torn = self.rounds = 0
+        self.ended: dict[int, float] = {}  # a parameter of each trainer after its last round
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
 
     def meet(self, trainer, before, done):
         """Later, and looked at."""
@@ -59,12 +63,14 @@ class Checked:
             delay = self.rng.choice([0.0, 0.001, 0.02]) * self.rng.random()
             self.rounds += 1
             self.torn += not whole(before)
+            if done:
+                self.ended[trainer] = float(before[-1].flat[0])
         time.sleep(delay)
         return self.transport.meet(trainer, before, done)
 
-    def leave(self, trainer):
+    def leave(self, trainer, error=None):
         """At once."""
-        self.transport.leave(trainer)
+        self.transport.leave(trainer, error)
 
 
 def whole(params) -> bool:
@@ -93,7 +99,9 @@ def one_set(config: Config, name: str, seed: int) -> dict[str, Any]:
     """One set of trainers under one rule."""
     rule, half = RULES[name], config.parameters // 2
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
-    transport = Checked(Centre(rule, params, 2) if rule.has_centre else AllToAll(rule, config.trainers), seed)
+    n = config.trainers
+    meeting = Centre(rule, params, n, servers=2) if rule.has_centre else AllToAll(rule, params, n)
+    transport: Any = Checked(meeting, seed)
     until = time.perf_counter() + config.seconds_each
     dense, figures = train_freely(
         SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
@@ -110,8 +118,8 @@ def one_set(config: Config, name: str, seed: int) -> dict[str, Any]:
         "threads_left": left,
     }
     if rule.has_centre:  # what symmetric EASGD keeps: sum of replicas and centre = starts + steps
-        total = sum(float(state.params["w"][0, 0]) for state in dense) + float(transport.transport.parameters["w"][0])
-        wanted = config.trainers + 1 + RATE * sum(figures.steps)
+        total = sum(transport.ended.values()) + float(transport.parameters["w"][0])
+        wanted = n + 1 + RATE * sum(figures.steps)
         row["conserved_sum_error"] = abs(total - wanted) / wanted
     return row
 

@@ -13,19 +13,19 @@ FLOORS = [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
-    ["embedding.mapped"],
+    ["embedding.mapped", "shadowsync.leaves"],
     [
         "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
-        "shadowsync.shadow", "cpr.emulate", "cpr.traces", "cpr.listed",
+        "shadowsync.transport", "cpr.emulate", "cpr.traces", "cpr.listed",
     ],
-    ["embedding", "boundary", "cpr.priority"],
+    ["embedding", "boundary", "shadowsync.shadow", "cpr.priority"],
     ["step", "checkpoint"],
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
-HOST_FILES += ["shadowsync.shadow", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
+HOST_FILES += ["shadowsync.shadow", "shadowsync.transport", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 

@@ -38,7 +38,7 @@ def fresh():
 
 
 def averaging(kind, **more):
-    return kind(model_averaging(), AllToAll(model_averaging(), 1), **more)
+    return kind(model_averaging(), AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
 
 
 def recovery_in(directory, **more):
@@ -51,8 +51,7 @@ def run(directory, synchroniser, failures=FAILURES):
     with contextlib.ExitStack() as stack:
         pipeline = Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH)
         recovery = stack.enter_context(recovery_in(directory, pipeline=pipeline, failures=dict(failures)))
-        if isinstance(synchroniser, Shadow):
-            stack.enter_context(synchroniser)
+        stack.enter_context(synchroniser)
         stack.enter_context(pipeline)
         recovery.begin(pipeline.state)
         for _ in pipeline.run(batches(), [synchroniser.hook, recovery.hook]):
@@ -71,7 +70,7 @@ def same(a, b):
 
 def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):
     step, synchroniser = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, MESH), averaging(Foreground, every_steps=5)
-    with recovery_in(tmp_path / "plain", failures=dict(FAILURES), pick_ahead_steps=0) as plain:
+    with synchroniser, recovery_in(tmp_path / "plain", failures=dict(FAILURES), pick_ahead_steps=0) as plain:
         hooks = [synchroniser.hook, plain.hook]
         wanted = synchroniser.finish(fit(plain.begin(fresh()), planned(SPEC, batches()), step, hooks))
     found, recovery = run(tmp_path / "all", averaging(Foreground, every_steps=5))

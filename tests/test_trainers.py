@@ -40,13 +40,14 @@ def stream(seed, batches, rows=40, size=8):
         yield Batch({"item": ids.astype(np.int32)}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
 
 
-def synchronisers(kind, rule, trainers, of=None, **more):
-    transport = (of or Centre)(rule, PARAMS) if rule.has_centre else (of or AllToAll)(rule, trainers)
+def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
+    of = of or (Centre if rule.has_centre else AllToAll)
+    transport = of(rule, PARAMS, trainers, on_failure=on_failure, timeout_s=timeout_s)
     return lambda number: kind(rule, transport, number, **more)
 
 
 def alone_in(transport, rule):
-    return transport(rule, 1)
+    return transport(rule, PARAMS, 1)
 
 
 def no_threads_left():
@@ -160,7 +161,7 @@ class Gated(AllToAll):
         if done:
             return target, last
         assert self.open.wait(30), "nobody stepped during the round"
-        return jax.tree.map(lambda x: x + 100, target), last
+        return [x + 100 for x in target], last
 
 
 @pytest.mark.parametrize("workers", [2, 3])

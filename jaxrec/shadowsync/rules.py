@@ -12,12 +12,17 @@ own; model averaging and BMUF combine the mean over all trainers, the same for e
 
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that could be checked; the
 equations are those of the papers named at each rule. Optimizer state and embedding rows are never synchronised.
+
+Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many small floats neither
+overflows nor loses digits; `merge` returns the dtypes of `live`. All other leaves (counters, booleans, PRNG keys) are
+left as the first argument has them: each replica keeps its own.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.types import PyTree
@@ -31,6 +36,16 @@ class Rule(NamedTuple):
     init: Callable[[PyTree], Any]  # initial parameters -> shared
     combine: Callable[[Any, PyTree], tuple[Any, PyTree]]  # shared, one trainer's or the mean -> shared', target
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
+    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers; none: equal only to itself
+
+    def describe(self) -> str:
+        """The call that makes it."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
+
+    def same_as(self, other: "Rule") -> bool:
+        """Whether both synchronise alike: two rules of one name and equal settings do."""
+        alike = self.settings and (self.name, self.has_centre, self.settings) == other[:2] + (other.settings,)
+        return bool(alike) or tuple(self) == tuple(other)
 
 
 class Block(NamedTuple):
@@ -53,22 +68,22 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
       alpha: elastic weight, above 0 and at most 1.
       form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that it has moved.
 
-    Errors:
+    Raises:
       ValueError: alpha outside (0, 1]; another form.
     """
-    _check_alpha(alpha)
+    alpha = _checked_alpha(alpha)
     if form not in ("symmetric", "sequential"):
         raise ValueError(f"form={form!r} must be 'symmetric' or 'sequential'.")
 
     def combine(centre, before):
-        moved = jax.tree.map(lambda c, w: c + alpha * (w - c), centre, before)
+        moved = _map(lambda c, w: c + alpha * (w - c), centre, before)
         return moved, centre if form == "symmetric" else moved
 
     def merge(live, before, target):
         seen = before if form == "symmetric" else live
-        return jax.tree.map(lambda x, w, c: x + alpha * (c - w), live, seen, target)
+        return _like(live, _map(lambda x, w, c: x + alpha * (c - w), live, seen, target))
 
-    return Rule("easgd", True, _copy, combine, merge)
+    return Rule("easgd", True, _copy, combine, merge, (("alpha", alpha), ("form", form)))
 
 
 def model_averaging(alpha: float = 0.5, form: str = "lerp") -> Rule:
@@ -81,10 +96,11 @@ def model_averaging(alpha: float = 0.5, form: str = "lerp") -> Rule:
       alpha: weight of the mean, above 0 and at most 1.
       form: 'lerp', as ShadowSync, or 'delta'.
 
-    Errors:
+    Raises:
       ValueError: alpha outside (0, 1]; another form.
     """
-    return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), _towards(alpha, form))
+    settings, merge = (("alpha", float(alpha)), ("form", form)), _towards(alpha, form)
+    return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
 
 
 def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "lerp") -> Rule:
@@ -101,34 +117,50 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
       momentum: block momentum, from 0 to below 1.
       form: 'lerp' or 'delta'.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; another form.
     """
-    if eta <= 0 or not 0 <= momentum < 1:
+    if not 0 < eta < float("inf") or not 0 <= momentum < 1:
         raise ValueError(f"eta={eta} must be above 0 and momentum={momentum} from 0 to below 1.")
+    eta, momentum = float(eta), float(momentum)
 
     def init(parameters):
-        return Block(_copy(parameters), jax.tree.map(lambda x: 0 * x, parameters))
+        return Block(_copy(parameters), _map(lambda x: 0 * x, parameters))
 
     def combine(block, mean):
-        velocity = jax.tree.map(lambda v, w, g: momentum * v + eta * (w - g), block.momentum, mean, block.parameters)
-        moved = jax.tree.map(lambda g, v: g + v, block.parameters, velocity)
+        velocity = _map(lambda v, w, g: momentum * v + eta * (w - g), block.momentum, mean, block.parameters)
+        moved = _map(lambda g, v: g + v, block.parameters, velocity)
         return Block(moved, velocity), moved
 
-    return Rule("bmuf", False, init, combine, _towards(alpha, form))
+    settings = (("alpha", float(alpha)), ("eta", eta), ("momentum", momentum), ("form", form))
+    return Rule("bmuf", False, init, combine, _towards(alpha, form), settings)
 
 
 def mean_of(replicas: list[PyTree]) -> PyTree:
-    """The mean of equal trees, summed in their order.
+    """The mean of equal trees, summed in their order, in float32 or wider.
 
-    Errors:
+    Raises:
       ValueError: there are none; they differ in structure, shape or dtype.
     """
     if not replicas:
         raise ValueError("the mean of no replicas: give at least one.")
     for number, replica in enumerate(replicas[1:], 1):
         check_same(replicas[0], replica, f"replica {number}")
-    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]) / len(leaves), *replicas)
+    return _map(lambda *leaves: sum(leaves[1:], leaves[0]) / len(leaves), *replicas)
+
+
+def is_synchronised(leaf) -> bool:
+    """Whether rules touch a leaf: it is floating.
+
+    >>> [is_synchronised(x) for x in (np.float16(1), np.int32(1), True, jax.random.key(0))]
+    [True, False, False, False]
+    """
+    return bool(jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.floating))
+
+
+def wide(dtype) -> np.dtype:
+    """What floats of a dtype are computed in: float32, or float64 if they are that wide."""
+    return np.dtype(np.float64 if np.dtype(dtype).itemsize > 4 else np.float32)
 
 
 def check_same(expected: PyTree, found: PyTree, what: str) -> None:
@@ -146,22 +178,36 @@ def check_same(expected: PyTree, found: PyTree, what: str) -> None:
 
 
 def _towards(alpha, form):
-    _check_alpha(alpha)
+    alpha = _checked_alpha(alpha)
     if form not in ("lerp", "delta"):
         raise ValueError(f"form={form!r} must be 'lerp' or 'delta'.")
 
     def merge(live, before, target):
         if form == "delta":
-            return jax.tree.map(lambda x, w, t: x + alpha * (t - w), live, before, target)
-        return jax.tree.map(lambda x, t: (1 - alpha) * x + alpha * t, live, target)
+            return _like(live, _map(lambda x, w, t: x + alpha * (t - w), live, before, target))
+        return _like(live, _map(lambda x, t: (1 - alpha) * x + alpha * t, live, target))
 
     return merge
 
 
-def _check_alpha(alpha):
+def _checked_alpha(alpha):
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha={alpha} must be above 0 and at most 1.")
+    return float(alpha)  # a scalar of NumPy would widen what it multiplies
+
+
+def _map(function, first, *rest):
+    """Maps floating leaves, each widened; where the first tree has another leaf, that one is kept."""
+    widened = lambda x: x.astype(wide(x.dtype), copy=False) if hasattr(x, "dtype") else np.float64(x)
+    apply = lambda x, *others: function(*map(widened, (x, *others))) if is_synchronised(x) else x
+    return jax.tree.map(apply, first, *rest)
+
+
+def _like(wanted, tree):
+    """Gives the floating leaves of a tree the dtypes of another."""
+    cast = lambda x, y: y.astype(x.dtype, copy=False) if is_synchronised(x) and hasattr(x, "dtype") else y
+    return jax.tree.map(cast, wanted, tree)
 
 
 def _copy(parameters):
-    return jax.tree.map(lambda x: x.copy(), parameters)
+    return _map(lambda x: x.copy(), parameters)

@@ -4,204 +4,132 @@ Neither the backward pass nor every k-th step waits: between two steps a trainer
 over if the thread is free, and folds the newest result in if there is one, on the parameters as they are by then. The
 thread reads to the host, meets the other replicas through a transport, and launches no program on a training device.
 
-Reference: Zheng et al., ShadowSync, arXiv 2003.03477. Leaves of `DenseState.params` have a leading axis of R replicas:
-the replicas of the mesh (lock-step), or one of a trainer of its own (free-running). Legend: R replicas of a trainer,
-n trainers.
+A state is a TrainState, whose parameters have a leading axis of R replicas (those of the mesh in lock step, or one of a
+trainer of its own), or a pytree of parameters, with that axis or without. Floating leaves are synchronised and keep
+their dtype; all others are left alone.
+
+Reference: Zheng et al., ShadowSync, arXiv 2003.03477. Legend: R replicas of a trainer, n trainers.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.shadowsync.rules import Rule, check_same, mean_of
-from jaxrec.types import PyTree
+from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
+from jaxrec.shadowsync.rules import Rule, wide
+from jaxrec.shadowsync.transport import Left, Transport
+from jaxrec.types import PyTree, TrainState
 
 
-class Left(RuntimeError):
-    """Another trainer has left in the middle of a round."""
+class _Live(NamedTuple):
+    """The floating leaves of a trainer as they are now."""
 
-
-class Transport(Protocol):
-    """How trainers meet; called by their background threads only (or in the foreground)."""
-
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings [R, ...] numpy parameters; returns where each should move to, and whether it was the last round."""
-
-    def leave(self, trainer: int) -> None:
-        """This trainer fails: others must not wait for it."""
-
-
-class AllToAll:
-    """Rounds of all trainers of one process, for rules that combine the mean over all replicas.
-
-    Args:
-      rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
-      trainers: n; a round waits for all of them, as long as not all are done.
-
-    Errors:
-      ValueError: a rule with a centre; trainers < 1.
-    """
-
-    def __init__(self, rule: Rule, trainers: int = 1):
-        if rule.has_centre or trainers < 1:
-            raise ValueError(f"AllToAll needs a rule without a centre and trainers >= 1, got {rule.name}, {trainers}.")
-        self._rule, self._trainers = rule, trainers
-        self._changed, self._round, self._left = threading.Condition(), 0, False
-        self._brought: dict[int, tuple[PyTree, bool]] = {}
-        self._shared: Any = None
-        self._target, self._last = None, False
-
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """One round: waits for all others, then every replica gets the same target."""
-        with self._changed:
-            if self._brought and trainer not in self._brought:
-                check_same(_first(next(iter(self._brought.values()))[0]), _first(before), f"trainer {trainer}")
-            self._brought[trainer] = before, done
-            if len(self._brought) == self._trainers:
-                self._combine()
-            else:
-                number = self._round
-                self._changed.wait_for(lambda: self._round > number or self._left)
-                if self._round == number:
-                    raise Left(f"trainer {trainer} waited for a trainer that has left.")
-            target, last = self._target, self._last
-        rows = len(jax.tree.leaves(before)[0])
-        return jax.tree.map(lambda x: np.broadcast_to(x, (rows, *x.shape)), target), last
-
-    def _combine(self):
-        brought = [self._brought[i] for i in sorted(self._brought)]
-        replicas = [_replica(tree, r) for tree, _ in brought for r in range(len(jax.tree.leaves(tree)[0]))]
-        if self._shared is None:
-            self._shared = self._rule.init(replicas[0])
-        self._shared, self._target = self._rule.combine(self._shared, mean_of(replicas))
-        self._last, self._brought = all(done for _, done in brought), {}
-        self._round += 1
-        self._changed.notify_all()
-
-    def leave(self, trainer: int) -> None:
-        """Wakes all who wait."""
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
-
-
-class Centre:
-    """Synchronisation parameter servers in this process, for EASGD: each trainer meets the centre when it likes.
-
-    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers to and from it take
-    turns, and their time is slept.
-
-    Args:
-      rule: with a centre.
-      parameters: initial ones, without a replica axis.
-      servers: how many.
-      bytes_per_s: of each server, both directions together; None for no limit.
-
-    Errors:
-      ValueError: a rule without a centre; servers < 1; bytes_per_s <= 0.
-    """
-
-    def __init__(self, rule: Rule, parameters: PyTree, servers: int = 1, bytes_per_s: float | None = None):
-        if not rule.has_centre:
-            raise ValueError(f"Centre needs a rule with a centre, got {rule.name}.")
-        if servers < 1 or (bytes_per_s is not None and bytes_per_s <= 0):
-            raise ValueError(f"servers={servers} must be at least 1, bytes_per_s={bytes_per_s} above 0 or None.")
-        self._rule, self._bytes_per_s = rule, bytes_per_s
-        leaves, self._structure = jax.tree.flatten(jax.tree.map(np.array, parameters))
-        self._server_of = pack([leaf.nbytes for leaf in leaves], servers)
-        self._centre = [rule.init(leaf) for leaf in leaves]
-        self._locks = [threading.Lock() for _ in range(servers)]
-        self._free_at, self._clock = [0.0] * servers, threading.Lock()
-
-    @property
-    def parameters(self) -> PyTree:
-        """The centre as it is."""
-        return jax.tree.unflatten(self._structure, [leaf.copy() for leaf in self._centre])
-
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other."""
-        check_same(self.parameters, _first(before), f"trainer {trainer}")
-        leaves = jax.tree.leaves(before)
-        targets: list[list[np.ndarray]] = [[] for _ in leaves]
-        for replica in range(len(leaves[0])):
-            self._transfer(leaves)
-            for number, server in enumerate(self._server_of):
-                with self._locks[server]:
-                    self._centre[number], target = self._rule.combine(self._centre[number], leaves[number][replica])
-                targets[number].append(target)
-        return jax.tree.unflatten(self._structure, [np.stack(target) for target in targets]), done
-
-    def _transfer(self, leaves):
-        """Sleeps until the slowest server has got and sent its tensors, behind what it had to do already."""
-        if self._bytes_per_s is None:
-            return
-        with self._clock:
-            now = time.perf_counter()
-            for server in range(len(self._locks)):
-                size = sum(2 * x[0].nbytes for x, s in zip(leaves, self._server_of, strict=True) if s == server)
-                self._free_at[server] = max(now, self._free_at[server]) + size / self._bytes_per_s
-            until = max(self._free_at)
-        time.sleep(max(0.0, until - now))
-
-    def leave(self, trainer: int) -> None:
-        """Nobody waits for anybody here."""
-
-
-def pack(sizes: list[int], bins: int) -> list[int]:
-    """Spreads things over bins: the largest first, each to the bin that is emptiest so far.
-
-    >>> pack([1, 5, 3, 3], 2)
-    [0, 0, 1, 1]
-    """
-    load, place = [0] * bins, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        place[number] = load.index(min(load))
-        load[place[number]] += sizes[number]
-    return place
+    leaves: list[jax.Array]
+    has_axis: bool  # else they are those of one replica, which gets the axis on its way to a transport
 
 
 class Synchroniser:
-    """What `Shadow` and `Foreground` have in common: a trainer's place among the others, and its figures."""
+    """What `Shadow` and `Foreground` have in common: a trainer's place among the others, and its figures.
+
+    Attributes:
+      steps: calls of `exchange`.
+      rounds: whose results were folded in by `exchange`.
+      bytes: of floating leaves that these rounds have brought and taken.
+    """
 
     def __init__(self, rule: Rule, transport: Transport, trainer: int):
-        self._rule, self._transport, self._trainer = rule, transport, trainer
+        _check_transport(transport, rule)
+        self._rule, self._transport, self._trainer = transport.rule, transport, trainer
+        self._phase = "not entered"
+        self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
         self.steps = self.rounds = self.bytes = 0
 
     @property
     def average_sync_gap(self) -> float:
-        """Steps of this trainer for each round that it has folded in."""
-        return self.steps / max(1, self.rounds)
+        """Steps of this trainer for each round that it has folded in; inf if there was none."""
+        return self.steps / self.rounds if self.rounds else float("inf")
+
+    @property
+    def on_failure(self) -> str:
+        """What becomes of the others when this trainer leaves early: 'raise' or 'drop'."""
+        return getattr(self._transport, "on_failure", "raise")
+
+    def __enter__(self):
+        if self._phase != "not entered":
+            raise ValueError(f"{self._name} has been entered before: make one for each training.")
+        self._transport.join(self._trainer)
+        self._phase = "open"
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._phase = "left"
+        self.leave(error)
 
     def exchange(self, state):
-        """Synchronises a TrainState, now or in the background; returns the one to train on."""
+        """Synchronises a state, now or in the background; returns the one to train on."""
         raise NotImplementedError
 
     def hook(self, state, step, plan, metrics):
         """`exchange` as a hook of `fit` or `Pipeline`."""
         return self.exchange(state)
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Tells the others not to wait for this trainer any more: it fails."""
-        self._transport.leave(self._trainer)
+        self._transport.leave(self._trainer, error)
+
+    @property
+    def _name(self):
+        return f"{type(self).__name__} of trainer {self._trainer}"
+
+    def _check_open(self, what):
+        if self._phase == "not entered":
+            raise ValueError(f"`{what}` comes inside of the `with` block, and {self._name} has not been entered.")
+        if self._phase != "open":
+            raise ValueError(f"`{what}` comes too late: {self._name} has {self._phase}. Make one for each training.")
+
+    def _live(self, state) -> _Live:
+        """The floating leaves on the device, which must be those of the transport's parameters."""
+        params = _params_of(state)
+        has_axis = replicas_in(self._transport.template, params, f"the state of trainer {self._trainer}") is not None
+        if isinstance(state, TrainState) and not has_axis:
+            raise ValueError(
+                "the parameters of a TrainState have a leading axis of replicas, and those that the transport was made "
+                "with have it too: make the transport with one replica, the parameters that `init_state` was given."
+            )
+        leaves = [_on_device(leaf) for leaf in floating(params)]
+        kind = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._first = self._first or kind
+        for name, one, other in zip(self._transport.template.names, self._first, kind, strict=True):
+            if one != other:
+                raise ValueError(f"the leaf {name} was {one} in the first exchange and is {other} now: keep it alike.")
+        return _Live(leaves, has_axis)
 
     def _meet(self, before):
-        """One round on parameters in numpy: where they should move to."""
+        """One round on leaves in numpy: where they should move to."""
         target, _ = self._transport.meet(self._trainer, before, False)
-        self.bytes += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(before))
+        _check_target(target, before)
+        self.bytes += sum(leaf.nbytes for leaf in (*before, *target))
         return target
 
-    def _last_rounds(self, params):
-        """Rounds of a trainer that is done, on parameters in numpy, until all are."""
+    def _last_rounds(self, leaves):
+        """Rounds of a trainer that is done, on leaves in numpy, until all are; with a centre, what it is then."""
+        if self._rule.has_centre:
+            target, last = self._transport.meet(self._trainer, leaves, False)[0], False
+            leaves = self._rule.merge(leaves, leaves, target)
+            while not last:
+                target, last = self._transport.meet(self._trainer, leaves, True)
+            return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)]
         last = False
         while not last:
-            target, last = self._transport.meet(self._trainer, params, True)
-            params = self._rule.merge(params, params, target)
-        return params
+            target, last = self._transport.meet(self._trainer, leaves, True)
+            leaves = self._rule.merge(leaves, leaves, target)
+        return leaves
 
 
 class Shadow(Synchroniser):
@@ -214,88 +142,140 @@ class Shadow(Synchroniser):
             state = shadow.finish(state)                # goes on until all trainers are done
 
     Args:
-      rule: from `rules`.
+      rule: the transport's.
       transport: shared by all trainers.
-      trainer: the number of this one.
+      trainer: the number of this one, from 0; each has its own.
       pace_seconds: the least time from one round to the next; 0 is back to back.
 
-    A round's exception is raised by the next `exchange` and on leaving the `with` block.
+    Raises:
+      ValueError: another rule than the transport's; pace_seconds < 0. On entering: no such trainer, or a taken one.
+      Left: another trainer has left, or is overdue. It and whatever else a round raises come with the next `exchange`,
+        or on leaving the `with` block.
+      TimeoutError: on leaving, `meet` has not returned for `timeout_s` of the transport: its thread is left behind, and
+        does nothing with what may still come.
     """
 
     def __init__(self, rule: Rule, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
-        if pace_seconds < 0:
+        if not 0 <= pace_seconds < float("inf"):
             raise ValueError(f"pace_seconds={pace_seconds} must be 0 or more.")
         super().__init__(rule, transport, trainer)
         self._pace = pace_seconds
-        self._merge: Any = None  # compiled by the thread, with the first result
         self._changed = threading.Condition()
-        self._handed: Any = None  # a device copy for the thread
+        self._handed: Any = None  # a copy for the thread, on the device
         self._result: Any = None  # (that copy, target), both on the device
-        self._busy = self._done = self._stopped = False
-        self._final: Any = None  # host parameters of a trainer that is done
+        self._busy = self._done = self._stopped = self._ended = False
+        self._met_at: float | None = None  # when `meet` was called that has not returned
+        self._final: Any = None  # leaves [R, ...] on the host, of a trainer that is done
+        self._has_axis = True
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
 
     def __enter__(self) -> "Shadow":
-        self._thread.start()
+        super().__enter__()
+        try:
+            self._thread.start()
+        except BaseException as error:  # no more threads
+            self.leave(error)
+            raise
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._final is None:  # not finished: the others must not wait for this one
-            self.leave()
-        self._thread.join()
-        if error is None:
+        super().__exit__(kind, error, trace)
+        self._thread.join(self._transport.timeout_s)
+        if self._thread.is_alive():
+            self._left_behind(error)
+        elif error is None:
             self._raise_failure()
+
+    def _left_behind(self, error):
+        message = (
+            f"{self._name}: `meet` of {type(self._transport).__name__} has not returned for timeout_s="
+            f"{self._transport.timeout_s:g}; its thread is left behind and will do nothing with what it returns."
+        )
+        if error is None:
+            raise TimeoutError(message)
+        error.add_note(message)
 
     def exchange(self, state):
         """Folds the newest result in and hands a copy over, if there is one and if the thread is free; never waits.
 
+        The first call compiles the fold, so that the first result is folded in as soon as it is there.
+
         Args:
-          state: TrainState; its parameters are donated.
+          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or [R, ...].
 
         Returns:
-          The state to train on.
+          The state to train on. Its arrays are those given where nothing was folded in; none is donated.
 
-        Errors:
+        Raises:
+          ValueError: outside of the `with` block; the parameters do not fit those of the transport.
           What a round raised.
         """
+        self._check_open("exchange")
         self._raise_failure()
+        live = self._live(state)
+        program = _merge_program(self._rule.merge, _kinds(live.leaves))
         self.steps += 1
+        leaves = self._fold(live.leaves, program)
         with self._changed:
-            result, self._result = self._result, None
             free = self._handed is None and not self._busy
-        params = state.dense.params
-        if result is not None:
-            params = self._merge(params, *result)
-            self.rounds += 1
         if free:
-            copy = _copy(params)
+            copy = _Live(_copy(leaves), live.has_axis)
             with self._changed:
                 self._handed = copy
                 self._changed.notify_all()
-        return state._replace(dense=state.dense._replace(params=params))
+        return state if leaves is live.leaves else _with(state, leaves)
 
     def finish(self, state):
-        """Takes part in rounds until all trainers are done; returns the state with the parameters of the last one.
+        """Takes part in rounds until all trainers are done.
 
         Args:
-          state: TrainState after the trainer's last step.
+          state: after the trainer's last step.
 
-        Errors:
+        Returns:
+          The state with new parameters, on the same devices and of the same dtypes; all else is as it was. With a
+          centre they are the centre's after the last round of all trainers: the same model for each. With AllToAll each
+          trainer has its replica after a last round of all: by lerp it is 1 - alpha of its old distance from the
+          target, so all are equal with alpha = 1; by delta it is moved by alpha (target - replica), the same here.
+
+        Raises:
+          ValueError: outside of the `with` block, or again.
+          TimeoutError: `meet` has not returned for three times `timeout_s` of the transport.
           What a round raised.
         """
-        state = self.exchange(state)
-        params = state.dense.params
+        self._check_open("finish")
+        self._raise_failure()
+        live = self._live(state)
+        leaves = self._fold(live.leaves, _merge_program(self._rule.merge, _kinds(live.leaves)))
         with self._changed:
-            self._final = jax.tree.map(np.array, params)
+            self._final, self._has_axis = _to_host(_Live(leaves, live.has_axis)), live.has_axis
             self._done = True
             self._changed.notify_all()
-        self._thread.join()
+            self._wait_for_the_end()
         self._raise_failure()
-        return _with_params(state, self._final)
+        self._phase = "finished"
+        return _with(state, _place(_from_host(self._final, live), live.leaves))
+
+    def _fold(self, leaves, program):
+        """The leaves after the newest result, if there is one."""
+        with self._changed:
+            result, self._result = self._result, None
+        if result is None:
+            return leaves
+        self.rounds += 1
+        return program(leaves, *(_place(part, leaves) for part in result))
+
+    def _wait_for_the_end(self):
+        limit = 3 * self._transport.timeout_s  # a round that goes on, or waits for those who train, returns before
+        while not self._ended:
+            since = time.monotonic() if self._met_at is None else self._met_at
+            left = since + limit - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self._name}: `meet` of its transport has not returned for {limit:g} s.")
+            self._changed.wait(left)
 
     def _run(self):
         try:
@@ -303,12 +283,17 @@ class Shadow(Synchroniser):
                 self._round(handed)
             if self._done and not self._stopped:
                 if self._result is not None:  # of a round that ended after the trainer's last exchange
-                    self._final = self._rule.merge(self._final, *jax.tree.map(np.asarray, self._result))
+                    before, target = (_to_host(_Live(part, self._has_axis)) for part in self._result)
+                    self._final = self._rule.merge(self._final, before, target)
                 self._final = self._last_rounds(self._final)
         except BaseException as error:
             with self._changed:
                 self._failure = None if self._stopped and isinstance(error, Left) else error
-            self.leave()
+            self.leave(error)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
     def _next(self):
         """The copy to bring to the next round; None when the trainer is done or has stopped."""
@@ -320,19 +305,27 @@ class Shadow(Synchroniser):
             return handed
 
     def _round(self, handed):
-        start = time.perf_counter()
-        before = jax.tree.map(np.asarray, handed)
-        placed = _place(self._meet(before), handed)
-        if self._merge is None:
-            self._merge = jax.jit(self._rule.merge, donate_argnums=0).lower(handed, handed, placed).compile()
+        start = time.monotonic()
+        before = _to_host(handed)
+        target = _from_host(self._meet(before), handed)
+        if self._stopped:
+            return
+        placed = _place(target, handed.leaves)
         with self._changed:
-            self._result, self._busy = (handed, placed), False
+            self._result, self._busy = (handed.leaves, placed), False
             self._changed.notify_all()
-            left = start + self._pace - time.perf_counter()
+            left = start + self._pace - time.monotonic()
             if left > 0:
                 self._busy = True
-                self._changed.wait_for(lambda: self._done or self._stopped, timeout=left)
+                self._changed.wait_for(lambda: self._done or self._stopped, timeout=min(left, threading.TIMEOUT_MAX))
                 self._busy = False
+
+    def _meet(self, before):
+        self._met_at = time.monotonic()
+        try:
+            return super()._meet(before)
+        finally:
+            self._met_at = None
 
     def _raise_failure(self):
         if self._failure is not None:
@@ -342,13 +335,15 @@ class Shadow(Synchroniser):
 class Foreground(Synchroniser):
     """The same rules in the foreground, every so many steps or seconds: training waits for each round (FR-k).
 
+    Used as `Shadow` is, in a `with` block.
+
     Args:
       rule, transport, trainer: as for `Shadow`.
       every_steps: k, or None.
       every_seconds: or this.
 
-    Errors:
-      ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds.
+    Raises:
+      ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds; as `Shadow`.
     """
 
     def __init__(
@@ -357,26 +352,29 @@ class Foreground(Synchroniser):
     ):  # fmt: skip
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give every_steps or every_seconds, one of them.")
-        if (every_steps is not None and every_steps < 1) or (every_seconds is not None and every_seconds <= 0):
+        if (every_steps is not None and every_steps < 1) or (every_seconds is not None and not every_seconds > 0):
             raise ValueError(f"every_steps={every_steps} must be 1 or more, every_seconds={every_seconds} above 0.")
         super().__init__(rule, transport, trainer)
         self._steps, self._seconds = every_steps, every_seconds
-        self._merge: Callable = jax.jit(rule.merge)
         self._last = time.monotonic()
 
     def exchange(self, state):
-        """Makes a round if it is time for one.
+        """Makes a round if it is time for one; the first call compiles the fold.
 
         Args:
-          state: TrainState.
+          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or [R, ...].
 
         Returns:
           The state to train on.
+
+        Raises:
+          ValueError: outside of the `with` block; the parameters do not fit those of the transport.
+          Left: another trainer has left or is overdue.
         """
-        if not self.due():
-            return state
-        live = state.dense.params
-        return state._replace(dense=state.dense._replace(params=self.meet(live)(live)))
+        self._check_open("exchange")
+        live = self._live(state)
+        _merge_program(self._rule.merge, _kinds(live.leaves))
+        return self.meet(state)(state) if self.due() else state
 
     def due(self) -> bool:
         """Counts a step; says whether it is time for a round."""
@@ -388,57 +386,120 @@ class Foreground(Synchroniser):
         self._last = time.monotonic()
         return True
 
-    def meet(self, before):
-        """Makes a round on a copy of the parameters; for trainers whose other workers step on meanwhile.
+    def meet(self, before) -> Callable:
+        """Makes a round; `exchange` in two halves, for a trainer whose other workers step on between them.
 
         Args:
-          before: parameters that nobody donates during the round.
+          before: as `exchange` takes it; nobody may donate it during the round.
 
         Returns:
-          A function: the parameters as they are by then -> those with the round's result folded in.
-        """
-        target = _place(self._meet(jax.tree.map(np.asarray, before)), before)
+          A function: the state as it is by then -> the state with the round's result folded in.
 
-        def fold(live):
+        Raises:
+          As `exchange`.
+        """
+        self._check_open("meet")
+        held = self._live(before)
+        target = _place(_from_host(self._meet(_to_host(held)), held), held.leaves)
+
+        def fold(state):
+            live = self._live(state).leaves
             self.rounds += 1
-            return self._merge(live, before, target)
+            return _with(state, _merge_program(self._rule.merge, _kinds(live))(live, held.leaves, target))
 
         return fold
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        pass
-
     def finish(self, state):
-        """Takes part in rounds until all trainers are done; returns the state with the parameters of the last one."""
-        final = jax.tree.map(np.array, state.dense.params)
-        return _with_params(state, self._last_rounds(final))
+        """Takes part in rounds until all trainers are done; returns what `Shadow.finish` does.
+
+        Raises:
+          ValueError: outside of the `with` block, or again.
+          Left: another trainer has left or is overdue.
+        """
+        self._check_open("finish")
+        live = self._live(state)
+        final = self._last_rounds(_to_host(live))
+        self._phase = "finished"
+        return _with(state, _place(_from_host(final, live), live.leaves))
 
 
 def spread(params: PyTree) -> float:
-    """How far the R replicas [R, ...] are from their mean: root mean square over replicas and parameters."""
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params)]
+    """How far the R replicas [R, ...] are from their mean: root mean square over replicas and floating parameters."""
+    leaves = [np.asarray(leaf).astype(np.float64) for leaf in floating(params)]
     squares = sum(((leaf - leaf.mean(axis=0)) ** 2).sum() for leaf in leaves)
     return float(np.sqrt(squares / max(1, sum(leaf.size for leaf in leaves))))
 
 
-def _with_params(state, params):
-    return state._replace(dense=state.dense._replace(params=_place(params, state.dense.params)))
+def _params_of(state):
+    return state.dense.params if isinstance(state, TrainState) else state
+
+
+def _with(state, leaves):
+    """The state with other floating parameters."""
+    params = with_floating(_params_of(state), leaves)
+    return state._replace(dense=state.dense._replace(params=params)) if isinstance(state, TrainState) else params
+
+
+def _on_device(leaf):
+    """An array of JAX that is still there, of the same dtype."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
+    if not isinstance(leaf, jax.Array):
+        placed = jnp.asarray(leaf)
+        if placed.dtype != getattr(leaf, "dtype", placed.dtype):
+            raise ValueError(
+                f"JAX would turn a leaf of {leaf.dtype} into {placed.dtype}: give that dtype, or set jax_enable_x64."
+            )
+        return placed
+    if leaf.is_deleted():
+        raise ValueError("a leaf has been donated to an earlier step: give the state that this step has returned.")
+    return leaf
+
+
+def _to_host(live):
+    """Leaves [R, ...] in numpy: views where the device is the host, whose memory XLA does not reuse meanwhile."""
+    return [np.asarray(leaf) if live.has_axis else np.asarray(leaf)[None] for leaf in live.leaves]
+
+
+def _from_host(leaves, live):
+    return leaves if live.has_axis else [leaf[0] for leaf in leaves]
 
 
 def _place(new, old):
-    """Numpy arrays to where others are, in one call."""
-    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, old))
+    """Arrays to where others are, in one call."""
+    return jax.device_put(new, [leaf.sharding for leaf in old])
 
 
-_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+def _kinds(leaves):
+    return tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
 
 
-def _replica(tree, number):
-    return jax.tree.map(lambda x: x[number], tree)
+@functools.lru_cache(maxsize=256)
+def _merge_program(merge, kinds):
+    """A rule's fold for leaves of these shapes, dtypes and places, compiled; trainers share it."""
+    live = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
+    target = [jax.ShapeDtypeStruct(shape, wide(dtype), sharding=sharding) for shape, dtype, sharding in kinds]
+    return jax.jit(merge).lower(live, live, target).compile()
 
 
-def _first(tree):
-    return _replica(tree, 0)
+_copy = jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves])
+
+
+def _check_transport(transport, rule):
+    missing = [n for n in ("join", "meet", "leave", "rule", "template", "timeout_s") if not hasattr(transport, n)]
+    if missing:
+        raise ValueError(
+            f"transport is a {type(transport).__name__} without {missing}: give an AllToAll or a Centre; one around "
+            "another hands on by `__getattr__` what it does not change."
+        )
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
+    if not rule.same_as(transport.rule):
+        raise ValueError(f"the rule {rule.describe()} is not that of the transport, {transport.rule.describe()}.")
+
+
+def _check_target(target, before):
+    """Refuses what a transport of somebody's own returns, if it is not alike what was brought."""
+    shapes = [np.shape(leaf) for leaf in target] if isinstance(target, list) else target
+    if shapes != [leaf.shape for leaf in before]:
+        raise ValueError(f"`meet` has returned {shapes!r:.200}: wanted a list of arrays as they were brought.")

@@ -30,7 +30,8 @@ import numpy as np
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.shadow import Foreground, Left, spread
+from jaxrec.shadowsync.shadow import Foreground, spread
+from jaxrec.shadowsync.transport import Left
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Batch, DenseState, TrainState

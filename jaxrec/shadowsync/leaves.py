@@ -1,0 +1,109 @@
+"""Which leaves of a pytree of parameters are synchronised, and whether they fit those that a transport was made with.
+
+Legend: R replicas, the leading axis of all leaves or of none.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.shadowsync.rules import is_synchronised
+from jaxrec.types import PyTree
+
+
+class Template(NamedTuple):
+    """The floating leaves of one replica, in the order of `jax.tree.leaves`."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def floating(tree: PyTree) -> list:
+    """The leaves that are synchronised."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_synchronised(leaf)]
+
+
+def with_floating(tree: PyTree, new: list) -> PyTree:
+    """A tree with other floating leaves; all others are left alone."""
+    left = iter(new)
+    return jax.tree.map(lambda leaf: next(left) if is_synchronised(leaf) else leaf, tree)
+
+
+def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
+    """The template of initial parameters of one replica, and copies of their floating leaves on the host.
+
+    Raises:
+      ValueError: there is no floating leaf; one is complex, has been donated, or has no value.
+    """
+    if isinstance(parameters, int):
+        raise ValueError(
+            f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
+            f"trainers, as in AllToAll(rule, parameters, trainers={parameters})."
+        )
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
+    for name, leaf in named:
+        if jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.complexfloating):
+            raise ValueError(
+                f"the leaf {name} is complex: rules are for real numbers, keep its two parts as two leaves."
+            )
+    named = [(name, _host(name, leaf)) for name, leaf in named if is_synchronised(leaf)]
+    if not named:
+        raise ValueError(
+            "the initial parameters have no floating leaf, so there is nothing to synchronise: give the parameters of "
+            "one replica, for example state.dense.params without their leading axis."
+        )
+    names, leaves = zip(*named, strict=True)
+    return Template(names, tuple(leaf.shape for leaf in leaves)), list(leaves)
+
+
+def _host(name, leaf):
+    if getattr(leaf, "is_deleted", lambda: False)():
+        raise ValueError(f"the initial leaf {name} has been donated to a step: give parameters that are still there.")
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise ValueError(f"the initial leaf {name} has no value but is a {type(leaf).__name__}: give arrays.")
+    return np.array(leaf)
+
+
+def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
+    """R of a tree whose floating leaves are all [R, *shape]; None if all have the shapes of one replica.
+
+    >>> template, _ = initial_leaves({"w": np.zeros(3), "b": np.zeros(())})
+    >>> replicas_in(template, {"w": np.ones((2, 3)), "b": np.ones(2)}, "trainer 0"), replicas_in(
+    ...     template, {"w": np.ones(3), "b": np.ones(())}, "trainer 0")
+    (2, None)
+
+    Raises:
+      ValueError: another structure, other shapes, some leaves with an axis and some without; names the first leaf.
+    """
+    found = [np.shape(leaf) for leaf in floating(tree)]
+    if found == list(template.shapes):
+        return None
+    rows = found[0][0] if found and found[0] else 0
+    if rows and found == [(rows, *shape) for shape in template.shapes]:
+        return rows
+    raise ValueError(_misfit(template, tree, what))
+
+
+def _misfit(template, tree, what):
+    """Says which leaf is the first that does not fit."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    found = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in paths if is_synchronised(leaf)}
+    wanted = dict(zip(template.names, template.shapes, strict=True))
+    remedy = (
+        "Give the parameters that the transport was made with: one replica as it was given there, or all leaves with "
+        "one leading axis of at least one replica."
+    )
+    first: tuple[int, ...] = next(iter(found.values()), ())
+    rows = first[0] if first[1:] == template.shapes[0] and first[:1] not in ((), (0,)) else None
+    for name in {**wanted, **found}:
+        there, here = wanted.get(name), found.get(name)
+        if there is None or here is None:
+            has = "no such leaf" if here is None else "a leaf that the initial parameters do not have"
+            return f"{what} does not fit at {name}: it has {has}. {remedy}"
+        if here != (there if rows is None else (rows, *there)):
+            return (
+                f"{what} does not fit at {name or 'the root'}: it has {here}, wanted {there} or [R, *{there}]. {remedy}"
+            )
+    return f"{what} does not fit: its leaves come in another order than {template.names[:3]}. {remedy}"

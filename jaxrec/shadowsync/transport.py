@@ -1,0 +1,375 @@
+"""Where the trainers of one process meet: rounds of all of them, or a centre that each visits when it likes.
+
+A trainer joins once, makes rounds, and is done or leaves. Nobody waits for ever: who is awaited for longer than
+`timeout_s` is overdue. With on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each
+gets `Left` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
+
+Legend: R replicas of a trainer, n trainers.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxrec.shadowsync.leaves import Template, floating, initial_leaves, replicas_in, with_floating
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
+from jaxrec.types import PyTree
+
+LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
+
+
+class Left(RuntimeError):
+    """There are no more rounds: another trainer has left or is overdue, or this one has been dropped."""
+
+
+class Transport(Protocol):
+    """How trainers meet; `meet` is called by their background threads only, or in the foreground.
+
+    A transport around another one can hand on what it does not change: `__getattr__` for the attributes and `join`.
+
+    Attributes:
+      rule: by which trainers are synchronised.
+      template: of the parameters of one replica.
+      timeout_s: the longest that it waits for a trainer.
+
+    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early.
+    """
+
+    rule: Rule
+    template: Template
+    timeout_s: float
+
+    def join(self, trainer: int) -> None:
+        """Takes a trainer's place, once."""
+
+    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+        """Brings the floating leaves, numpy [R, ...]; returns where each should move to, and whether it was the last.
+
+        A trainer that is done goes on to meet until it is told that it was the last time. With a centre it brings
+        nothing any more then, waits for the others, and gets the centre's parameters.
+        """
+
+    def leave(self, trainer: int, error: BaseException | None = None) -> None:
+        """This trainer goes, because of an error if there is one; others must not wait for it."""
+
+
+class _Member:
+    """A trainer as the others see it."""
+
+    def __init__(self):
+        self.state = "expected"  # then "here", "done" (waits for the others), "finished" or "gone"
+        self.rounds, self.seen, self.why = 0, -math.inf, ""
+
+
+class _Meeting:
+    """Who takes part in a training; the fields are guarded by `_changed`."""
+
+    def __init__(self, rule, parameters, trainers, timeout_s, on_failure):
+        _check_meeting(rule, trainers, timeout_s, on_failure)
+        self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
+        self.template, self._initial = initial_leaves(parameters)
+        self._members = [_Member() for _ in range(trainers)]
+        self._changed, self._failure = threading.Condition(), ""
+
+    def join(self, trainer: int) -> None:
+        """Takes a trainer's place, once: a transport is for one training.
+
+        Raises:
+          ValueError: there is no such place, or it was taken before.
+          Left: the others have stopped.
+        """
+        with self._changed:
+            member = self._member(trainer)
+            if member.state in ("here", "done"):
+                raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
+            if member.state != "expected":
+                raise ValueError(
+                    f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a transport is for "
+                    "one training, make a new one."
+                )
+            self._raise_failure(trainer)
+            member.state, member.seen = "here", time.monotonic()
+            self._changed.notify_all()
+
+    def leave(self, trainer: int, error: BaseException | None = None) -> None:
+        """This trainer goes; nothing happens if it has finished or gone before."""
+        with self._changed:
+            member = self._member(trainer)
+            if member.state not in ("finished", "gone"):
+                because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
+                self._lose({trainer: f"left after its round {member.rounds}{because}"})
+
+    def _member(self, trainer):
+        if not isinstance(trainer, int | np.integer) or not 0 <= trainer < len(self._members):
+            raise ValueError(
+                f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
+                f"trainers={len(self._members)}."
+            )
+        return self._members[trainer]
+
+    def _present(self, trainer):
+        """The member, which must be taking part."""
+        member = self._member(trainer)
+        if member.state == "expected":
+            raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
+        if member.state == "finished":
+            raise ValueError(f"trainer={trainer} has finished: there are no more rounds.")
+        if member.state == "gone":
+            raise Left(f"trainer {trainer} {member.why}; it takes no part any more.")
+        return member
+
+    def _raise_failure(self, trainer):
+        if self._failure:
+            raise Left(f"trainer {trainer} has nobody to meet: {self._failure}")
+
+    def _awaited(self) -> list[int]:
+        """Who is still training, or has yet to come."""
+        return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
+
+    def _lose(self, whys: dict[int, str]):
+        for trainer, why in whys.items():
+            self._members[trainer].state, self._members[trainer].why = "gone", why
+        if self.on_failure == "raise" and not self._failure:
+            some = [f"trainer {trainer} {why}" for trainer, why in list(whys.items())[:3]]
+            more = [f"{len(whys) - 3} more"] if len(whys) > 3 else []
+            self._failure = f"{', '.join(some + more)}. on_failure='drop' would go on with the others."
+        self._settle()
+        self._changed.notify_all()
+
+    def _settle(self):
+        """What is due once nobody is awaited any more."""
+        raise NotImplementedError
+
+    def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
+        """Until it is over; those who were awaited since then, or since they were last seen, for too long are lost."""
+        while not over():
+            self._present(trainer)
+            self._raise_failure(trainer)
+            now = time.monotonic()
+            due = {i: max(since, self._members[i].seen) + self.timeout_s for i in awaited() if i != trainer}
+            if overdue := {i: self._overdue(i, now) for i, at in due.items() if at <= now}:
+                self._lose(overdue)
+            else:
+                self._changed.wait(min(due.values(), default=now + self.timeout_s) - now)
+        if self._members[trainer].state == "gone":
+            self._present(trainer)
+
+    def _overdue(self, trainer, now):
+        member = self._members[trainer]
+        if member.state == "expected":
+            return f"never joined within timeout_s={self.timeout_s:g} (are there {len(self._members)} trainers?)"
+        ago = f"{now - member.seen:.3g} s ago, timeout_s={self.timeout_s:g}"
+        return f"was last seen {f'at its round {member.rounds}' if member.rounds else 'when it joined'}, {ago}"
+
+
+class AllToAll(_Meeting):
+    """Rounds of all trainers of one process, for rules that combine the mean over all replicas.
+
+    Args:
+      rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
+      parameters: the initial ones of one replica, without a replica axis; BMUF begins from them.
+      trainers: n; a round waits for all of them, as long as not all are done.
+      timeout_s: how long a round waits for a trainer: more than its longest step, compilation included.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+
+    Raises:
+      ValueError: a rule with a centre; another argument out of range; parameters that cannot be synchronised.
+    """
+
+    def __init__(
+        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, timeout_s: float = 60.0, on_failure: str = "raise"
+    ):
+        super().__init__(rule, parameters, trainers, timeout_s, on_failure)
+        if rule.has_centre:
+            raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
+        self._shared: Any = rule.init(self._initial)
+        self._brought: dict[int, tuple[list, bool]] = {}
+        self._round, self._target, self._last = 0, list[np.ndarray](), False
+
+    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+        """One round: waits for all others, then every replica gets the same target, in float32 or wider.
+
+        Raises:
+          ValueError: the parameters do not fit; this trainer has not joined.
+          Left: another trainer has left or is overdue, or this one has been dropped.
+        """
+        leaves, rows = _brought(self.template, before, trainer)
+        with self._changed:
+            member, number = self._present(trainer), self._round
+            self._raise_failure(trainer)
+            self._brought[trainer] = leaves, done
+            self._settle()
+            missing = lambda: set(self._awaited()) - set(self._brought)
+            try:
+                self._wait(trainer, time.monotonic(), lambda: self._round > number, missing)
+            finally:
+                if self._round == number:  # an interrupt: what it has brought goes with it
+                    self._brought.pop(trainer, None)
+            member.rounds, member.seen = member.rounds + 1, time.monotonic()
+            target, last = self._target, self._last
+        return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
+
+    def _settle(self):
+        """Combines what was brought if it is all that is needed."""
+        brought = [self._brought[i] for i in self._awaited() if i in self._brought]
+        if not brought or len(brought) < len(self._awaited()) or self._failure:
+            return
+        replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
+        shared, target = self.rule.combine(self._shared, mean_of(replicas))
+        self._shared, self._target, self._last = shared, target, all(done for _, done in brought)
+        for i in self._awaited() if self._last else ():
+            self._members[i].state = "finished"
+        self._brought = {}
+        self._round += 1
+        self._changed.notify_all()
+
+
+class Centre(_Meeting):
+    """Synchronisation parameter servers in this process, for EASGD: each trainer meets the centre when it likes.
+
+    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers to and from it take
+    turns, and their time is waited for.
+
+    Args:
+      rule: with a centre.
+      parameters: the initial ones of one replica, without a replica axis.
+      trainers: n; a trainer that is done waits for all of them.
+      servers: how many.
+      bytes_per_s: of each server, both directions together; None for no limit.
+      timeout_s: how long a trainer that is done waits for one that it neither sees nor hears of.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+
+    Raises:
+      ValueError: a rule without a centre; another argument out of range; parameters that cannot be synchronised.
+    """
+
+    def __init__(
+        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, servers: int = 1,
+        bytes_per_s: float | None = None, timeout_s: float = 60.0, on_failure: str = "raise",
+    ):  # fmt: skip
+        super().__init__(rule, parameters, trainers, timeout_s, on_failure)
+        if not rule.has_centre:
+            raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
+        if servers < 1 or (bytes_per_s is not None and not bytes_per_s > 0):
+            raise ValueError(f"servers={servers} must be at least 1, bytes_per_s={bytes_per_s} above 0 or None.")
+        self._tree = jax.tree.map(lambda leaf: leaf, parameters)
+        self._centre = [rule.init(leaf) for leaf in self._initial]
+        self._server_of = pack([leaf.nbytes for leaf in self._initial], servers)
+        self._locks = [threading.Lock() for _ in range(servers)]
+        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
+
+    @property
+    def parameters(self) -> PyTree:
+        """The centre as it is, in the dtypes of the initial parameters; leaves that are not floating are theirs."""
+        return with_floating(self._tree, [x.astype(i.dtype) for x, i in zip(self._now(), self._initial, strict=True)])
+
+    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+        """Moves the centre towards every replica brought, one after the other.
+
+        Raises:
+          ValueError: the parameters do not fit; this trainer has not joined.
+          Left: another trainer has left or is overdue, or this one has been dropped.
+        """
+        leaves, rows = _brought(self.template, before, trainer)
+        with self._changed:
+            self._present(trainer)
+            self._raise_failure(trainer)
+        if done:
+            last = self._wait_for_the_others(trainer)
+            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
+        targets: list[list[np.ndarray]] = [[] for _ in leaves]
+        for replica in range(rows):
+            self._transfer(trainer)
+            for number, server in enumerate(self._server_of):
+                with self._locks[server]:
+                    self._centre[number], target = self.rule.combine(self._centre[number], leaves[number][replica])
+                targets[number].append(target)
+        self._seen(trainer)
+        return with_floating(before, [np.stack(target) for target in targets]), False
+
+    def _now(self):
+        return [np.array(leaf) for leaf in self._centre]
+
+    def _seen(self, trainer):
+        with self._changed:
+            member = self._member(trainer)
+            member.rounds, member.seen = member.rounds + 1, time.monotonic()
+            self._changed.notify_all()
+
+    def _wait_for_the_others(self, trainer):
+        """Whether all are done; at most `timeout_s`, so that a caller hears that this still goes on."""
+        with self._changed:
+            member, now = self._present(trainer), time.monotonic()
+            if member.state == "here":
+                member.state, member.seen = "done", now
+                self._settle()
+            over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
+            self._wait(trainer, member.seen, over, self._awaited)
+            return member.state == "finished"
+
+    def _settle(self):
+        if not self._awaited() and not self._failure:
+            for member in self._members:
+                member.state = "finished" if member.state == "done" else member.state
+        self._changed.notify_all()
+
+    def _transfer(self, trainer):
+        """Waits until the slowest server has got and sent its tensors, behind what it had to do already."""
+        if self._bytes_per_s is None:
+            return
+        sizes = [0] * len(self._locks)
+        for leaf, server in zip(self._initial, self._server_of, strict=True):
+            sizes[server] += 2 * leaf.nbytes
+        with self._changed:
+            now = time.monotonic()
+            self._free_at = queued(self._free_at, sizes, self._bytes_per_s, now)
+            until = max(self._free_at)
+            while (left := until - time.monotonic()) > 0:
+                self._present(trainer)  # it may leave meanwhile
+                self._changed.wait(min(left, LONGEST_TIMEOUT_S))
+
+
+def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
+    """When each server will be free that gets so many bytes now, behind what it has to do already.
+
+    >>> queued([0.0, 5.0], [10, 10], bytes_per_s=10.0, now=3.0)
+    [4.0, 6.0]
+    """
+    return [max(now, at) + size / bytes_per_s for at, size in zip(free_at, sizes, strict=True)]
+
+
+def pack(sizes: list[int], bins: int) -> list[int]:
+    """Spreads things over bins: the largest first, each to the bin that is emptiest so far.
+
+    >>> pack([1, 5, 3, 3], 2)
+    [0, 0, 1, 1]
+    """
+    load, place = [0] * bins, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        place[number] = load.index(min(load))
+        load[place[number]] += sizes[number]
+    return place
+
+
+def _brought(template, before, trainer):
+    """The leaves and R of what a trainer brings."""
+    rows = replicas_in(template, before, f"what trainer {trainer} brings")
+    if rows is None:
+        raise ValueError(f"what trainer {trainer} brings has no replica axis: bring leaves [R, ...].")
+    return [leaf.astype(wide(leaf.dtype), copy=False) for leaf in floating(before)], rows
+
+
+def _check_meeting(rule, trainers, timeout_s, on_failure):
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
+    if isinstance(trainers, bool) or not isinstance(trainers, int | np.integer) or trainers < 1:
+        raise ValueError(f"trainers={trainers!r} must be a whole number from 1.")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0 and at most {LONGEST_TIMEOUT_S:g} seconds.")
+    if on_failure not in ("raise", "drop"):
+        raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")
