@@ -51,7 +51,7 @@ def alone_in(transport, rule):
 
 
 def no_threads_left():
-    return not [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow"))]
+    return not [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
 
 
 def test_one_trainer_with_one_worker_is_plain_training():
@@ -109,7 +109,7 @@ def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained)
 
 WAYS = {
     "s-easgd": (Shadow, easgd(), {}),
-    "s-ma": (Shadow, model_averaging(), {}),
+    "s-ma-lerp": (Shadow, model_averaging(form="lerp"), {}),
     "s-ma-delta": (Shadow, model_averaging(alpha=1.0, form="delta"), {}),
     "fr-easgd-3": (Foreground, easgd(), {"every_steps": 3}),
     "fr-ma-3": (Foreground, model_averaging(), {"every_steps": 3}),
@@ -132,7 +132,8 @@ def test_uneven_trainers_reach_their_end_together(way):
     tables, batches = HostTables.create(SPEC, sgd(0.1)), (5, 20, 33)
     dense, figures = train_freely(
         SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables,
-        [until_a_round(i, batches[i], made[i]) for i in range(3)], made.__getitem__, workers_per_trainer=2,
+        [until_a_round(i, batches[i], made[i]) if kind is Shadow else stream(i, batches[i]) for i in range(3)],
+        made.__getitem__, workers_per_trainer=2,
     )  # fmt: skip
     assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
     if kind is Foreground:
@@ -246,6 +247,104 @@ def test_a_stream_that_blocks_is_left_behind_by_name_and_writes_nothing_when_it_
         thread.join(30)
     assert left and no_threads_left()
     jax.tree.map(np.testing.assert_array_equal, tables.shards, as_left)
+
+
+def raising(error):
+    """Three batches, then the error."""
+    yield from stream(0, 3)
+    raise error
+
+
+@pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_failing_trainer_is_dropped_and_the_others_finish(kind, rule):
+    make = synchronisers(kind, rule, 3, on_failure="drop", **every(2, kind))
+    made, tables = [make(number) for number in range(3)], HostTables.create(SPEC, sgd(0.1))
+    streams = [raising(OSError("the disk is gone")), *(lasting(i, 30, made) for i in (1, 2))]
+    with pytest.warns(RuntimeWarning, match="trainer 0 was dropped: OSError: the disk is gone"):
+        dense, figures = train_freely(
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, made.__getitem__, 2
+        )
+    assert list(figures.failures) == [0] and str(figures.failures[0]) == "the disk is gone"
+    assert "of trainer 0" in figures.failures[0].__notes__[0]
+    assert min(figures.steps[1:]) >= 30 and min(figures.rounds[1:]) > 0 and figures.steps[0] <= 3
+    assert len(dense) == 3 and no_threads_left()
+    if rule.has_centre:
+        np.testing.assert_array_equal(dense[1].params["w"], dense[2].params["w"])  # the centre, after both
+
+
+def every(steps, kind):
+    return {"every_steps": steps} if kind is Foreground else {}
+
+
+def lasting(number, batches, made):
+    """So many batches of one that is not dropped, and as many more as a round of its own needs."""
+    for count, batch in enumerate(stream(number, 20_000)):
+        if count >= batches and made[number].rounds:
+            return
+        yield batch
+
+
+def test_all_dropped_is_a_failure_and_ctrl_c_of_one_drops_nobody():
+    tables = HostTables.create(SPEC, sgd(0.1))
+    make = lambda: synchronisers(Shadow, model_averaging(), 2, on_failure="drop")
+    with pytest.raises(OSError, match="disk"):
+        both = [raising(OSError("no disk")), raising(OSError("no disk"))]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, both, make())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        streams = [raising(KeyboardInterrupt()), stream(1, 10**9)]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make(), 2)
+    assert "of trainer 0" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+class Broken(AllToAll):
+    """A transport that raises in the third round of trainer 1."""
+
+    rounds_of_1 = 0
+
+    def meet(self, trainer, before, done):
+        if trainer == 1 and self.rounds_of_1 == 2:
+            raise ConnectionError("the cable is cut")
+        self.rounds_of_1 += trainer == 1
+        return super().meet(trainer, before, done)
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
+    tables = HostTables.create(SPEC, sgd(0.1))
+    make = synchronisers(kind, model_averaging(), 3, of=Broken, **every(1, kind))
+    with pytest.raises(ConnectionError, match="cable") as caught:
+        streams = [stream(i, 10**9) for i in range(3)]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, 2)
+    assert "trainer 1" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
+    entered, wake = threading.Event(), threading.Event()
+
+    class Stuck(AllToAll):
+        def meet(self, trainer, before, done):
+            entered.set()
+            assert wake.wait(60)
+            return super().meet(trainer, before, done)
+
+    def broken():
+        for batch in stream(0, 20_000):
+            if entered.is_set():
+                raise OSError("the disk is gone")
+            yield batch
+
+    tables, make = HostTables.create(SPEC, sgd(0.1)), synchronisers(Shadow, model_averaging(), 1, of=Stuck)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken()], make, leave_timeout_s=0.2)
+    assert "synchronisation-0" in caught.value.__notes__[-1]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(("shadow", "synchronisation"))]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert len(left) == 2 and no_threads_left()
 
 
 def train_for_ever(way):

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.rules import Rule, mean_of
+from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
 from jaxrec.types import Batch, DenseState, Plan, PyTree, TrainState
@@ -250,7 +250,7 @@ class _Rounds:
             self._end(group, dense)
         if self._script.rule.has_centre:
             for i, state in enumerate(dense):
-                dense[i] = state._replace(params=jax.tree.map(jnp.array, self._shared))
+                dense[i] = state._replace(params=jax.tree.map(_as_centre, state.params, self._shared))
         self.rounds = rounds
 
     def _begin(self, group, dense):
@@ -264,6 +264,11 @@ class _Rounds:
             dense[i] = dense[i]._replace(params=self._merge(dense[i].params, self._before[i], target))
             self._before[i] = None
         self.rounds += len(group) / len(self._before)
+
+
+def _as_centre(mine, centre):
+    """A leaf of the centre in a trainer's dtype; one that is not synchronised stays the trainer's."""
+    return jnp.array(centre, mine.dtype) if is_synchronised(mine) else mine
 
 
 def _most_rows(spec, stack, ids):

@@ -256,7 +256,8 @@ class _Trainer:
         try:
             self.synchroniser.__exit__(None, None, None)
         except Exception as error:
-            if not any(error is known for _, known in self.shared.failures):
+            echo = self.failed and isinstance(error, Left)  # its thread has heard that this trainer was left
+            if not echo and not any(error is known for _, known in self.shared.failures):
                 self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def leave(self) -> None:
