@@ -63,7 +63,7 @@ class Model(NamedTuple):
     """A classifier as pure functions."""
 
     init: Callable[[int], Any]  # seed -> parameters
-    apply: Callable[[Any, jax.Array], jax.Array]  # parameters, f32[B, FEATURES] -> logits f32[B, CLASSES]
+    apply: Callable[[Any, Any], Any]  # parameters, f32[B, FEATURES] -> logits f32[B, CLASSES]
 
 
 def linen_model() -> Model:
@@ -77,7 +77,8 @@ def linen_model() -> Model:
             return linen.Dense(CLASSES)(x)
 
     model = Classifier()
-    return Model(lambda seed: model.init(jax.random.key(seed), jnp.zeros((1, FEATURES))), model.apply)
+    init = lambda seed: model.init(jax.random.key(seed), jnp.zeros((1, FEATURES)))
+    return Model(init, lambda params, x: model.apply(params, x))
 
 
 def nnx_model() -> Model:
@@ -148,7 +149,7 @@ class Job:
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
         jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))  # compiles
-        transport = transport_of(rule, initial, config.trainers) if rule else None
+        transport: Any = transport_of(rule, initial, config.trainers) if rule else None
         rounds, together = [0] * config.trainers, threading.Barrier(config.trainers)
 
         def trainer(number):

@@ -44,7 +44,7 @@ from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Script, bmuf, easgd, model_averaging, spread
+from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, spread
 from jaxrec.shadowsync.emulate import make_events
 from jaxrec.step import make_eval_step
 from jaxrec.types import Batch
@@ -129,8 +129,9 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     if not known or not ((kind == "s" and not period) or (kind == "fr" and k > 0)):
         names = ", ".join(f"{rule}[-{'|'.join(forms)}]" for rule, forms in FORMS.items())
         raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE or fr_RULE_k, RULE one of {names}.")
-    make = {"easgd": easgd, "ma": model_averaging, "bmuf": functools.partial(bmuf, momentum=config.block_momentum)}
-    made = make[rule](form=form) if form else make[rule]()
+    with_momentum = functools.partial(bmuf, momentum=config.block_momentum)
+    rules: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": with_momentum}
+    made = rules[rule](form=form) if form else rules[rule]()
     return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
 from jaxrec.shadowsync.rules import bmuf, easgd, model_averaging
 from jaxrec.shadowsync.shadow import Foreground, Shadow, spread
-from jaxrec.shadowsync.transport import AllToAll, Centre, Left, pack, queued
+from jaxrec.shadowsync.transport import AllToAll, Centre, Left
 from jaxrec.types import DenseState, TrainState
 
 PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
@@ -84,6 +83,28 @@ class Once:
 
     def leave(self, trainer, error=None):
         self.left.set()
+
+
+class Steps:
+    """A transport whose rounds begin one by one, when the test releases them; it keeps what they brought."""
+
+    def __init__(self, transport):
+        self.transport, self.begin, self.brought, self.left = transport, threading.Semaphore(0), [], False
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        assert self.begin.acquire(timeout=60)
+        if self.left:
+            raise Left("the test is over")
+        self.brought.append([np.array(leaf) for leaf in before])
+        return self.transport.meet(trainer, before, done)
+
+    def leave(self, trainer, error=None):
+        self.left = True
+        self.transport.leave(trainer, error)
+        self.begin.release()
 
 
 class Ends:
@@ -246,22 +267,324 @@ def test_lock_step_replicas_of_a_mesh_are_averaged_where_they_lie():
     np.testing.assert_allclose(spread(state.dense.params), before / 2, rtol=1e-6)
 
 
-def test_servers_share_the_tensors_and_their_bandwidth():
-    assert sorted(pack([8, 1, 7, 2, 6], 2)) == [0, 0, 0, 1, 1]
+def rounds_of(shadow, steps, state, number):
+    """Lets rounds happen one by one: copy, round, fold; the states after each fold."""
+    states = []
+    for _ in range(number):
+        steps.begin.release()
+        wait_for_round(shadow)
+        state = shadow.exchange(state)
+        states.append(weights(state).copy())
+        state = step(state)
+    return state, states
 
-    def waited(servers, trainers=2):
-        """Seconds until two trainers are through that come at the same instant, the second behind the first."""
-        tree = {"a": np.zeros((1, 100), np.float32), "b": np.zeros((1, 100), np.float32)}
-        initial = jax.tree.map(lambda x: x[0], tree)
-        centre, start = Centre(easgd(), initial, trainers, servers=servers, bytes_per_s=8000.0), time.monotonic()
-        for trainer in range(trainers):
-            centre.join(trainer)
-            centre.meet(trainer, tree, False)
-        return time.monotonic() - start
 
-    assert waited(servers=1) >= 0.4 and 0.2 <= waited(servers=2)
-    assert queued([0.0, 0.0], [800, 800], 1600.0, now=0.0) == [0.5, 0.5]
-    assert queued(queued([0.0], [1600], 1600.0, now=0.0), [1600], 1600.0, now=0.0) == [2.0]
+def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
+    """One trainer of two replicas by differences: a round brings both to their mean, a second time would go beyond."""
+    rule = model_averaging(1.0, "delta")
+    steps = Steps(AllToAll(rule, PARAMS))
+    with Shadow(rule, steps) as shadow:
+        state = shadow.exchange(state_of(0.0, 8.0))
+        steps.begin.release()
+        wait_for_round(shadow)
+        state = shadow.exchange(step(state))
+        assert weights(state).tolist() == [5.0, 5.0] and shadow.rounds == 1
+        for number in range(3):  # the second round has not ended
+            state = shadow.exchange(step(state))
+            assert weights(state).tolist() == [6.0 + number] * 2 and shadow.rounds == 1
+        steps.begin.release()
+        wait_for_round(shadow)
+        assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
+        assert shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4  # rounds, to and fro, replicas, floats
+
+
+def test_the_state_of_bmuf_goes_on_from_round_to_round():
+    """Beside the equations by hand, from the initial parameters 0 on."""
+    rule = bmuf(0.5, eta=0.8, momentum=0.5)
+    steps = Steps(AllToAll(rule, PARAMS))
+    with Shadow(rule, steps) as shadow:
+        state = shadow.exchange(state_of(4.0, 8.0))
+        state, found = rounds_of(shadow, steps, state, 7)
+        assert shadow.rounds == 7
+    live, before, v, g = np.array([4.0, 8.0]), np.array([4.0, 8.0]), 0.0, 0.0
+    for number in range(7):
+        v = 0.5 * v + 0.8 * (before.mean() - g)
+        g = g + v
+        live = 0.5 * live + 0.5 * g
+        np.testing.assert_allclose(found[number], live, rtol=1e-5)
+        before, live = live, live + 1
+        if number == 0:
+            assert v == pytest.approx(4.8)
+
+
+def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
+    log = []
+    rule = model_averaging()
+
+    def merge(live, before, target):
+        log.append("compiled")
+        return rule.merge(live, before, target)
+
+    rule = rule._replace(merge=merge)
+
+    class Logged(Steps):
+        def meet(self, trainer, before, done):
+            log.append("met")
+            return super().meet(trainer, before, done)
+
+    steps = Logged(AllToAll(rule, PARAMS))
+    rule, merge = model_averaging(), None
+    with Shadow(rule, steps) as shadow:
+        state = shadow.exchange(state_of(1.0, 3.0))
+        steps.begin.release()
+        wait_for_round(shadow)
+        shadow.exchange(state)  # the result that is there is folded in at once
+        assert shadow.rounds == 1 and log[:2] == ["compiled", "met"] and log.count("compiled") == 1
+
+
+def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
+    rule = model_averaging()
+    for pace_seconds, rounds in ((1e6, 1), (0.0, 3)):
+        steps = Steps(AllToAll(rule, PARAMS))
+        steps.begin.release(3)
+        with Shadow(rule, steps, pace_seconds=pace_seconds) as shadow:
+            state = state_of(1.0, 3.0)
+            for _ in range(1 if rounds == 1 else 3):
+                state = shadow.exchange(state)
+                wait_for_round(shadow)
+            for _ in range(10):
+                state = shadow.exchange(step(state))
+            assert len(steps.brought) == shadow.rounds == rounds
+            steps.begin.release(10)
+            shadow.finish(state)  # does not wait for the pace
+
+
+def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones((2, 3)), "n": jnp.array([1, 4], jnp.int32), "key": jax.random.split(jax.random.key(0), 2)}
+    moments = optimizer.init({"w": params["w"]})
+    moments = jax.tree.map(lambda x: x + 7, moments)
+    state = TrainState(DenseState(jnp.int32(5), params, moments), "tables")
+    params["w"] = params["w"].at[1].set(3.0)
+    rule = model_averaging(1.0)
+    initial = {"w": np.zeros(3, np.float32), "n": 0, "key": jax.random.key(1)}
+    steps = Steps(AllToAll(rule, initial))
+    with Shadow(rule, steps) as shadow:
+        found = shadow.exchange(state)
+        steps.begin.release(10)
+        wait_for_round(shadow)
+        found = shadow.exchange(found)
+        assert shadow.rounds == 1 and weights(found).tolist() == [2.0, 2.0]
+        ended = shadow.finish(found)
+    for after in (found, ended):
+        assert after.dense.params["n"].tolist() == [1, 4] and after.dense.params["n"].dtype == jnp.int32
+        assert after.dense.params["key"] is params["key"]
+        jax.tree.map(np.testing.assert_array_equal, after.dense.opt_state, moments)
+        assert int(after.dense.step) == 5 and after.tables == "tables"
+
+
+def test_the_hook_returns_what_exchange_returns():
+    rule = model_averaging(1.0)
+    with Foreground(rule, AllToAll(rule, PARAMS), every_steps=1) as foreground:
+        found = foreground.hook(state_of(1.0, 5.0), 1, None, None)
+    assert weights(found).tolist() == [3.0, 3.0] and foreground.rounds == 1
+
+
+@pytest.mark.parametrize("rule", [model_averaging(1.0), bmuf(1.0), easgd(0.5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
+    with jax.enable_x64(dtype == "float64"):
+        high = jnp.asarray([[60000.0, 1.0], [60000.0, 2.0]], dtype)
+        initial = {"w": np.asarray(high[0])}
+        transport = Steps((Centre if rule.has_centre else AllToAll)(rule, initial))
+        with kind(rule, transport, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            transport.begin.release(10)
+            state = synchroniser.exchange({"w": high})
+            if kind is Shadow:
+                wait_for_round(synchroniser)
+                state = synchroniser.exchange(state)
+            assert synchroniser.rounds == 1
+            ended = synchroniser.finish(state)
+    for found in (state["w"], ended["w"]):
+        assert found.dtype == dtype and bool(jnp.isfinite(found).all())
+        assert float(found[0, 0]) == float(high[0, 0])
+    if not rule.has_centre:
+        assert float(state["w"][0, 1]) == float(state["w"][1, 1]) == 1.5
+        assert transport.brought[0][0].dtype == dtype  # no wider on the way
+
+
+def test_small_differences_add_up_in_the_centre_of_bfloat16():
+    """A centre of 256 in bfloat16 would not see 0.5; trainers bring it 40 times."""
+    rule = easgd(0.01)
+    centre = Centre(rule, {"w": jnp.full(2, 256.0, jnp.bfloat16)})
+    with Foreground(rule, centre, every_steps=1) as foreground:
+        for _ in range(100):
+            foreground.exchange({"w": jnp.full(2, 260.0, jnp.bfloat16)})
+    assert centre.parameters["w"].dtype == jnp.bfloat16 and float(centre.parameters["w"][0]) == 258.0
+
+
+def linen_of(value):
+    from flax import linen
+
+    model = linen.Dense(2)
+    params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    return jax.tree.map(lambda x: jnp.full_like(x, value), params), lambda params: params["params"]["kernel"]
+
+
+def nnx_of(value):
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    graph, state = nnx.split(Model(nnx.Rngs(int(value))))  # holds a typed key and a counter
+    state = jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, state)
+    return state, lambda state: nnx.merge(graph, state).linear.kernel[...]
+
+
+@pytest.mark.parametrize("of", [linen_of, nnx_of])
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_flax_states_are_synchronised_as_they_come(of, kind):
+    """Two trainers, one thread each, of one replica without an axis."""
+    rule, more = model_averaging(1.0), {"every_steps": 1} if kind is Foreground else {}
+    transport, found = AllToAll(rule, of(0.0)[0], 2), {}
+
+    def train(trainer):
+        state, kernel = of(10.0 * trainer)
+        with kind(rule, transport, trainer, **more) as synchroniser:
+            while synchroniser.rounds < 2:
+                state = synchroniser.exchange(state)
+            found[trainer] = kernel(state), kernel(synchroniser.finish(state)), state
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1]
+    for trainer in (0, 1):
+        np.testing.assert_array_equal(found[trainer][1], np.full((3, 2), 5.0))
+        assert jax.tree.structure(found[trainer][2]) == jax.tree.structure(of(0.0)[0])
+
+
+def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays():
+    """Large aligned arrays, which a CPU device takes over without a copy."""
+    rule, size, found = easgd(0.5), 1 << 16, {}
+    initial = {"w": jnp.zeros(size)}
+    centre = Centre(rule, initial, 3)
+    train = jax.jit(lambda params: {"w": params["w"] + 1.0}, donate_argnums=0)
+
+    def run(trainer):
+        params = {"w": initial["w"] + 0.0}
+        with Shadow(rule, centre, trainer) as shadow:
+            while shadow.rounds < 10:
+                params = shadow.exchange(train(params))
+                whole = np.asarray(params["w"])
+                assert (whole == whole[0]).all()
+            params = shadow.finish(params)
+        ended = np.array(params["w"])
+        for _ in range(20):
+            params = train(params)
+        found[trainer] = ended, float(params["w"][0])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1, 2]
+    for ended, later in found.values():
+        np.testing.assert_array_equal(ended, centre.parameters["w"])
+        assert later == pytest.approx(ended[0] + 20, rel=1e-5)
+
+
+def test_the_results_of_a_round_lie_where_the_parameters_lie():
+    device = jax.devices()[3]
+    rule = model_averaging()
+    params = jax.device_put({"w": jnp.ones(3), "b": jnp.ones(2)}, device)
+    with Shadow(rule, AllToAll(rule, PARAMS)) as shadow:
+        params = shadow.exchange(params)
+        wait_for_round(shadow)
+        params = shadow.exchange(params)
+        assert shadow.rounds == 1 and {leaf.device for leaf in jax.tree.leaves(params)} == {device}
+        ended = shadow.finish(jax.device_put(params, jax.devices()[2]))  # and where they are by then
+    assert {leaf.device for leaf in jax.tree.leaves(ended)} == {jax.devices()[2]}
+
+
+class Stuck:
+    """A transport whose `meet` returns when the test lets it, whoever leaves."""
+
+    def __init__(self, transport):
+        self.transport, self.entered, self.returns, self.met = transport, threading.Event(), threading.Event(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        self.met += 1
+        self.entered.set()
+        assert self.returns.wait(60)
+        return [np.asarray(leaf) for leaf in before], False
+
+    def end(self):
+        """Its threads end, and have done nothing more."""
+        self.returns.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("shadow-"):
+                thread.join(60)
+        assert no_threads_left() and self.met == 1
+
+
+def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
+    rule = model_averaging()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(TimeoutError, match=r"trainer 0: `meet` of Stuck .* timeout_s=0\.2; its thread is left behind"):
+        with Shadow(rule, stuck) as shadow:
+            shadow.exchange(state_of(1.0))
+            assert stuck.entered.wait(60)
+    stuck.end()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(OSError, match="its own") as caught, Shadow(rule, stuck) as shadow:
+        shadow.exchange(state_of(1.0))
+        assert stuck.entered.wait(60)
+        raise OSError("its own")
+    assert "left behind" in caught.value.__notes__[0]
+    stuck.end()
+
+
+def test_a_meet_that_never_returns_does_not_hold_up_finish():
+    rule = model_averaging()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(TimeoutError, match="has not returned for 0.6 s"), Shadow(rule, stuck) as shadow:
+        shadow.finish(state_of(1.0))
+    stuck.end()
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_every_wrong_order_of_calls_is_refused_by_name(kind):
+    rule = model_averaging()
+    make = lambda: kind(rule, AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
+    state = state_of(1.0)
+    calls = {
+        "exchange": lambda s: s.exchange(state),
+        "hook": lambda s: s.hook(state, 1, None, None),
+        "finish": lambda s: s.finish(state),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match="inside of the `with` block"):
+            call(make())
+        with make() as synchroniser:
+            synchroniser.finish(state)
+            with pytest.raises(ValueError, match="comes too late: .* has finished"):
+                call(synchroniser)
+        with pytest.raises(ValueError, match="has left"):
+            call(synchroniser)
+        assert name
+    with pytest.raises(ValueError, match="has been entered before"):
+        synchroniser.__enter__()
+    assert no_threads_left()
 
 
 @pytest.mark.parametrize(

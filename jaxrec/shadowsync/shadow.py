@@ -110,24 +110,28 @@ class Synchroniser:
                 raise ValueError(f"the leaf {name} was {one} in the first exchange and is {other} now: keep it alike.")
         return _Live(leaves, has_axis)
 
-    def _meet(self, before):
-        """One round on leaves in numpy: where they should move to."""
-        target, _ = self._transport.meet(self._trainer, before, False)
+    def _meet(self, before, done=False):
+        """One round on leaves in numpy: where they should move to, and whether it was the last."""
+        target, last = self._transport.meet(self._trainer, before, done)
         _check_target(target, before)
+        return target, last
+
+    def _round_of(self, before):
+        """A round whose result `exchange` folds in."""
+        target, _ = self._meet(before)
         self.bytes += sum(leaf.nbytes for leaf in (*before, *target))
         return target
 
     def _last_rounds(self, leaves):
         """Rounds of a trainer that is done, on leaves in numpy, until all are; with a centre, what it is then."""
         if self._rule.has_centre:
-            target, last = self._transport.meet(self._trainer, leaves, False)[0], False
-            leaves = self._rule.merge(leaves, leaves, target)
+            leaves, last = self._rule.merge(leaves, leaves, self._meet(leaves)[0]), False
             while not last:
-                target, last = self._transport.meet(self._trainer, leaves, True)
+                target, last = self._meet(leaves, done=True)
             return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)]
         last = False
         while not last:
-            target, last = self._transport.meet(self._trainer, leaves, True)
+            target, last = self._meet(leaves, done=True)
             leaves = self._rule.merge(leaves, leaves, target)
         return leaves
 
@@ -307,10 +311,7 @@ class Shadow(Synchroniser):
     def _round(self, handed):
         start = time.monotonic()
         before = _to_host(handed)
-        target = _from_host(self._meet(before), handed)
-        if self._stopped:
-            return
-        placed = _place(target, handed.leaves)
+        placed = _place(_from_host(self._round_of(before), handed), handed.leaves)
         with self._changed:
             self._result, self._busy = (handed.leaves, placed), False
             self._changed.notify_all()
@@ -320,12 +321,15 @@ class Shadow(Synchroniser):
                 self._changed.wait_for(lambda: self._done or self._stopped, timeout=min(left, threading.TIMEOUT_MAX))
                 self._busy = False
 
-    def _meet(self, before):
+    def _meet(self, before, done=False):
         self._met_at = time.monotonic()
         try:
-            return super()._meet(before)
+            found = super()._meet(before, done)
         finally:
             self._met_at = None
+        if self._stopped:  # it was left behind: nothing comes of a late answer
+            raise Left(f"trainer {self._trainer} has left.")
+        return found
 
     def _raise_failure(self):
         if self._failure is not None:
@@ -400,7 +404,7 @@ class Foreground(Synchroniser):
         """
         self._check_open("meet")
         held = self._live(before)
-        target = _place(_from_host(self._meet(_to_host(held)), held), held.leaves)
+        target = _place(_from_host(self._round_of(_to_host(held)), held), held.leaves)
 
         def fold(state):
             live = self._live(state).leaves
@@ -467,7 +471,8 @@ def _from_host(leaves, live):
 
 def _place(new, old):
     """Arrays to where others are, in one call."""
-    return jax.device_put(new, [leaf.sharding for leaf in old])
+    with jax.enable_x64(any(leaf.dtype.itemsize > 4 for leaf in new)):  # which a thread does not inherit
+        return jax.device_put(new, [leaf.sharding for leaf in old])
 
 
 def _kinds(leaves):
