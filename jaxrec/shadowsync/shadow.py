@@ -385,7 +385,7 @@ class Foreground(Synchroniser):
         self.steps += 1
         if self._steps is not None:
             return self.steps % self._steps == 0
-        if time.monotonic() - self._last < self._seconds:
+        if self._seconds is not None and time.monotonic() - self._last < self._seconds:
             return False
         self._last = time.monotonic()
         return True
