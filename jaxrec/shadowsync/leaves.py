@@ -12,6 +12,11 @@ import numpy as np
 from jaxrec.shadowsync.rules import is_synchronised
 from jaxrec.types import PyTree
 
+REMEDY = (
+    "Give the parameters that the transport was made with: one replica as it was given there, or all leaves with one "
+    "leading axis of at least one replica."
+)
+
 
 class Template(NamedTuple):
     """The floating leaves of one replica, in the order of `jax.tree.leaves`."""
@@ -86,24 +91,36 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
     raise ValueError(_misfit(template, tree, what))
 
 
+def check_names(template: Template, tree: PyTree, what: str) -> None:
+    """Refuses a tree whose floating leaves have other names or another order, as that of another model.
+
+    Raises:
+      ValueError: names the first leaf.
+    """
+    found = tuple(_shapes(tree))
+    if found == template.names:
+        return
+    for name in dict.fromkeys((*template.names, *found)):
+        if name not in found or name not in template.names:
+            has = "no such leaf" if name not in found else "a leaf that the initial parameters do not have"
+            raise ValueError(f"{what} does not fit at {name or 'the root'}: it has {has}. {REMEDY}")
+    raise ValueError(f"{what} does not fit: its leaves come in another order than {template.names[:3]}. {REMEDY}")
+
+
 def _misfit(template, tree, what):
     """Says which leaf is the first that does not fit."""
+    names, found = template.names, list(_shapes(tree).values())
+    if len(found) != len(names):
+        return f"{what} does not fit: it has {len(found)} floating leaves, wanted {len(names)}. {REMEDY}"
+    axes = [here[0] if here[1:] == shape and here else None for here, shape in zip(found, template.shapes, strict=True)]
+    for name, here, shape, rows in zip(names, found, template.shapes, axes, strict=True):
+        if here != shape and not rows:
+            return f"{what} does not fit at {name}: it has {here}, wanted {shape} or [R, *{shape}]. {REMEDY}"
+    kinds = {rows or "no": f"{name} {here}" for name, here, rows in zip(names, found, axes, strict=True)}
+    mixed = "; ".join(f"{rows} replicas at {where}" for rows, where in list(kinds.items())[:3])
+    return f"{what} has leaves of different numbers of replicas: {mixed}. {REMEDY}"
+
+
+def _shapes(tree):
     paths = jax.tree_util.tree_leaves_with_path(tree)
-    found = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in paths if is_synchronised(leaf)}
-    wanted = dict(zip(template.names, template.shapes, strict=True))
-    remedy = (
-        "Give the parameters that the transport was made with: one replica as it was given there, or all leaves with "
-        "one leading axis of at least one replica."
-    )
-    first: tuple[int, ...] = next(iter(found.values()), ())
-    rows = first[0] if first[1:] == template.shapes[0] and first[:1] not in ((), (0,)) else None
-    for name in {**wanted, **found}:
-        there, here = wanted.get(name), found.get(name)
-        if there is None or here is None:
-            has = "no such leaf" if here is None else "a leaf that the initial parameters do not have"
-            return f"{what} does not fit at {name}: it has {has}. {remedy}"
-        if here != (there if rows is None else (rows, *there)):
-            return (
-                f"{what} does not fit at {name or 'the root'}: it has {here}, wanted {there} or [R, *{there}]. {remedy}"
-            )
-    return f"{what} does not fit: its leaves come in another order than {template.names[:3]}. {remedy}"
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in paths if is_synchronised(leaf)}

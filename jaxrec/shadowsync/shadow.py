@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
+from jaxrec.shadowsync.leaves import check_names, floating, replicas_in, with_floating
 from jaxrec.shadowsync.rules import Rule, wide
 from jaxrec.shadowsync.transport import Left, Transport
 from jaxrec.types import PyTree, TrainState
@@ -47,6 +47,7 @@ class Synchroniser:
         _check_transport(transport, rule)
         self._rule, self._transport, self._trainer = transport.rule, transport, trainer
         self._phase = "not entered"
+        self._structures: list = []  # of the last state, whose names fit
         self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
         self.steps = self.rounds = self.bytes = 0
 
@@ -95,8 +96,12 @@ class Synchroniser:
 
     def _live(self, state) -> _Live:
         """The floating leaves on the device, which must be those of the transport's parameters."""
-        params = _params_of(state)
-        has_axis = replicas_in(self._transport.template, params, f"the state of trainer {self._trainer}") is not None
+        params, what = _params_of(state), f"the state of trainer {self._trainer}"
+        structure = jax.tree.structure(params)
+        if structure not in self._structures:  # names cost more than shapes
+            check_names(self._transport.template, params, what)
+            self._structures = [structure]
+        has_axis = replicas_in(self._transport.template, params, what) is not None
         if isinstance(state, TrainState) and not has_axis:
             raise ValueError(
                 "the parameters of a TrainState have a leading axis of replicas, and those that the transport was made "

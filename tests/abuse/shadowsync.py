@@ -1,0 +1,468 @@
+"""Trainers that synchronise: what is given in the wrong shape, number or order, and who leaves in the middle."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from abuse import situation
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Left, Shadow, bmuf, easgd, mean_of, model_averaging
+from jaxrec.types import DenseState, TrainState
+
+MEAN, EASGD = model_averaging(1.0), easgd(0.5)
+PARAMS = {"bias": np.zeros(2, np.float32), "kernel": np.zeros((3, 2), np.float32)}
+
+
+def params_of(value, *axis):
+    return jax.tree.map(lambda x: jnp.full((*axis, *x.shape), value, jnp.float32), PARAMS)
+
+
+def state_of(value, *axis):
+    return TrainState(DenseState(jnp.int32(3), params_of(value, *axis), {}), None)
+
+
+def meeting(rule=MEAN, trainers=1, **more):
+    more = {"timeout_s": 0.2} | more
+    return (Centre if rule.has_centre else AllToAll)(rule, PARAMS, trainers, **more)
+
+
+def exchanged(state, initial=PARAMS):
+    with Foreground(MEAN, AllToAll(MEAN, initial), every_steps=1) as foreground:
+        return foreground.exchange(state)
+
+
+def together(*trainers):
+    """Runs trainers as threads; raises the error of the first of them that has one."""
+    errors = [None] * len(trainers)
+
+    def run(number):
+        try:
+            trainers[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(trainers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not [t for t in threading.enumerate() if t.name.startswith("shadow-")]
+    for error in filter(None, errors):
+        raise error
+
+
+def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None):
+    """A plain trainer of one replica, as somebody writes it who has read the docstrings."""
+
+    def run():
+        params = params_of(float(number))
+        with kind(transport.rule, transport, number, **({"every_steps": 1} if kind is Foreground else {})) as sync:
+            for _ in range(steps):
+                params = sync.exchange(jax.tree.map(lambda x: x + 1, params))
+            if error is not None:
+                raise error
+            params = sync.finish(params)
+        if ends is not None:
+            ends[number] = float(params["bias"][0])
+
+    return run
+
+
+@situation("a number of trainers where the parameters belong", ValueError, "AllToAll.rule, parameters, trainers=3")
+def _(directory):
+    AllToAll(MEAN, 3)
+
+
+@situation("no trainers", ValueError, "trainers=0 must be a whole number from 1")
+def _(directory):
+    AllToAll(MEAN, PARAMS, 0)
+
+
+@situation("half a trainer", ValueError, "trainers=1.5 must be a whole number")
+def _(directory):
+    Centre(EASGD, PARAMS, 1.5)
+
+
+@situation("EASGD in rounds of all trainers", ValueError, r"without a centre, got easgd\(alpha=0.5, form='symmetric'\)")
+def _(directory):
+    AllToAll(EASGD, PARAMS)
+
+
+@situation("model averaging with a centre", ValueError, "rule with a centre, got ma.*: use AllToAll")
+def _(directory):
+    Centre(MEAN, PARAMS)
+
+
+@situation("the rule's function instead of the rule", ValueError, "rule is a function: give model_averaging")
+def _(directory):
+    AllToAll(model_averaging, PARAMS)
+
+
+@situation("a time-out of nothing", ValueError, "timeout_s=0 must be above 0")
+def _(directory):
+    meeting(timeout_s=0)
+
+
+@situation("a time-out without end", ValueError, "timeout_s=inf must be above 0 and at most 1e.06")
+def _(directory):
+    meeting(EASGD, timeout_s=float("inf"))
+
+
+@situation("an unknown on_failure", ValueError, "on_failure='ignore' must be 'raise' or 'drop'")
+def _(directory):
+    meeting(on_failure="ignore")
+
+
+@situation("initial parameters without a float", ValueError, "no floating leaf, so there is nothing to synchronise")
+def _(directory):
+    AllToAll(MEAN, {"count": np.zeros(3, np.int32)})
+
+
+@situation("no initial parameters", ValueError, "no floating leaf")
+def _(directory):
+    AllToAll(MEAN, {})
+
+
+@situation("complex parameters", ValueError, r"the leaf \['w'\] is complex")
+def _(directory):
+    AllToAll(MEAN, {"w": np.zeros(3, np.complex64)})
+
+
+@situation("initial parameters that a step has used up", ValueError, r"the initial leaf \['bias'\] has been donated")
+def _(directory):
+    params = params_of(0.0)
+    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
+    AllToAll(MEAN, params)
+
+
+@situation("shapes instead of initial parameters", ValueError, "has no value but is a ShapeDtypeStruct")
+def _(directory):
+    AllToAll(MEAN, jax.eval_shape(lambda: params_of(0.0)))
+
+
+@situation("another rule than the transport's", ValueError, "alpha=0.5, .* is not that of the transport, ma.alpha=1.0")
+def _(directory):
+    Shadow(model_averaging(0.5), meeting())
+
+
+@situation("equal rules made twice")
+def _(directory):
+    with Foreground(model_averaging(np.float64(1.0)), meeting(), every_steps=1) as foreground:
+        assert foreground.exchange(params_of(1.0))["bias"].dtype == jnp.float32 and foreground.rounds == 1
+
+
+@situation("no transport", ValueError, "transport is a NoneType without .*'meet'")
+def _(directory):
+    Shadow(MEAN, None)
+
+
+@situation("a transport of one's own that only meets", ValueError, "transport is a Mine without .*'join'.*__getattr__")
+def _(directory):
+    class Mine:
+        def meet(self, trainer, before, done):
+            return before, True
+
+        def leave(self, trainer, error=None):
+            pass
+
+    Foreground(MEAN, Mine(), every_steps=1)
+
+
+@situation("a transport of one's own that returns nonsense", ValueError, "`meet` has returned .*wanted a list")
+def _(directory):
+    class Mine(AllToAll):
+        def meet(self, trainer, before, done):
+            return [leaf[:, :1] for leaf in before], True
+
+    with Foreground(MEAN, Mine(MEAN, PARAMS), every_steps=1) as foreground:
+        foreground.exchange(params_of(0.0))
+
+
+@situation("all trainers with the default number", ValueError, "trainer=0 has joined already: each trainer")
+def _(directory):
+    transport = meeting(trainers=2)
+    with Shadow(MEAN, transport), Shadow(MEAN, transport):
+        pass
+
+
+@situation("numbers from 1 on", ValueError, "trainer=2 must be a whole number from 0 to 1: there are trainers=2")
+def _(directory):
+    transport = meeting(trainers=2)
+    with Shadow(MEAN, transport, 1), Shadow(MEAN, transport, 2):
+        pass
+
+
+@situation("a trainer's name for its number", ValueError, "trainer='worker' must be a whole number")
+def _(directory):
+    with Shadow(MEAN, meeting(), "worker"):
+        pass
+
+
+@situation("fewer trainers than announced", Left, "trainer 1 never joined within timeout_s=0.2 .are there 3 trainers.")
+def _(directory):
+    trainer(meeting(trainers=3), kind=Shadow)()
+
+
+@situation("fewer trainers than announced, with a centre", Left, "trainer 1 never joined")
+def _(directory):
+    trainer(meeting(EASGD, 2))()
+
+
+@situation("two trainers in one thread, of which one waits", Left, "trainer 1 was last seen when it joined, 0.2")
+def _(directory):
+    transport = meeting(trainers=2)
+    with Shadow(MEAN, transport, 0) as first, Shadow(MEAN, transport, 1):
+        first.finish(params_of(1.0))
+
+
+@situation("two shadows in one thread that only exchange")
+def _(directory):
+    transport = meeting(trainers=2, timeout_s=20.0)
+    with Shadow(MEAN, transport, 0) as first, Shadow(MEAN, transport, 1) as second:
+        a, b = params_of(0.0), params_of(4.0)
+        while first.rounds + second.rounds < 6:
+            a, b = first.exchange(a), second.exchange(b)
+        assert 0 < float(a["bias"][0]) == float(b["bias"][0]) == 2.0
+
+
+@situation("a parameter that lacks the replica axis in a TrainState", ValueError, "make the transport with one replica")
+def _(directory):
+    state = state_of(1.0, 2)
+    exchanged(state, initial=state.dense.params)
+
+
+@situation("rows of a kernel in the place of replicas", ValueError, "3 replicas at .'bias'.*no replicas at .'kernel'")
+def _(directory):
+    exchanged({"bias": jnp.zeros((3, 2)), "kernel": jnp.zeros((3, 2))})
+
+
+@situation("a leaf of another shape", ValueError, r"\['kernel'\]: it has \(3, 5\), wanted \(3, 2\)")
+def _(directory):
+    exchanged({"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))})
+
+
+@situation("a leaf that is missing", ValueError, r"does not fit at \['bias'\]: it has no such leaf")
+def _(directory):
+    exchanged({"kernel": jnp.zeros((3, 2))})
+
+
+@situation("a leaf too many", ValueError, r"at \['scale'\]: it has a leaf that the initial parameters do not have")
+def _(directory):
+    exchanged(params_of(0.0) | {"scale": jnp.zeros(1)})
+
+
+@situation("no replicas at all", ValueError, r"it has \(0, 2\)")
+def _(directory):
+    exchanged(params_of(0.0, 0))
+
+
+@situation("the whole DenseState for its parameters", ValueError, "does not fit at .'bias'.: it has no such leaf")
+def _(directory):
+    exchanged(state_of(0.0).dense)
+
+
+@situation("a state of Flax for its parameters", ValueError, "does not fit at .*Give the parameters")
+def _(directory):
+    import optax
+    from flax.training.train_state import TrainState as FlaxState
+
+    exchanged(FlaxState.create(apply_fn=None, params=params_of(0.0), tx=optax.adam(0.1)))
+
+
+@situation("parameters that a step has used up", ValueError, "a leaf has been donated to an earlier step")
+def _(directory):
+    params = params_of(0.0)
+    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
+    exchanged(params)
+
+
+@situation("an exchange under jit", ValueError, "by a function under jit: call it between two steps")
+def _(directory):
+    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+        jax.jit(foreground.exchange)(params_of(0.0))
+
+
+@situation("parameters of NumPy")
+def _(directory):
+    found = exchanged(jax.tree.map(np.array, params_of(1.0, 2)))
+    assert isinstance(found["bias"], jax.Array) and found["bias"].shape == (2, 2)
+
+
+@situation("doubles of NumPy that JAX would cut", ValueError, "float64 into float32: give that dtype, or set")
+def _(directory):
+    exchanged(jax.tree.map(lambda x: np.zeros(x.shape), PARAMS))
+
+
+@situation("a dtype that changes on the way", ValueError, r"\['bias'\] was .*float32.* and is .*bfloat16.* now")
+def _(directory):
+    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+        foreground.exchange(params_of(0.0))
+        foreground.exchange(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(0.0)))
+
+
+@situation("exchange before the with block", ValueError, "`exchange` comes inside of the `with` block")
+def _(directory):
+    Shadow(MEAN, meeting()).exchange(params_of(0.0))
+
+
+@situation("a hook without a with block", ValueError, "comes inside of the `with` block, and Foreground of trainer 0")
+def _(directory):
+    Foreground(MEAN, meeting(), every_steps=1).hook(state_of(0.0, 1), 1, None, None)
+
+
+@situation("finish twice", ValueError, "`finish` comes too late: Shadow of trainer 0 has finished")
+def _(directory):
+    with Shadow(MEAN, meeting()) as shadow:
+        shadow.finish(shadow.finish(params_of(0.0)))
+
+
+@situation("exchange after the with block", ValueError, "`exchange` comes too late: Foreground of trainer 0 has left")
+def _(directory):
+    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+        pass
+    foreground.exchange(params_of(0.0))
+
+
+@situation("a shadow for a second training", ValueError, "has been entered before: make one for each training")
+def _(directory):
+    shadow = Shadow(MEAN, meeting())
+    with shadow:
+        shadow.finish(params_of(0.0))
+    with shadow:
+        pass
+
+
+@situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer comes back")
+def _(directory):
+    transport = meeting()
+    trainer(transport)()
+    trainer(transport)()
+
+
+@situation("a trainer that raises", OSError, "the disk is gone")
+def _(directory):
+    transport = meeting(trainers=2, timeout_s=20.0)
+    together(trainer(transport, 0, error=OSError("the disk is gone")), trainer(transport, 1, steps=10**6))
+
+
+@situation("the peers of a trainer that raises", Left, "trainer 1 left after its round . with OSError: the disk")
+def _(directory):
+    transport = meeting(trainers=2, timeout_s=20.0)
+    together(trainer(transport, 0, steps=10**6), trainer(transport, 1, error=OSError("the disk is gone")))
+
+
+@situation("a trainer that leaves without finish", Left, "trainer 1 left after its round 3")
+def _(directory):
+    transport = meeting(trainers=2, timeout_s=20.0)
+    together(trainer(transport, 0, steps=4), _without_finish(transport, 1))
+
+
+def _without_finish(transport, number):
+    def run():
+        with Foreground(transport.rule, transport, number, every_steps=1) as foreground:
+            for _ in range(3):
+                foreground.exchange(params_of(0.0))
+
+    return run
+
+
+@situation("a trainer that leaves is dropped, the others end")
+def _(directory):
+    for kind in (Shadow, Foreground):
+        transport, ends = meeting(trainers=4, timeout_s=20.0, on_failure="drop"), {}
+        others = [trainer(transport, i, kind, steps=4, ends=ends) for i in (0, 1, 3)]
+        together(*others, _without_finish(transport, 2))
+        assert sorted(ends) == [0, 1, 3] and len(set(ends.values())) == 1
+
+
+@situation("a trainer that never comes is dropped, the others end")
+def _(directory):
+    for rule in (MEAN, bmuf(1.0, momentum=0.5), EASGD):
+        transport, ends = meeting(rule, 3, on_failure="drop"), {}
+        together(*[trainer(transport, i, Shadow, ends=ends) for i in (0, 2)])
+        assert sorted(ends) == [0, 2] and len(set(ends.values())) == 1
+
+
+@situation("a dropped trainer that comes late", ValueError, "trainer=2 never joined within .*no trainer comes back")
+def _(directory):
+    transport = meeting(trainers=3, on_failure="drop")
+    together(trainer(transport, 0), trainer(transport, 1))
+    trainer(transport, 2)()
+
+
+@situation("four plain trainers of uneven length, two of a kind")
+def _(directory):
+    for rule in (MEAN, EASGD):
+        transport, ends = meeting(rule, 4, timeout_s=20.0), {}
+        kinds = (Shadow, Foreground, Shadow, Foreground)
+        together(*[trainer(transport, i, kind, steps=5 + 20 * i, ends=ends) for i, kind in enumerate(kinds)])
+        assert len(ends) == 4 and len(set(ends.values())) == 1 and ends[0] > 3
+
+
+@situation("trainers with different numbers of replicas")
+def _(directory):
+    transport, found = meeting(trainers=2, timeout_s=20.0), {}
+
+    def run(number, *axis):
+        with Foreground(MEAN, transport, number, every_steps=1) as foreground:
+            found[number] = foreground.exchange(params_of(4.0 * number, *axis))
+            foreground.finish(found[number])
+
+    together(lambda: run(0, 3), lambda: run(1))
+    assert found[0]["bias"].tolist() == [[1.0, 1.0]] * 3 and found[1]["bias"].tolist() == [1.0, 1.0]
+
+
+@situation("ten megabytes in a hundred leaves")
+def _(directory):
+    initial = {f"{i:05d}": np.zeros(256, np.float32) for i in range(100)} | {"big": np.zeros(2_500_000, np.float32)}
+    with Foreground(MEAN, AllToAll(MEAN, initial), every_steps=1) as foreground:
+        params = {name: jnp.ones((2, *leaf.shape)) for name, leaf in initial.items()}
+        assert float(foreground.exchange(params)["big"].sum()) == 5_000_000
+
+
+@situation("a leaf without elements, and one without axes")
+def _(directory):
+    initial = {"empty": np.zeros((0, 3), np.float32), "one": np.float32(1.0), "none": None, "x": 2.0}
+    found = exchanged(
+        {"empty": jnp.zeros((2, 0, 3)), "one": jnp.array([1.0, 3.0]), "none": None, "x": jnp.ones(2)}, initial
+    )
+    assert found["one"].tolist() == [2.0, 2.0] and found["empty"].shape == (2, 0, 3) and found["none"] is None
+
+
+@situation("the mean of trees of different shapes", ValueError, r"replica 1 does not fit at \['bias'\]")
+def _(directory):
+    mean_of([PARAMS, PARAMS | {"bias": np.zeros(3, np.float32)}])
+
+
+@situation("a learning rate for alpha", ValueError, "alpha=2.0 must be above 0 and at most 1")
+def _(directory):
+    easgd(2.0)
+
+
+@situation("an alpha that is no number", ValueError, "alpha=nan must be above 0")
+def _(directory):
+    model_averaging(float("nan"))
+
+
+@situation("a pace that goes back", ValueError, "pace_seconds=-1 must be 0 or more")
+def _(directory):
+    Shadow(MEAN, meeting(), pace_seconds=-1)
+
+
+@situation("every 0 steps", ValueError, "every_steps=0 must be 1 or more")
+def _(directory):
+    Foreground(MEAN, meeting(), every_steps=0)
+
+
+@situation("a foreground without a measure", ValueError, "give every_steps or every_seconds, one of them")
+def _(directory):
+    Foreground(MEAN, meeting())
+
+
+@situation(
+    "the parameters of another model with the same shapes", ValueError, r"does not fit at \['bias'\]: it has no such"
+)
+def _(directory):
+    exchanged({f"other_{name}": leaf for name, leaf in params_of(0.0).items()})
