@@ -298,6 +298,28 @@ def test_all_dropped_is_a_failure_and_ctrl_c_of_one_drops_nobody():
     assert no_threads_left()
 
 
+def test_at_a_centre_that_all_have_left_meanwhile_a_trainer_that_asks_again_is_at_its_end():
+    centre, brought = Centre(easgd(), PARAMS, 2, timeout_s=0.1, on_failure="drop"), [np.ones((1, 4), np.float32)]
+    for trainer in (0, 1):
+        centre.join(trainer)
+    keep_on = threading.Event()
+
+    def train():
+        while not keep_on.wait(0.02):  # the other is seen all the time: nobody is overdue
+            centre.meet(1, brought, False)
+
+    other = threading.Thread(target=train)
+    other.start()
+    _, last = centre.meet(0, brought, True)
+    keep_on.set()
+    other.join()
+    assert not last
+    centre.leave(1)
+    assert centre.meet(0, brought, True)[1]
+    with pytest.raises(ValueError, match="has finished"):
+        centre.meet(0, brought, True)
+
+
 class Broken(AllToAll):
     """A transport that raises in the third round of trainer 1."""
 

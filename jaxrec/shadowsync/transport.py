@@ -257,7 +257,7 @@ class Centre(_Meeting):
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
         if servers < 1 or (bytes_per_s is not None and not bytes_per_s > 0):
             raise ValueError(f"servers={servers} must be at least 1, bytes_per_s={bytes_per_s} above 0 or None.")
-        self._tree = jax.tree.map(lambda leaf: leaf, parameters)
+        self._tree, self._told_to_ask_again = jax.tree.map(lambda leaf: leaf, parameters), set[int]()
         self._centre = [rule.init(leaf) for leaf in self._initial]
         self._server_of = pack([leaf.nbytes for leaf in self._initial], servers)
         self._locks = [threading.Lock() for _ in range(servers)]
@@ -277,10 +277,14 @@ class Centre(_Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with self._changed:
-            self._present(trainer)
-            self._raise_failure(trainer)
+            # The others may have come to their end after it was told to ask again, and before it does.
+            last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
+            self._told_to_ask_again.discard(trainer)
+            if not last:
+                self._present(trainer)
+                self._raise_failure(trainer)
         if done:
-            last = self._wait_for_the_others(trainer)
+            last = last or self._wait_for_the_others(trainer)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
         targets: list[list[np.ndarray]] = [[] for _ in leaves]
         for replica in range(rows):
@@ -310,6 +314,8 @@ class Centre(_Meeting):
                 self._settle()
             over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
             self._wait(trainer, member.seen, over, self._awaited)
+            if member.state != "finished":
+                self._told_to_ask_again.add(trainer)
             return member.state == "finished"
 
     def _settle(self):
