@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line, command_of, paired_interval, plot
+from shadow_work import FORMS
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
@@ -88,9 +89,6 @@ class Size(NamedTuple):
     seeds: int
     trainers: tuple[int, ...]
     arms: tuple[str, ...]
-
-
-FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("lerp", "delta"), "bmuf": ("lerp", "delta")}
 
 
 def arms_of(*periods: int) -> tuple[str, ...]:
