@@ -219,32 +219,44 @@ def test_a_hook_that_raises_stops_everybody_and_its_worker_is_named(kind):
     assert no_threads_left()
 
 
-def test_a_stream_that_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes():
-    blocked, wake = threading.Event(), threading.Event()
+@pytest.mark.parametrize("where", ["stream", "read"])
+def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(monkeypatch, where):
+    blocked, wake, read = threading.Event(), threading.Event(), HostTables.read
 
-    def blocking():
-        yield from stream(0, 3)
+    def block():
         blocked.set()
-        assert wake.wait(30)
+        assert wake.wait(60)
+
+    def blocking_stream():
+        yield from stream(0, 3)
+        if where == "stream":
+            block()
         yield from stream(1, 3)
+
+    def blocking_read(self, plans):
+        if where == "read" and threading.current_thread().name.startswith("trainer-0"):
+            block()
+        return read(self, plans)
 
     def broken():
         yield from stream(1, 3)
-        assert blocked.wait(30)
+        assert blocked.wait(60)
         raise OSError("the disk is gone")
 
+    monkeypatch.setattr(HostTables, "read", blocking_read)
     tables = HostTables.create(SPEC, sgd(0.1))
     make = synchronisers(Shadow, model_averaging(), 2)
     with pytest.raises(OSError, match="the disk is gone") as caught:
         train_freely(
-            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [blocking(), broken()], make, 2, leave_timeout_s=0.2
-        )
-    assert "trainer-0" in caught.value.__notes__[1] and "0.2 s" in caught.value.__notes__[1]
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [blocking_stream(), broken()], make, 2,
+            leave_timeout_s=0.2,
+        )  # fmt: skip
+    assert "trainer-0" in caught.value.__notes__[-1] and "0.2 s" in caught.value.__notes__[-1]
     as_left = jax.tree.map(np.array, tables.shards)
     left = [thread for thread in threading.enumerate() if thread.name.startswith("trainer-0")]
     wake.set()
     for thread in left:
-        thread.join(30)
+        thread.join(60)
     assert left and no_threads_left()
     jax.tree.map(np.testing.assert_array_equal, tables.shards, as_left)
 

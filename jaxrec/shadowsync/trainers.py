@@ -21,7 +21,7 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,15 +91,13 @@ def train_freely(
       the figures.
 
     Raises:
-      ValueError: no streams; workers_per_trainer < 1; leave_timeout_s is not a number of at least 0.
+      ValueError: no streams, or one iterator for two trainers; workers_per_trainer < 1; tables that are not on the
+        host; a synchroniser that is no function; leave_timeout_s is not a number of at least 0.
       KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left behind.
       Exception: the first of any thread, with trainer and worker named, and likewise all threads have ended; of the
         trainer that failed, not of those that it left.
     """
-    if not streams or workers_per_trainer < 1:
-        raise ValueError(f"{len(streams)} streams, workers_per_trainer={workers_per_trainer}: both must be 1 or more.")
-    if not 0 <= leave_timeout_s < float("inf"):
-        raise ValueError(f"leave_timeout_s={leave_timeout_s} must be a number of seconds, 0 or more.")
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s)
     devices = jax.local_devices() if devices is None else devices
     shared = _Shared(spec, loss, optimizer, row_optimizer, tables, hook)
     trainers = []
@@ -111,6 +109,23 @@ def train_freely(
     _run(shared, trainers, leave_timeout_s)
     _raise_or_warn(shared, trainers)
     return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
+
+
+def _check(streams, tables, synchroniser, workers, leave_timeout_s):
+    if not streams or workers < 1:
+        raise ValueError(f"{len(streams)} streams, workers_per_trainer={workers}: both must be 1 or more.")
+    iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
+    if len(set(iterators)) < len(iterators):
+        raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
+    if not isinstance(tables, HostTables):
+        raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
+    if synchroniser is not None and not callable(synchroniser):
+        kind = type(synchroniser).__name__
+        raise ValueError(
+            f"synchroniser is a {kind}: give a function of the trainer's number, as lambda i: {kind}(..., i)."
+        )
+    if not 0 <= leave_timeout_s < float("inf"):
+        raise ValueError(f"leave_timeout_s={leave_timeout_s} must be a number of seconds, 0 or more.")
 
 
 def _run(shared, trainers, leave_timeout_s):
@@ -289,6 +304,8 @@ class _Trainer:
                     batch = None if self.over else next(self.stream, None)
                 if batch is None or self.over:
                     return
+                if not hasattr(batch, "ids"):
+                    raise ValueError(f"a stream gives Batch after Batch, and this has given a {type(batch).__name__}.")
                 self._step(batch)
         except BaseException as error:
             self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
