@@ -1,7 +1,9 @@
 """The shadow thread: training never waits for it, nothing is lost that a rule keeps, nobody hangs."""
 
 import functools
+import os
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +124,13 @@ class Ends:
         return self.transport.meet(trainer, before, done)
 
 
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
 def no_threads_left():
     return not [thread for thread in threading.enumerate() if thread.name.startswith("shadow-")]
 
@@ -139,6 +148,7 @@ def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps
         for _ in range(8):  # no step waits for the round, which cannot end
             state = shadow.exchange(step(state))
         assert shadow.rounds == 0 and weights(state).tolist() == [9.0, 11.0]
+        assert shadow.average_sync_gap == float("inf")
         gate.open.set()
         wait_for_round(shadow)
         state = shadow.exchange(state)
@@ -296,6 +306,24 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         wait_for_round(shadow)
         assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
         assert shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4  # rounds, to and fro, replicas, floats
+
+
+def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
+    rule = model_averaging(0.5)
+
+    class Late(Steps):
+        def meet(self, trainer, before, done):
+            until(lambda: shadow._done)  # no outside sign tells that `finish` has taken its copy
+            return super().meet(trainer, before, done)
+
+    steps = Late(AllToAll(rule, PARAMS))
+    steps.begin.release(10)
+    with Shadow(rule, steps) as shadow:
+        state = step(shadow.exchange(state_of(0.0, 8.0)))
+        until(lambda: shadow._busy)
+        state = shadow.finish(state)
+    assert len(steps.brought) == 2  # 1, 9 -> half way to 4 -> half way to their mean, 4.5
+    assert weights(state).tolist() == [3.5, 5.5]
 
 
 def test_the_state_of_bmuf_goes_on_from_round_to_round():

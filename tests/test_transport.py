@@ -154,6 +154,28 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
         transport.meet(0, of(0.0), False)
 
 
+def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
+    transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
+
+    def leaves_and_meets():
+        until(lambda: len(transport._brought) == 2)  # no outside sign tells that they wait
+        transport.leave(0)
+        return transport.meet(2, of(4.0), False)
+
+    gone, one, two = in_threads(
+        lambda: transport.meet(0, of(1000.0), False), lambda: transport.meet(1, of(2.0), False), leaves_and_meets
+    )
+    assert isinstance(gone, Left)
+    assert [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
+
+
+def test_trainers_of_different_precision_are_averaged_in_float32():
+    transport = joined(AllToAll(MEAN, PARAMS, 2), 0, 1)
+    low = {"w": np.asarray(jnp.full((1, 3), 256.0, jnp.bfloat16))}
+    for target, _ in in_threads(lambda: transport.meet(0, low, False), lambda: transport.meet(1, of(257.0), False)):
+        assert target["w"].dtype == np.float32 and target["w"][0, 0] == 256.5
+
+
 def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back():
     transport = joined(AllToAll(MEAN, PARAMS, 3, timeout_s=0.2, on_failure="drop"), 0, 1)
     targets = in_threads(lambda: transport.meet(0, of(2.0), True), lambda: transport.meet(1, of(4.0), True))
