@@ -155,12 +155,13 @@ class Gated(AllToAll):
 
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
-        self.open = threading.Event()
+        self.entered, self.open = threading.Event(), threading.Event()
 
     def meet(self, trainer, before, done):
         target, last = super().meet(trainer, before, done)
         if done:
             return target, last
+        self.entered.set()
         assert self.open.wait(30), "nobody stepped during the round"
         return [x + 100 for x in target], last
 
@@ -171,7 +172,9 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
     transport, opened_at = alone_in(Gated, rule), []
 
     def hook(trainer, step, metrics):
-        """The round of step 4 is let go by the worker that has made step 7; at step 8 the next is due."""
+        """Once the round of step 4 has begun, step 7 is made, and lets it go; at step 8 the next is due."""
+        if step in (5, 6):
+            assert transport.entered.wait(30)
         if step == 7:
             opened_at.append(step)
             transport.open.set()
