@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,18 @@ from stopping import Stopped, leave, say
 
 from jaxrec.files import aside
 
-__all__ = ["Flags", "Run", "command_line", "paired_interval", "plot", "refuse", "refuse_small", "say", "stacked_bars"]
+__all__ = [
+    "Flags",
+    "Run",
+    "command_line",
+    "command_of",
+    "paired_interval",
+    "plot",
+    "refuse",
+    "refuse_small",
+    "say",
+    "stacked_bars",
+]
 
 _LEAST = {
     "seed": 0, "seeds": 1, "steps": 1, "evaluations": 1, "save_every_steps": 0, "batch_size": 1, "examples": 1,
@@ -55,6 +67,28 @@ def command_line(main: Callable[[Any], dict], config: type[Flags], description: 
         sys.exit(f"error: {error}")
     except Stopped as stopped:
         leave(stopped, requeue=getattr(flags, "requeue", False))
+
+
+def command_of(name: str, config: Flags) -> str:
+    """The command line that gives these flags again: those that are not the defaults.
+
+    Args:
+      name: of the experiment.
+      config: as it came from the command line; where to write and what to go on with is left out.
+
+    >>> command_of("train", Flags(preset="smoke", workdir=Path("runs/a"), seed=3))
+    'python experiments/train.py --preset smoke --seed 3'
+    """
+    words = ["python", f"experiments/{name}.py"]
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), field.name.replace("_", "-")
+        if field.name in ("workdir", "resume") or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return shlex.join(words)
 
 
 def refuse(broken: Mapping[str, object]) -> None:

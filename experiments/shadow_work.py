@@ -4,6 +4,7 @@ What shadowsync_isolation.py, shadowsync_scaling.py and on_accelerator.py time.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -22,6 +23,10 @@ from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
 
 RULES: dict[str, Callable[..., Rule]] = {"ma": model_averaging, "bmuf": bmuf, "easgd": easgd}
+FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("lerp", "delta"), "bmuf": ("lerp", "delta")}
+FORMS_OF_RULES: dict[str, Callable[[], Rule]] = {
+    f"{rule}-{form}": functools.partial(RULES[rule], form=form) for rule in FORMS for form in FORMS[rule]
+}
 
 
 class Blocking:
@@ -146,17 +151,22 @@ class Trainers:
         _, self.batches = synthetic(job)
         self.tables = HostTables.create(self.work[0], self.work[-1])
         self.trainers, self.pace_seconds = trainers, pace_seconds
-        self.rules = {name: make() for name, make in RULES.items()}  # once: what they compile is kept
+        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its form.
+        self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
-        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps."""
+        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps.
+
+        A way is none, or s_RULE[-FORM], back to back, or at the pace with _paced behind it.
+        """
         way, steps = way_and_steps
         spec, loss, params, optimizer, row_optimizer = self.work
         synchroniser = None
         if way != "none":
-            rule = self.rules[way.removeprefix("s_")]
+            rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
+            pace = self.pace_seconds if way.endswith("_paced") else 0.0
             transport = transport_of(rule, params, self.trainers)
-            synchroniser = lambda trainer: Shadow(rule, transport, trainer, self.pace_seconds)
+            synchroniser = lambda trainer: Shadow(rule, transport, trainer, pace)
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
         first = len(self.batches)
 

@@ -1,20 +1,23 @@
 """Training does not wait for the shadow: rate without synchronisation, with it, with it blocked, and in the foreground.
 
-    python experiments/shadowsync_isolation.py                     3 minutes
+    python experiments/shadowsync_isolation.py                     6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
 One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime: free-running. It meets
-one peer, which only synchronises and trains nothing, through the same transport as any trainer. In every round of the
-benchmark all ways take turns: none; shadow at the pace `--pace-seconds`; shadow whose transport blocks for 3 seconds in
-each round; foreground, every `--every-steps` steps. `average_sync_gap` is steps for each round folded in: with a shadow
-it is an outcome, in the foreground it is k. The curve runs through several paces.
+one peer, which only synchronises and trains nothing, through the same transport as any trainer. In each of 24 short
+rounds of the benchmark all ways take turns, each round in another order: none; shadow, back to back and at three paces;
+shadow whose transport blocks for 3 seconds in each round, longer than a turn; foreground, every `--every-steps` steps.
+
+Every `X_over_no_sync` is the rate of X over that without synchronisation, paired within the rounds.
+`average_sync_gap_X` is steps for each round folded in: with a shadow it is an outcome, in the foreground it is k; null
+where no round was folded in, as in most turns of the blocked shadow. Paces and gaps stand in pairs: both of one way.
 """
 
 import dataclasses
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line, plot
+from contract import Flags, Run, command_line, command_of, plot
 from reference import Job, ratio
 from shadow_work import RULES, Trainer, turn
 from tqdm import tqdm
@@ -31,49 +34,63 @@ class Config(Flags):
     batch_size: int = 2048
 
 
+ROUNDS_AND_STEPS = {"smoke": (2, 8), "default": (24, 15), "paper": (60, 40)}
+
+
+def ways_of(config: Config) -> dict[str, tuple[str, float]]:
+    """{name: (way, pace in seconds)}."""
+    paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
+    shadows = {"shadow_back_to_back" if not pace else f"shadow_pace_{pace:g}_s": ("shadow", pace) for pace in paces}
+    alone = {way: (way, 0.0) for way in ("none", "foreground", "blocked")}
+    return alone | shadows
+
+
+def in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
+    """{name: [figures of a turn]}, a turn of each in every round."""
+    rounds, steps = ROUNDS_AND_STEPS[config.preset]
+    trainer = Trainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
+    rule, ways = RULES[config.rule](), ways_of(config)  # one rule for all turns: its merge is compiled once
+    for way, pace in ways.values():
+        turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for number in tqdm(range(rounds), unit="round", disable=None):
+        names = list(ways)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            times, gap = turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
+            longest = float(times.max() / np.median(times))
+            figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
+            found[name].append(figures)
+            run.log({"round": number, "way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
+    return found
+
+
+def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """What results.json holds, from the turns of all ways."""
+    of = lambda name, figure: np.array([turn[figure] for turn in found[name]])
+    results: dict[str, Any] = {
+        "rounds": len(found["none"]),
+        "step_ms_none": 1e3 * float(np.median(of("none", "step_s"))),
+    }
+    for name in found:
+        if name != "none":
+            results |= ratio(f"{name}_over_no_sync", of("none", "step_s") / of(name, "step_s"))
+            gap = float(np.median(of(name, "gap")))
+            results[f"average_sync_gap_{name}"] = gap if np.isfinite(gap) else None
+        longest = float(np.median(of(name, "longest_step_over_median")))
+        results[f"longest_step_over_median_{name}"] = longest
+    return results
+
+
 def main(config: Config) -> dict:
     """All ways in turns; returns what results.json holds."""
     run = Run("shadowsync_isolation", config, config.workdir)
-    rounds, steps = {"smoke": (2, 8), "default": (8, 40), "paper": (30, 100)}[config.preset]
+    command = command_of("shadowsync_isolation", config)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    trainer = Trainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
-    rule = RULES[config.rule]()  # one for all turns: its merge is compiled once
-    paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
-    ways = [("none", 0.0), ("foreground", 0.0), ("blocked", 0.0)] + [("shadow", pace) for pace in paces]
-    for way, pace in ways:
-        turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
-    seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
-    longest: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
-    gaps: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
-    for number in tqdm(range(rounds), unit="round", disable=None):
-        for way, pace in ways:
-            times, gap = turn(trainer, rule, way, steps, pace, config.every_steps)
-            seconds[way, pace].append(float(times.mean()))
-            longest[way, pace].append(float(times.max() / np.median(times)))
-            gaps[way, pace].append(gap)
-            row = {"round": number, "way": way, "pace_seconds": pace, "step_ms": 1e3 * times.mean()}
-            run.log(row | {"average_sync_gap": gap if np.isfinite(gap) else None})
-    none = np.array(seconds["none", 0.0])
-    chosen = ("shadow", config.pace_seconds)
-    results: dict[str, Any] = {
-        "regime": "free-running",
-        "rule": config.rule,
-        "step_ms_none": 1e3 * float(np.median(none)),
-    }
-    results |= ratio("shadow_over_no_sync", none / np.array(seconds[chosen]))
-    results["average_sync_gap"] = float(np.median(gaps[chosen]))
-    results |= ratio("blocked_over_no_sync", none / np.array(seconds["blocked", 0.0]))
-    results["blocked_longest_step_over_median"] = float(np.median(longest["blocked", 0.0]))
-    results["none_longest_step_over_median"] = float(np.median(longest["none", 0.0]))
-    results |= ratio("foreground_over_no_sync", none / np.array(seconds["foreground", 0.0]))
-    results["foreground_sync_gap"] = float(config.every_steps)
-    curve = sorted(
-        (float(np.median(gaps["shadow", pace])), float(np.median(none / np.array(seconds["shadow", pace]))))
-        for pace in paces
-    )
-    for (gap, rate), pace in zip(curve, paces, strict=True):
-        results[f"sync_gap_at_pace_{pace}_s"], results[f"over_no_sync_at_pace_{pace}_s"] = gap, rate
+    first = {"command": command, "regime": "free-running", "rule": config.rule}
+    results = first | summarize(in_turns(config, run))
+    gap, rate = (lambda name: results[f"average_sync_gap_{name}"]), (lambda name: results[f"{name}_over_no_sync"])
+    curve = sorted((gap(name), rate(name)) for name in ways_of(config) if name.startswith("shadow") and gap(name))
     lines = {"shadow": ([gap for gap, _ in curve], [rate for _, rate in curve])}
     plot(run.directory / "rate_over_gap.png", {"step rate over that without sync": lines}, "average sync gap, steps")
     run.close(results)

@@ -8,22 +8,24 @@ One pass over a fixed number of examples, which n trainers share: ShadowSync's o
 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which plays n x m Hogwild workers in a
 seeded order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
 fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
-back to back. Rules: EASGD and model averaging with alpha 0.5, BMUF with alpha 0.5, eta 1 and --block-momentum.
-s_RULE-delta adds what the mean has moved instead of interpolating, which keeps all that was learned during a round; in
-the foreground the two are the same. All arms train with the same rates.
+back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
 
-Evaluated is trainer 0, as the paper's patent has it (the last local version of one trainer), against one replica with
-one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share data and
-initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the interval of s_RULE minus its
-best foreground counterpart lies above (true) or below (false) -0.0005 AUC; absent while seeds are too few to say. A run
-goes on arm by arm with --resume.
+Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the mean from where the
+trainer is by then, and so gives up half of what it learned during the round; `delta` adds half of the way from where
+the round began, and keeps it. In the foreground nothing is learned meanwhile, the two are the same, and fr_ma and
+fr_bmuf have no form. EASGD: `symmetric` adds a difference taken where the round began, `sequential` one on live
+weights, against the centre that it has just moved. A rule without a form (s_ma) has the library's default.
 
-Seen on the Criteo sample, 8 trainers of 89 steps each, 5 seeds, change of AUC in 1e-4: none -90 +- 20, all_reduce
--29 +- 12, FR-EASGD-5 -69, FR-MA-5 -62, FR-BMUF-5 -57, S-EASGD -74, S-MA -96, S-BMUF -88, S-MA-delta -66, S-BMUF-delta
--60: interpolation keeps half of what was learned in a round, which shows when trainers make few steps.
+At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is evaluated is what a user
+gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the paper's patent has it (the last local version of
+one trainer), against one replica with one worker on the same data: change of test AUC, relative change of normalised
+entropy. Arms of a seed share data and initial values; intervals are of the paired differences, 95 %.
+`non_inferior_s_RULE`: the interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or
+below (false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -35,7 +37,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, paired_interval, plot
+from contract import Flags, Run, command_line, command_of, paired_interval, plot
+from shadow_work import FORMS
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
@@ -69,6 +72,8 @@ class Config(Flags):
     batch_size: int | None = None
     shadow_steps: int = 5
     """Steps of a trainer that a round of its shadow takes: the average sync gap."""
+    last_rounds: bool = True
+    """Whether trainers make last rounds before they are evaluated, as `finish` does."""
     block_momentum: float = 0.3
     learning_rate: float = 0.01
     row_learning_rate: float = 0.05
@@ -87,14 +92,14 @@ class Size(NamedTuple):
 
 
 def arms_of(*periods: int) -> tuple[str, ...]:
-    """All arms, the foreground ones with these k."""
-    rules = ("easgd", "ma", "bmuf")
-    foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(rules, periods))
-    return ("none", "all_reduce", *foreground, *(f"s_{rule}" for rule in (*rules, "ma-delta", "bmuf-delta")))
+    """All arms: every rule in both forms, the foreground ones with these k."""
+    in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")  # the other forms differ in a shadow only
+    foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(in_foreground, periods))
+    return ("none", "all_reduce", *foreground, *(f"s_{rule}-{form}" for rule in FORMS for form in FORMS[rule]))
 
 
 SIZES = {
-    "smoke": Size(16_000, 2, (4,), ("none", "fr_ma_5", "s_ma", "s_easgd")),
+    "smoke": Size(16_000, 2, (4,), ("none", "fr_ma_5", "s_ma-lerp", "s_ma-delta", "s_easgd")),
     "default": Size(200_000, 3, (8,), arms_of(5, 30)),
     "paper": Size(10_000_000, 5, (1, 5, 10, 15, 20), arms_of(5, 30, 100)),
 }
@@ -112,21 +117,20 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     Errors:
       ValueError: there is no such arm.
     """
-    rules: dict[str, Callable[[], Rule]] = {
-        "easgd": easgd,
-        "ma": model_averaging,
-        "bmuf": lambda: bmuf(momentum=config.block_momentum),
-        "ma-delta": lambda: model_averaging(form="delta"),
-        "bmuf-delta": lambda: bmuf(momentum=config.block_momentum, form="delta"),
-    }
     if arm in ("none", "all_reduce"):
         return ALL_REDUCE if arm == "all_reduce" else None
-    kind, rule, *period = arm.split("_")
-    if rule not in rules or kind not in ("s", "fr") or (kind == "fr") != (len(period) == 1):
-        raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE or fr_RULE_k, RULE one of {', '.join(rules)}.")
-    if kind == "s":
-        return Script(rules[rule](), config.shadow_steps, config.shadow_steps)
-    return Script(rules[rule](), int(period[0]))
+    kind, _, rest = arm.partition("_")
+    name, *period = rest.split("_")
+    rule, _, form = name.partition("-")
+    k = int(period[0]) if len(period) == 1 and period[0].isdigit() else 0
+    known = rule in FORMS and form in ("", *FORMS[rule])
+    if not known or not ((kind == "s" and not period) or (kind == "fr" and k > 0)):
+        names = ", ".join(f"{rule}[-{'|'.join(forms)}]" for rule, forms in FORMS.items())
+        raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE or fr_RULE_k, RULE one of {names}.")
+    with_momentum = functools.partial(bmuf, momentum=config.block_momentum)
+    rules: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": with_momentum}
+    made = rules[rule](form=form) if form else rules[rule]()
+    return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
 
 
 class Data(NamedTuple):
@@ -192,12 +196,15 @@ class Job:
         )  # fmt: skip
         start = time.perf_counter()
         losses = emulation.run(self.data.train(seed))
+        if self.config.last_rounds:
+            emulation.finish()
         seconds = time.perf_counter() - start
         test = planned(self.spec, self.data.test(seed))
         found = evaluate(emulation.replica(0), test, self.eval_step)
         gap = emulation.average_sync_gap
         return {
             "arm": arm, "trainers": trainers, "workers": workers, "seed": seed, "evaluated": "trainer 0",
+            "last_rounds": self.config.last_rounds,
             "regime": "free-running, emulated", "train_loss": float(losses.mean()), "emulation_seconds": seconds,
             "example_level_parallelism": emulation.example_level_parallelism,
             "average_sync_gap": gap if np.isfinite(gap) else None,
@@ -211,6 +218,7 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
     results: dict[str, Any] = {"regime": "free-running, emulated", "evaluated": "trainer 0", "seeds": len(seeds)}
+    results["last_rounds"] = rows[0]["last_rounds"]
 
     def values(arm: str, n: int, key: str) -> np.ndarray:
         return np.array([found[arm, n, seed][f"test_{key}"] for seed in seeds])
@@ -231,8 +239,9 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
         for key in ("average_sync_gap", "example_level_parallelism"):
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
-    for (arm, n), rule in ((key, key[0][2:].removesuffix("-delta")) for key in whole if key[0].startswith("s_")):
-        twins = [key for key in whole if key[0].startswith(f"fr_{rule}_") and key[1] == n]
+    rule_of = lambda arm: arm.split("_")[1].partition("-")[0]
+    for arm, n in (key for key in whole if key[0].startswith("s_")):
+        twins = [key for key in whole if key[0].startswith("fr_") and rule_of(key[0]) == rule_of(arm) and key[1] == n]
         if twins:
             best = max(twins, key=lambda key: values(key[0], key[1], "auc").mean())
             change, half = paired_interval(values(arm, n, "auc") - values(best[0], best[1], "auc"))
@@ -246,7 +255,7 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
 
 def show(results: dict[str, Any]) -> None:
     """Prints the paper's table."""
-    print("arm            trainers     ELP  test AUC     change x 1e4      NE change %   gap   spread")
+    print("arm                      trainers     ELP  test AUC     change x 1e4      NE change %   gap   spread")
     for key in results:
         if key.startswith("test_auc_"):
             at = key.removeprefix("test_auc_")
@@ -254,7 +263,7 @@ def show(results: dict[str, Any]) -> None:
             auc, entropy = _with_half("auc_change", 1e4, at, results), _with_half("relative_ne_percent", 1, at, results)
             gap = results[f"average_sync_gap_{at}"]
             print(
-                f"{arm:<14} {n:>8} {results[f'example_level_parallelism_{at}']:>7} {results[key]:>9.4f} "
+                f"{arm:<24} {n:>8} {results[f'example_level_parallelism_{at}']:>7} {results[key]:>9.4f} "
                 f"{auc:>16} {entropy:>16} "
                 f"{'-' if gap is None else f'{gap:.1f}':>5} {results[f'spread_{at}']:>8.4f}"
             )
@@ -294,7 +303,7 @@ def main(config: Config) -> dict:
     todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]
     for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
         run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
-    results = summarize(run.metrics())
+    results = {"command": command_of("shadowsync_quality", config)} | summarize(run.metrics())
     show(results)
     draw(run, results)
     run.close(results)

@@ -1,33 +1,34 @@
 """Examples/s over trainers: in the foreground the sync servers saturate, in the background only the sync gap grows.
 
-    python experiments/shadowsync_scaling.py                       7 minutes
+    python experiments/shadowsync_scaling.py                       10 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm        servers hold whole tensors of DLRM-Kaggle, unevenly
 
 Regime: free-running. Three parts, whose figures never share a key:
 
 `measured_*`: trainers train the reference work of throughput.py over shared host tables: `train_freely`, threads of one
 process, n trainers held to n cores and each program to one thread. The base is one trainer on one core that does not
-synchronise; it takes turns with trainers on all cores: none, S-EASGD and S-MA at --pace-seconds, bandwidth unlimited.
-`busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the base's CPU seconds a step over those of
-n trainers, is what free cores would have given, if nobody waits.
-`emulated_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and sleep for the measured
-time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Their parameters and their servers' bandwidth
-are a thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the servers and
-back; the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of model averaging
-is a ring all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow motion, as
-metrics.jsonl says, because its Python work, a millisecond a trainer, shares the cores of one machine.
+synchronise; it takes turns with trainers on all cores, in 6 short rounds (`paper`: 24): none; every rule in both forms
+(easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
+--pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the
+base's CPU seconds a step over those of n trainers, is what free cores would have given, if nobody waits.
+
+`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and SLEEP for the
+measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Trainers that sleep do not share
+cores, caches or memory: that those in the background keep 1.00 of the ideal rate is so by construction, and is no
+finding. What it shows is where the foreground saturates, and the sync gap. Their parameters and their servers'
+bandwidth are a thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the
+servers and back; the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
+model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow
+motion, as metrics.jsonl says, because its Python work, a millisecond a trainer, shares the cores of one machine. The
+forms of a rule move the same bytes at the same times, so that this part has one line for each rule.
+
 `simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to 1,000 trainers.
 
-`efficiency` is examples/s over n times the base. FR-EASGD-k makes a round every k steps and waits for it, so its rate
-cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is its highest rate
-over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
-
-Seen on two cores, step 83 to 96 ms: FR-EASGD-5 flattens at 14 trainers over 2 servers (simulated 14) and at 27 over 4
-(27; at 19 with `--tensors dlrm`: the largest tensor has 39 % of the bytes); efficiency at 64 is 0.20 and 0.41 for it,
-0.97 for FR-EASGD-30, 0.94 to 1.00 for S-EASGD and S-MA. S-EASGD's gap at 64 is 24 over 2 servers and 12 over 4, at
-1,000 (simulated) 381 and 191; S-MA's is 2. Simulation and sleeping trainers differ by up to 9 % in examples/s and 8 to
-16 % in the gap (S-MA). Measured, 2 trainers on both cores, against twice one on one core: none 0.87 (0.77 to 0.95; they
-share caches and memory), S-EASGD 0.84 at a gap of 3.3, S-MA 0.96 at 3.7; back to back (gap 1) 0.80 and 0.79.
+`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over n trainers that
+never wait.
+FR-EASGD-k makes a round every k steps and waits for it, so its rate cannot pass k batches a round times the rounds that
+the servers can serve; `flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k; a
+shadow's is an outcome.
 """
 
 import dataclasses
@@ -43,9 +44,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import simpy
-from contract import Flags, Run, command_line, plot
+from contract import Flags, Run, command_line, command_of, plot
 from reference import Job, ratio, reference_work
-from shadow_work import Trainers
+from shadow_work import FORMS_OF_RULES, Trainers
 from sides import Side
 from tqdm import tqdm
 
@@ -77,14 +78,16 @@ class Preset(NamedTuple):
     simulated: tuple[int, ...]  # trainers, beyond those
     window: int  # steps that count
     measured: tuple[str, ...]  # ways beside the base
+    measured_steps: int  # of a turn of these
     rounds: int  # turns of these
 
 
+SHADOWS = tuple(f"s_{rule}{pace}" for rule in FORMS_OF_RULES for pace in ("", "_paced"))
 PRESETS = {
-    "smoke": Preset((1, 24), (100,), 15, ("s_easgd",), 1),
-    "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", "s_easgd", "s_ma"), 3),
+    "smoke": Preset((1, 24), (100,), 15, ("s_easgd-symmetric", "s_ma-delta_paced"), 15, 1),
+    "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", *SHADOWS), 8, 6),
     "paper": Preset(
-        (1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64), (128, 256, 512, 1000), 300, ("none", "s_easgd", "s_ma"), 15
+        (1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64), (128, 256, 512, 1000), 300, ("none", *SHADOWS), 15, 24
     ),
 }
 
@@ -101,7 +104,7 @@ class Config(Flags):
     saturation: float = 14.0
     """Trainers at which FR-EASGD-5 saturates two servers."""
     pace_seconds: float = 0.3
-    """Of the measured shadows: the least time from one round to the next; 0 is back to back."""
+    """Of the measured shadows that are `_paced`: the least time from one round to the next."""
 
 
 class Point(NamedTuple):
@@ -286,9 +289,10 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
         processes = pool.map(lambda n: Side(functools.partial(Trainers, job, n, config.pace_seconds)), numbers)
         sides = dict(zip(numbers, processes, strict=True))
     found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
-    for _ in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
-        for way, n in turns:
-            found[way, n].append(sides[n].ask("run", (way, preset.window)))
+    for number in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
+        first = number % len(turns)
+        for way, n in turns[first:] + turns[:first]:
+            found[way, n].append(sides[n].ask("run", (way, preset.measured_steps)))
     for side in sides.values():
         side.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
@@ -330,7 +334,7 @@ def run_points(config: Config, run: Run, kind: str, function: Callable, todo: li
             found = function(point, PRESETS[config.preset].window)
             steps, rounds = found.pop("steps_per_s"), found.pop("rounds_per_s")
             row = {"kind": kind, "label": point.label, "examples_per_s": config.batch_size * steps}
-            row["efficiency"] = steps * point.step_s / point.trainers
+            row["of_ideal"] = steps * point.step_s / point.trainers
             row["average_sync_gap"] = float(WAYS[point.way].every) or steps / rounds
             run.log(row | found)
             known[point.label] = row | found
@@ -341,7 +345,7 @@ def run_points(config: Config, run: Run, kind: str, function: Callable, todo: li
 def flat(kind: str, rows: dict[Point, dict]) -> dict[str, float]:
     """The keys of results.json of one part."""
     results: dict[str, float] = {}
-    for figure in ("examples_per_s", "efficiency", "average_sync_gap"):
+    for figure in ("examples_per_s", "of_ideal", "average_sync_gap"):
         results |= {f"{kind}_{figure}_{p.label}": row[figure] for p, row in rows.items()}
     for servers in (2, 4):
         rates = {p.trainers: rows[p]["examples_per_s"] for p in rows if (p.way, p.servers) == ("fr_easgd_5", servers)}
@@ -370,21 +374,21 @@ def main(config: Config) -> dict:
         raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
-    preset = PRESETS[config.preset]
+    preset, command = PRESETS[config.preset], command_of("shadowsync_scaling", config)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    results: dict[str, Any] = {"regime": "free-running"} | measured(config, run)
+    results: dict[str, Any] = {"command": command, "regime": "free-running"} | measured(config, run)
     step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
     common, more = points(config, step_s, preset.emulated), points(config, step_s, preset.simulated)
-    emulated = run_points(config, run, "emulated", emulate, common)
+    emulated = run_points(config, run, "emulated_sleep", emulate, common)
     simulated = run_points(config, run, "simulated", simulate, common + more)
-    results |= {"emulated_step_ms": 1e3 * step_s, "emulated_server_bytes_per_s": common[0].bytes_per_s}
-    results["emulated_parameters_bytes"] = sum(common[0].sizes)
-    results["emulated_busy_cores_max"] = max(row["busy_cores"] for row in emulated.values())
-    results |= flat("emulated", emulated) | flat("simulated", simulated)
+    results |= {"emulated_sleep_step_ms": 1e3 * step_s, "emulated_sleep_server_bytes_per_s": common[0].bytes_per_s}
+    results["emulated_sleep_parameters_bytes"] = sum(common[0].sizes)
+    results["emulated_sleep_busy_cores_max"] = max(row["busy_cores"] for row in emulated.values())
+    results |= flat("emulated_sleep", emulated) | flat("simulated", simulated)
     for figure, name in (("examples_per_s", ""), ("average_sync_gap", "_sync_gap")):
-        results[f"simulated_over_emulated{name}_error_max"] = largest_error(emulated, simulated, figure)
-    for kind, rows in (("emulated", emulated), ("simulated", simulated)):
+        results[f"simulated_over_emulated_sleep{name}_error_max"] = largest_error(emulated, simulated, figure)
+    for kind, rows in (("emulated_sleep", emulated), ("simulated", simulated)):
         panels = {
             f"examples/s ({kind})": lines(rows, "examples_per_s"),
             f"average sync gap, steps ({kind})": lines(rows, "average_sync_gap"),

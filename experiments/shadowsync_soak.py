@@ -1,36 +1,59 @@
-"""Free-running trainers under stress: no error, no torn value, no update lost, no thread left.
+"""Free-running trainers under stress and failures: no torn value, no update lost, no thread left, no other error.
 
     python experiments/shadowsync_soak.py --minutes 10          what `make soak` runs
 
 8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a fresh set of
-trainers, random delays in the batches and in every round. The loss is linear with equal coefficients: all elements of
-a tensor are equal at all times, so a value read while it was being written, or a result merged in twice or from two
-rounds, shows as two that differ in one tensor; and what the rules keep can be counted. Regime: free-running.
+trainers, in shadows and in the foreground, random delays in the batches and in every round. The loss is linear with
+equal coefficients: all elements of a tensor are equal at all times, so a value read while it was being written, or a
+result merged in twice or from two rounds, shows as two that differ in one tensor; and what the rules keep can be
+counted. Regime: free-running.
+
+In most sets one trainer fails, at a random instant, under both policies: its stream raises, its hook raises, a round of
+its transport raises or stalls past its time-out, it leaves in the middle of a round, its hook raises
+KeyboardInterrupt. After each: the error that comes out is the injected one (or `Left` with the trainer's name, where
+nothing was raised); under 'drop' none comes out, all others have finished, and the dropped one is named; no thread is
+left. `wrong` counts what was otherwise, and metrics.jsonl names it.
 """
 
+import collections
 import dataclasses
+import itertools
 import threading
 import time
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line
+from contract import Flags, Run, command_line, command_of
 from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
-from jaxrec.shadowsync import AllToAll, Centre, Shadow, bmuf, easgd, model_averaging, train_freely
+from jaxrec.shadowsync import (
+    AllToAll,
+    Centre,
+    Foreground,
+    Left,
+    Rule,
+    Shadow,
+    bmuf,
+    easgd,
+    model_averaging,
+    train_freely,
+)
 from jaxrec.types import Batch
 
 SPEC = EmbeddingSpec({"item": Table(1000, 8)}, {"item": Lookup("item")})
 RULES = {
-    "s_easgd": easgd(0.3),
-    "s_ma": model_averaging(0.5),
-    "s_ma_delta": model_averaging(1.0, "delta"),
-    "s_bmuf": bmuf(0.5, momentum=0.3),
+    "easgd": easgd(0.3),
+    "ma_lerp": model_averaging(0.5, "lerp"),
+    "ma_delta": model_averaging(1.0, "delta"),
+    "bmuf": bmuf(0.5, momentum=0.3),
 }
+FAILURES = ("stream_raises", "hook_raises", "meet_raises", "meet_stalls", "leaves_in_a_round", "interrupt")
+CASES = [("none", "raise"), *itertools.product(FAILURES, ("raise", "drop"))]
 RATE = 2.0**-10  # every sum of such steps is exact in float32
 
 
@@ -43,15 +66,54 @@ class Config(Flags):
     workers: int = 2
     parameters: int = 200_000
     seconds_each: float = 15.0
-    """How long one set of trainers runs."""
+    """How long a set of trainers runs in which none fails; others a fifth of it."""
+    timeout_s: float = 5.0
+    """Of transports that stall."""
+
+
+class Case(NamedTuple):
+    """One set of trainers, and what goes wrong in it."""
+
+    rule: str
+    kind: type[Shadow] | type[Foreground]
+    failure: str
+    policy: str
+    victim: int  # the trainer that fails
+    at: int  # in which of its batches, steps or rounds, as the failure has it
+    seed: int
+
+
+class Injected(RuntimeError):
+    """The error of a failure."""
+
+
+class Injection:
+    """Raises what a case asks for, once."""
+
+    def __init__(self, case: Case, timeout_s: float):
+        self.case, self.timeout_s, self.done = case, timeout_s, case.failure == "none"
+        self.error = KeyboardInterrupt("injected") if case.failure == "interrupt" else Injected(case.failure)
+
+    def is_time(self, failure: str, trainer: int, number: int) -> bool:
+        """Whether to fail now; from the instant on, as two workers may pass it at once."""
+        case = self.case
+        if self.done or failure != case.failure or trainer != case.victim or number < case.at:
+            return False
+        self.done = True
+        return True
+
+    def hook(self, trainer, step, metrics):
+        """Of `train_freely`."""
+        if self.is_time("hook_raises", trainer, step) or self.is_time("interrupt", trainer, step):
+            raise self.error
 
 
 class Checked:
-    """A transport that delays every round at random and looks for torn values on the way."""
+    """A transport that delays every round at random, looks for torn values on the way, and fails if asked to."""
 
-    def __init__(self, transport, seed: int):
+    def __init__(self, transport, injection: Injection, seed: int):
         self.transport, self.rng, self.lock = transport, np.random.default_rng(seed), threading.Lock()
-        self.torn = self.rounds = 0
+        self.torn, self.rounds, self.injection = 0, collections.Counter[int](), injection
         self.ended: dict[int, float] = {}  # a parameter of each trainer after its last round
 
     def __getattr__(self, name):
@@ -61,12 +123,21 @@ class Checked:
         """Later, and looked at."""
         with self.lock:
             delay = self.rng.choice([0.0, 0.001, 0.02]) * self.rng.random()
-            self.rounds += 1
+            self.rounds[trainer] += 1
             self.torn += not whole(before)
             if done:
                 self.ended[trainer] = float(before[-1].flat[0])
         time.sleep(delay)
+        self._fail(trainer, self.rounds[trainer])
         return self.transport.meet(trainer, before, done)
+
+    def _fail(self, trainer, number):
+        if self.injection.is_time("meet_raises", trainer, number):
+            raise self.injection.error
+        if self.injection.is_time("meet_stalls", trainer, number):
+            time.sleep(2 * self.injection.timeout_s)
+        if self.injection.is_time("leaves_in_a_round", trainer, number):
+            self.transport.leave(trainer)
 
     def leave(self, trainer, error=None):
         """At once."""
@@ -79,14 +150,19 @@ def whole(params) -> bool:
     return all((leaf == leaf.flat[0]).all() for leaf in leaves)
 
 
-def stream(seed: int, until: float):
-    """Batches with random pauses, until a time; uneven trainers."""
-    rng = np.random.default_rng(seed)
+def stream(injection: Injection, trainer: int, until: float, finished: set[int]):
+    """Batches with random pauses, until a time; uneven trainers. The one that is to fail goes on until it has."""
+    rng = np.random.default_rng([injection.case.seed, trainer])
     until -= rng.random()
-    while time.perf_counter() < until:
+    for number in itertools.count():
+        if time.perf_counter() > until and (injection.done or trainer != injection.case.victim):
+            break
         time.sleep(rng.choice([0.0, 0.0, 0.002]) * rng.random())
+        if injection.is_time("stream_raises", trainer, number):
+            raise injection.error
         ids = rng.integers(0, 1000, 16).astype(np.int32)
         yield Batch({"item": ids}, np.zeros((16, 0), np.float32), np.zeros(16, np.float32), np.ones(16, np.float32))
+    finished.add(trainer)
 
 
 def linear(params, activations, batch):
@@ -95,57 +171,117 @@ def linear(params, activations, batch):
     return -activations["item"].sum(-1) - dense
 
 
-def one_set(config: Config, name: str, seed: int) -> dict[str, Any]:
-    """One set of trainers under one rule."""
-    rule, half = RULES[name], config.parameters // 2
+def one_set(config: Config, case: Case) -> dict[str, Any]:
+    """One set of trainers: what it did, and what was wrong."""
+    rule, half, n = RULES[case.rule], config.parameters // 2, config.trainers
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
-    n = config.trainers
-    meeting = Centre(rule, params, n, servers=2) if rule.has_centre else AllToAll(rule, params, n)
-    transport: Any = Checked(meeting, seed)
-    until = time.perf_counter() + config.seconds_each
-    dense, figures = train_freely(
-        SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
-        [stream(seed * 100 + i, until) for i in range(config.trainers)],
-        lambda i: Shadow(rule, transport, i), config.workers,
-    )  # fmt: skip
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("trainer", "shadow"))]
-    torn = transport.torn + sum(not whole(state.params) for state in dense)
-    row: dict[str, Any] = {
-        "rule": name,
-        "steps": sum(figures.steps),
-        "rounds": transport.rounds,
-        "torn": torn,
-        "threads_left": left,
-    }
-    if rule.has_centre:  # what symmetric EASGD keeps: sum of replicas and centre = starts + steps
+    injection, finished = Injection(case, config.timeout_s), set[int]()
+    transport: Any = Checked(transport_of(rule, params, config, case), injection, case.seed)
+    until = time.perf_counter() + config.seconds_each / (1 if case.failure == "none" else 5)
+    every = {"every_steps": 5} if case.kind is Foreground else {}
+    dense: list[Any] = []
+    figures, error, start = None, None, time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that a trainer was dropped
+            dense, figures = train_freely(
+                SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
+                [stream(injection, i, until, finished) for i in range(n)],
+                lambda i: case.kind(rule, transport, i, **every), config.workers, hook=injection.hook,
+            )  # fmt: skip
+    except BaseException as raised:
+        if isinstance(raised, KeyboardInterrupt) and raised is not injection.error:
+            raise  # a person's
+        error = raised
+    row: dict[str, Any] = case._asdict() | {"kind": case.kind.__name__, "seconds": time.perf_counter() - start}
+    row |= {"steps": sum(figures.steps) if figures else 0, "rounds": transport.rounds.total()}
+    row["torn"] = transport.torn + sum(not whole(state.params) for state in dense)
+    row["threads_left"] = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(("trainer", "shadow", "synchronisation"))
+    ]
+    if rule.has_centre and case.failure == "none" and figures:  # sum of replicas and centre = starts + steps
         total = sum(transport.ended.values()) + float(transport.parameters["w"][0])
         wanted = n + 1 + RATE * sum(figures.steps)
         row["conserved_sum_error"] = abs(total - wanted) / wanted
+    row["wrong"] = what_is_wrong(case, row, injection, error, figures, finished, n)
     return row
 
 
+def transport_of(rule: Rule, params, config: Config, case: Case) -> Centre | AllToAll:
+    """A centre on two servers, or rounds of all."""
+    timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
+    more: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": case.policy}
+    if rule.has_centre:
+        return Centre(rule, params, config.trainers, servers=2, **more)
+    return AllToAll(rule, params, config.trainers, **more)
+
+
+def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> list[str]:
+    """A sentence for each law that a set has broken."""
+    silent = case.failure in ("meet_stalls", "leaves_in_a_round")  # nothing is raised where they happen
+    named = isinstance(error, Left) and f"trainer {case.victim} " in str(error)
+    stops_all = case.failure != "none" and (case.policy == "raise" or case.failure == "interrupt")
+    others = set(range(trainers)) - {case.victim}
+    broken = {
+        f"{row['torn']} torn values": row["torn"],
+        f"threads left: {row['threads_left']}": row["threads_left"],
+        f"the sum was not kept: {row.get('conserved_sum_error')}": row.get("conserved_sum_error", 0.0) > 1e-5,
+        "the failure was never injected": not injection.done,
+        f"came out: {error!r}": (error is not injection.error and not (silent and named)) if stops_all else error,
+    }
+    if not stops_all and figures:
+        dropped = [] if case.failure == "none" else [case.victim]
+        broken |= {
+            f"dropped: {figures.failures!r}": list(figures.failures) != dropped,
+            f"finished: {sorted(finished)}": not finished >= others,
+        }
+    return [sentence for sentence, is_broken in broken.items() if is_broken]
+
+
+def cases(config: Config):
+    """Without end: rules, failures and policies in turns, at random instants."""
+    rng = np.random.default_rng(config.seed)
+    for number in itertools.count():
+        failure, policy = CASES[number % len(CASES)]
+        victim, at = int(rng.integers(config.trainers)), int(rng.integers(1, 40))
+        at = 1 + at % 8 if failure in ("meet_raises", "meet_stalls", "leaves_in_a_round") else at
+        kind = (Shadow, Foreground)[number // len(RULES) % 2]
+        yield Case(list(RULES)[number % len(RULES)], kind, failure, policy, victim, at, config.seed + number)
+
+
 def main(config: Config) -> dict:
-    """Sets of trainers, rule after rule, until the time is over; returns what results.json holds."""
+    """Sets of trainers until the time is over, each case at least once; returns what results.json holds."""
     run = Run("shadowsync_soak", config, config.workdir)
+    command = command_of("shadowsync_soak", config)
     if config.preset == "smoke":
-        config = dataclasses.replace(config, minutes=0.2, seconds_each=2.5, parameters=20_000)
+        config = dataclasses.replace(
+            config, minutes=0.0, seconds_each=1.5, parameters=20_000, trainers=4, timeout_s=2.0
+        )
     rows: list[dict[str, Any]] = []
     end = time.perf_counter() + 60 * config.minutes
     with tqdm(unit="set", disable=None) as bar:
-        while time.perf_counter() < end or len(rows) < len(RULES):
-            rows.append(one_set(config, list(RULES)[len(rows) % len(RULES)], config.seed + len(rows)))
+        for case in cases(config):
+            if time.perf_counter() > end and len(rows) >= len(CASES):
+                break
+            rows.append(one_set(config, case))
             run.log(rows[-1])
             bar.update()
     total = lambda key: sum(row[key] for row in rows)
     results = {
-        "regime": "free-running", "minutes": config.minutes, "trainers": config.trainers, "workers": config.workers,
-        "sets": len(rows), "steps": total("steps"), "rounds": total("rounds"), "torn_values": total("torn"),
-        "threads_left": sum(len(row["threads_left"]) for row in rows),
-        "conserved_sum_error_max": max(row.get("conserved_sum_error", 0.0) for row in rows), "errors": 0,
+        "command": command, "regime": "free-running", "minutes": config.minutes, "trainers": config.trainers,
+        "workers": config.workers, "sets": len(rows), "steps": total("steps"), "rounds": total("rounds"),
+        "torn_values": total("torn"), "threads_left": sum(len(row["threads_left"]) for row in rows),
+        "conserved_sum_error_max": max(row.get("conserved_sum_error", 0.0) for row in rows),
+        "wrong": sum(len(row["wrong"]) for row in rows),
     }  # fmt: skip
+    counts = collections.Counter(f"sets_{row['failure']}_{row['policy']}" for row in rows)
+    results |= {name: counts[name] for name in sorted(counts)}
     run.close(results)
-    if results["torn_values"] or results["threads_left"] or results["conserved_sum_error_max"] > 1e-5:
-        raise ValueError("the stress has found something: see results.json and metrics.jsonl.")
+    if results["wrong"]:
+        found = [f"{row['failure']}, {row['policy']}, {row['rule']}: {row['wrong']}" for row in rows if row["wrong"]]
+        raise ValueError(f"the stress has found something; see metrics.jsonl. {'; '.join(found)}")
     return results
 
 

@@ -1,5 +1,8 @@
 """The emulation of many trainers: one is plain training, the script is the rules', the order is seeded."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,17 @@ import pytest
 
 from jaxrec import Batch, init_state, make_train_step
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Script, bmuf, easgd, model_averaging
+from jaxrec.shadowsync import (
+    ALL_REDUCE,
+    AllToAll,
+    Centre,
+    Emulation,
+    Foreground,
+    Script,
+    bmuf,
+    easgd,
+    model_averaging,
+)  # fmt: skip
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
 PARAMS = {"w": jnp.ones(4)}
@@ -127,6 +140,119 @@ def test_a_script_does_what_the_rules_say(rule, latency):
     live = [w + 1 + order[(ticks - 1) * n + i].label.mean() for i, w in enumerate(live)]
     close(weights(found), np.stack(live))
     assert found.average_sync_gap == pytest.approx(ticks * n / rounds)
+
+
+RULES = [
+    easgd(0.3), easgd(0.3, "sequential"), model_averaging(0.4), model_averaging(0.4, "lerp"),
+    bmuf(0.5, eta=0.9, momentum=0.4), bmuf(0.5, eta=0.9, momentum=0.4, form="lerp"), bmuf(1.0, momentum=0.8),
+]  # fmt: skip
+TRAINERS, EVERY, TICKS = 3, 4, 27
+
+
+def walk(params, activations, batch):
+    """Its gradient by every weight is a constant of the batch, so that a trainer needs no program to make a step."""
+    return -params["w"].sum() * (1 + batch.label)
+
+
+def walks():
+    """What every tick adds to each trainer's weights: f32[TICKS, TRAINERS]."""
+    means = [1 + batch.label.mean() for batch in batches(TRAINERS * TICKS)]
+    return np.array(means, np.float32).reshape(TICKS, TRAINERS)
+
+
+def emulated(rule, latency=0, finish=True):
+    found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, TRAINERS, script=Script(rule, EVERY, latency))
+    found.run(batches(TRAINERS * TICKS))
+    if finish:
+        found.finish()
+    return found
+
+
+def in_earnest(rule, kind, finish, **more):
+    """The same by the real transport, `exchange` at the end of every tick; the weights, and the rounds of each."""
+    transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, TRAINERS)
+    live, added = (
+        [dict(PARAMS) for _ in range(TRAINERS)],
+        np.concatenate([np.zeros((1, TRAINERS), np.float32), walks()]),
+    )
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(TRAINERS))
+        syncs = [stack.enter_context(kind(rule, transport, i, **more)) for i in range(TRAINERS)]
+        if rule.has_centre:  # trainer i is i ticks ahead of trainer 0, so that no two are at the centre at once
+            for i, sync in enumerate(syncs):
+                for _ in range(i):
+                    live[i] = sync.exchange(live[i])
+        for tick in range(TICKS):
+            live = [{"w": params["w"] + add} for params, add in zip(live, added[tick], strict=True)]
+            live = list(pool.map(lambda sync, params: sync.exchange(params), syncs, live))
+        live = [{"w": params["w"] + add} for params, add in zip(live, added[TICKS], strict=True)]
+        if finish:
+            live = list(pool.map(lambda sync, params: sync.finish(params), syncs, live))
+        rounds = [sync.rounds for sync in syncs]
+    return np.stack([params["w"] for params in live]), rounds
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
+def test_the_foreground_in_earnest_is_the_emulation(rule):
+    """To 1e-6 and not to the bit: the emulation's rules are compiled, the transport's run in NumPy."""
+    found, rounds = in_earnest(rule, Foreground, finish=False, every_steps=EVERY)
+    assert min(rounds) >= 6
+    played = emulated(rule, finish=False)
+    np.testing.assert_allclose(found, weights(played), rtol=1e-6)
+    alone = 1 + walks().sum(axis=0)  # negative control
+    assert np.abs(found[:, 0] - alone).max() > 0.01
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
+def test_the_last_rounds_are_those_of_finish(rule):
+    played, before = emulated(rule), emulated(rule, finish=False)
+    if rule.has_centre:  # trainers reach the centre in any order in earnest: what is kept, and that all are equal
+        assert (weights(played) == weights(played)[0]).all()
+        found, _ = in_earnest(rule, Foreground, finish=True, every_steps=EVERY)
+        assert (found == found[0]).all()
+        shared, live = np.asarray(before._rounds._shared["w"]), list(weights(before))
+        for w in live:
+            shared, _ = rule.combine({"w": shared}, {"w": w})
+            shared = shared["w"]
+        np.testing.assert_allclose(weights(played)[0], shared, rtol=1e-6)
+        np.testing.assert_allclose(found[0], shared, rtol=0.02)
+    else:
+        found, _ = in_earnest(rule, Foreground, finish=True, every_steps=EVERY)
+        np.testing.assert_allclose(found, weights(played), rtol=1e-6)
+    assert (weights(played) != weights(before)).any()
+    assert played.average_sync_gap == before.average_sync_gap  # last rounds do not count, as in `Figures`
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
+def test_a_round_under_way_is_folded_in_before_the_last_ones(rule):
+    """By plain code, from the emulation as it stands after its last step."""
+    before, played = emulated(rule, latency=4, finish=False), emulated(rule, latency=4)
+    live, shared = list(weights(before)), jax.tree.map(np.asarray, before._rounds._shared)
+    under_way = before._rounds._before
+    assert all(params is not None for params in under_way)
+    groups = [[i] for i in range(TRAINERS)] if rule.has_centre else [list(range(TRAINERS))]
+    for last in (False, True):
+        for group in groups:
+            brought = {i: live[i] if last else np.asarray(under_way[i]["w"]) for i in group}
+            shared, target = rule.combine(shared, {"w": np.mean(list(brought.values()), axis=0)})
+            for i, w in brought.items():
+                live[i] = rule.merge({"w": live[i]}, {"w": w}, target)["w"]
+    wanted = [shared["w"]] * TRAINERS if rule.has_centre else live
+    np.testing.assert_allclose(weights(played), np.stack(wanted), rtol=1e-6)
+
+
+def test_trainers_that_have_finished_train_no_more():
+    played = emulated(model_averaging())
+    with pytest.raises(ValueError, match="`finish` comes once"):
+        played.finish()
+    with pytest.raises(ValueError, match="`run` comes before `finish`"):
+        played.run(batches(6))
+    alone, reduced = emulate(9, 3)[0], emulate(9, 3, script=ALL_REDUCE)[0]
+    for each in (alone, reduced):  # nothing to synchronise
+        as_it_was = weights(each)
+        each.finish()
+        np.testing.assert_array_equal(weights(each), as_it_was)
+        assert each.average_sync_gap == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The experiments run as users run them and keep their contract."""
 
+import dataclasses
 import fcntl
+import importlib
+import itertools
 import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,10 +18,15 @@ import threading
 import time
 from pathlib import Path
 
+import contract
 import jax
 import numpy as np
 import oac_time_to_accuracy
 import pytest
+import shadowsync_isolation
+import shadowsync_quality
+import shadowsync_soak
+import tyro
 from oac_throughput import EmulatedLink, Way, compare
 from oac_work import Work, turn
 from reference import Job
@@ -361,9 +370,61 @@ def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
     first = logged(tmp_path)
     again = run("shadowsync_quality", *flags, "--resume")  # arm by arm: the first seed is there
     assert again.returncode == 0 and logged(tmp_path)[: len(first)] == first
-    assert len(logged(tmp_path)) == 2 * len(first) and "auc_over_foreground_s_ma_trainers_4" in results(tmp_path)
+    found = results(tmp_path)
+    assert len(logged(tmp_path)) == 2 * len(first) and "auc_over_foreground_s_ma-lerp_trainers_4" in found
+    assert found["last_rounds"] and {row["last_rounds"] for row in logged(tmp_path)} == {True}
     wrong = run("shadowsync_quality", *flags[:3], tmp_path / "wrong", "--arms", "s_adam")
     assert wrong.returncode != 0 and "arm 's_adam'" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["quality", "isolation", "scaling", "soak", "classifier"])
+def test_the_command_in_the_results_gives_the_flags_again(name):
+    module = importlib.import_module(f"shadowsync_{name}")
+    changed = {"seed": 3, "preset": "paper", "workdir": Path("somewhere")}
+    for field, value in {
+        "trainers": (20, 5), "arms": ("none", "s_ma-lerp"), "workers": 24, "warmup_steps": 200, "last_rounds": False,
+        "path": Path("a b"), "data": "criteo", "rule": "bmuf", "pace_seconds": 0.0, "saturation": 20.0, "minutes": 2.5,
+    }.items():  # fmt: skip
+        if field in module.Config.__dataclass_fields__ and not (field == "trainers" and name != "quality"):
+            changed[field] = value
+    given = module.Config(**changed)
+    words = shlex.split(contract.command_of(f"shadowsync_{name}", given))
+    assert words[:2] == ["python", f"experiments/shadowsync_{name}.py"]
+    assert tyro.cli(module.Config, args=words[2:]) == dataclasses.replace(given, workdir=None)
+
+
+def test_shadowsync_quality_plays_every_rule_in_both_forms():
+    arms = shadowsync_quality.SIZES["default"].arms
+    config = shadowsync_quality.Config()
+    forms = {"easgd": ("symmetric", "sequential"), "ma": ("lerp", "delta"), "bmuf": ("lerp", "delta")}
+    for rule, form in [(name, form) for name in forms for form in forms[name]]:
+        script = shadowsync_quality.script_of(f"s_{rule}-{form}", config)
+        assert f"s_{rule}-{form}" in arms
+        assert dict(script.rule.settings)["form"] == form and script.rule.name == rule
+        assert script.every_ticks == script.latency_ticks == config.shadow_steps
+    assert {"fr_easgd-symmetric_5", "fr_easgd-sequential_30", "fr_ma_5", "fr_bmuf_30"} <= set(arms)
+    assert dict(shadowsync_quality.script_of("fr_bmuf_30", config).rule.settings)["momentum"] == config.block_momentum
+    for wrong in ("s_ma_5", "fr_ma", "fr_ma_0", "s_ma-sequential", "x_ma", "s_", "fr_ma_5_5", "fr_ma_-5"):
+        with pytest.raises(ValueError, match="must be none, all_reduce"):
+            shadowsync_quality.script_of(wrong, config)
+
+
+def test_shadowsync_isolation_keeps_gaps_with_their_paces():
+    """A slow pace that has the shorter gap: sorted apart, its figures would be those of the other."""
+    turn = lambda step_s, gap: {"step_s": step_s, "gap": gap, "longest_step_over_median": 1.0}
+    names = shadowsync_isolation.ways_of(shadowsync_isolation.Config(pace_seconds=0.2))
+    assert list(names) == [
+        "none", "foreground", "blocked", "shadow_back_to_back",
+        "shadow_pace_0.1_s", "shadow_pace_0.2_s", "shadow_pace_0.4_s",
+    ]  # fmt: skip
+    found = {name: [turn(1.0, 5.0)] * 3 for name in names}
+    found |= {"shadow_pace_0.1_s": [turn(2.0, 9.0)] * 3, "shadow_pace_0.4_s": [turn(4.0, 2.0)] * 3}
+    found["blocked"] = [turn(1.0, float("inf"))] * 3
+    results = shadowsync_isolation.summarize(found)
+    assert (results["average_sync_gap_shadow_pace_0.1_s"], results["shadow_pace_0.1_s_over_no_sync"]) == (9.0, 0.5)
+    assert (results["average_sync_gap_shadow_pace_0.4_s"], results["shadow_pace_0.4_s_over_no_sync"]) == (2.0, 0.25)
+    assert results["average_sync_gap_blocked"] is None and results["rounds"] == 3
+    assert shadowsync_isolation.ROUNDS_AND_STEPS["default"][0] >= 24
 
 
 @pytest.mark.slow
@@ -372,8 +433,8 @@ def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
     done = run("shadowsync_isolation", "--preset", "smoke", "--rule", rule, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert found["foreground_sync_gap"] == 5 and found["average_sync_gap"] >= 1
-    for way in ("shadow", "blocked", "foreground"):
+    assert found["average_sync_gap_foreground"] >= 5 and found["average_sync_gap_shadow_back_to_back"] >= 1
+    for way in ("shadow_back_to_back", "shadow_pace_0.2_s", "blocked", "foreground"):
         assert found[f"{way}_over_no_sync"] > 0
 
 
@@ -382,9 +443,23 @@ def test_shadowsync_stands_stress(tmp_path):
     done = run("shadowsync_soak", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert found["torn_values"] == found["threads_left"] == 0 and found["conserved_sum_error_max"] < 1e-5
-    assert found["rounds"] > 20 and found["sets"] >= 4  # every rule
-    assert {row["rule"] for row in logged(tmp_path)} == {"s_easgd", "s_ma", "s_ma_delta", "s_bmuf"}
+    assert found["wrong"] == found["torn_values"] == found["threads_left"] == 0
+    assert found["conserved_sum_error_max"] < 1e-5 and found["rounds"] > 20
+    assert {row["rule"] for row in logged(tmp_path)} == set(shadowsync_soak.RULES)
+    assert {row["kind"] for row in logged(tmp_path)} == {"Shadow", "Foreground"}
+    for failure, policy in shadowsync_soak.CASES:
+        assert found[f"sets_{failure}_{policy}"] >= 1
+
+
+def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
+    """150 steps; that the defaults gain is a claim of the experiment's own 1,500."""
+    done = run("shadowsync_classifier", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    for model, rule in itertools.product(("linen", "nnx"), ("easgd", "ma", "bmuf")):
+        assert found[f"rounds_least_{model}_s_{rule}"] > 0
+        assert found[f"test_accuracy_{model}_s_{rule}"] > 0.15  # of 20 classes
+        assert f"above_none_{model}_s_{rule}" in found
 
 
 @pytest.mark.slow

@@ -104,10 +104,13 @@ def test_bmuf_with_momentum_by_hand():
 @pytest.mark.parametrize(
     ("rule", "kept"),
     [
-        (model_averaging(1.0), 0.0),  # overwritten
-        (model_averaging(0.25), 0.75),
+        (model_averaging(1.0, "lerp"), 0.0),  # overwritten
+        (model_averaging(0.25, "lerp"), 0.75),
+        (model_averaging(), 1.0),  # the defaults keep all
+        (bmuf(momentum=0.0), 1.0),
+        (easgd(), 1.0),
         (model_averaging(1.0, "delta"), 1.0),
-        (bmuf(0.25), 0.75),
+        (bmuf(0.25, form="lerp"), 0.75),
         (bmuf(1.0, form="delta"), 1.0),
         (easgd(0.25), 1.0),
         (easgd(0.25, "sequential"), 0.75),

@@ -70,7 +70,7 @@ def test_a_shadow_brings_something_to_each_ring_it_can_reach():
 
 
 def test_a_wrong_bandwidth_is_seen_in_the_error():
-    """The negative control of simulated_over_emulated_error_max."""
+    """The negative control of simulated_over_emulated_sleep_error_max."""
     found = {}
     for bytes_per_s in (20_000.0, 24_000.0):
         each = [point(way, n, bytes_per_s) for way in ("fr_easgd_5", "s_easgd") for n in (4, 64)]
@@ -87,12 +87,17 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["regime"] == "free-running"
-    assert {key.split("_")[0] for key in found} == {"regime", "measured", "emulated", "simulated"}
+    assert {key.split("_")[0] for key in found} == {"command", "regime", "measured", "emulated", "simulated"}
+    assert all(key.startswith("emulated_sleep_") for key in found if key.startswith("emulated"))
+    assert not [key for key in found if "efficiency" in key and not key.startswith("measured")]
+    assert found["command"] == "python experiments/shadowsync_scaling.py --preset smoke"
     many = "trainers_24_servers_2"
-    for kind in ("emulated", "simulated"):
+    for kind in ("emulated_sleep", "simulated"):
         assert found[f"{kind}_examples_per_s_s_easgd_{many}"] > 1.1 * found[f"{kind}_examples_per_s_fr_easgd_5_{many}"]
         assert found[f"{kind}_average_sync_gap_s_easgd_{many}"] > 1.5
         assert (tmp_path / f"{kind}.png").stat().st_size > 10_000
-    assert found["simulated_over_emulated_error_max"] < 0.5  # the machine may be busy; the default has to reach 0.1
+    assert (
+        found["simulated_over_emulated_sleep_error_max"] < 0.5
+    )  # the machine may be busy; the default has to reach 0.1
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {row["kind"] for row in rows} == {"measured", "emulated", "simulated"}
+    assert {row["kind"] for row in rows} == {"measured", "emulated_sleep", "simulated"}

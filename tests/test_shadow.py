@@ -136,7 +136,8 @@ def no_threads_left():
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"), [(model_averaging(0.5), 0.5), (model_averaging(0.5, "delta"), 1.0), (bmuf(1.0), 0.0)]
+    ("rule", "kept"),
+    [(model_averaging(0.5, "lerp"), 0.5), (model_averaging(0.5, "delta"), 1.0), (bmuf(1.0, form="lerp"), 0.0)],
 )
 def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps(rule, kept):
     gate = Gate(AllToAll(rule, PARAMS))

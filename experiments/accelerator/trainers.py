@@ -23,8 +23,8 @@ def run(task: Task) -> None:
     cores = len(os.sched_getaffinity(0))
     numbers = sorted({1, cores} | {2**i for i in range(10) if 2**i < cores})
     job = Job("host", 20_000 if task.smoke else 1_000_000, 64 if task.smoke else 2048)
-    turns = [(way, n) for way in ("none", "s_ma") for n in numbers if n > 1 or way == "none"]
-    turns += [("s_easgd", cores)] * (not task.smoke)
+    turns = [(way, n) for way in ("none", "s_ma_paced") for n in numbers if n > 1 or way == "none"]
+    turns += [("s_easgd_paced", cores)] * (not task.smoke)
     sides = {n: Side(functools.partial(Trainers, job, n, PACE_S), start=False) for n in numbers}
     try:
         for side in sides.values():

@@ -6,7 +6,8 @@ gradient is therefore as old as the events of others that came between, m n - 1 
 is B m n, whatever the machine. In a tick every trainer has one event; in m ticks every worker has one, in an order
 that the seed draws anew. Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
 servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many ticks, and its result
-is folded in `latency_ticks` later; none is the foreground.
+is folded in `latency_ticks` later; none is the foreground. `Emulation.finish` plays the last rounds, those that
+`finish` of a real synchroniser makes: without them one evaluates what no user would get.
 
 Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5 times as long.
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.rules import Rule, mean_of
+from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
 from jaxrec.types import Batch, DenseState, Plan, PyTree, TrainState
@@ -75,7 +76,7 @@ class Emulation:
       tables: shared by all.
       ticks, batch_size: so far.
 
-    Errors:
+    Raises:
       ValueError: n or m < 1; several shards; rounds that overlap; all_reduce with several workers.
     """
 
@@ -95,6 +96,7 @@ class Emulation:
         programs = programs or make_events(spec, loss, optimizer, row_optimizer)
         self._compute, self._apply_rows, self._apply_dense = programs
         self.ticks = self.batch_size = 0
+        self._finished = False
 
     @property
     def example_level_parallelism(self) -> int:
@@ -103,8 +105,8 @@ class Emulation:
 
     @property
     def average_sync_gap(self) -> float:
-        """Steps of a trainer for each round."""
-        return self.ticks / max(1, self._rounds.rounds) if self._rounds else float("inf")
+        """Steps of a trainer for each round, without the last ones; inf if there was none."""
+        return self.ticks / self._rounds.rounds if self._rounds and self._rounds.rounds else float("inf")
 
     def replica(self, number: int = 0) -> TrainState:
         """One trainer's dense state with the shared tables, as a train or evaluation step takes them."""
@@ -119,9 +121,11 @@ class Emulation:
         Returns:
           The mean loss of each tick, f32[ticks].
 
-        Errors:
-          ValueError: there are fewer batches than trainers.
+        Raises:
+          ValueError: there are fewer batches than trainers; the trainers have finished.
         """
+        if self._finished:
+            raise ValueError("`run` comes before `finish`: these trainers have made their last rounds.")
         losses = []
         for tick in zip(*[iter(batches)] * self.trainers, strict=False):
             losses.append(self._tick(tick))
@@ -133,6 +137,22 @@ class Emulation:
         for place in range(self.workers):
             self._apply(self._order(self.ticks, place))
         return np.array(jax.device_get(losses)).mean(axis=1)
+
+    def finish(self) -> None:
+        """Plays what `finish` of every trainer does after its last step: what is under way, then the last rounds.
+
+        A round under way ends, and its result is folded in. Then, with a centre, every trainer makes one round more, in
+        the order of their numbers, and all take the centre's parameters; without one, all make one round together.
+        Nothing happens without a script and with all_reduce.
+
+        Raises:
+          ValueError: they have finished before.
+        """
+        if self._finished:
+            raise ValueError("`finish` comes once, after the last `run`: these trainers have made their last rounds.")
+        self._finished = True
+        if self._rounds:
+            self._rounds.finish(self.dense)
 
     def _order(self, tick, place):
         """[(trainer, worker)] in the order of a tick's events; `place` in the order of the workers in these m ticks."""
@@ -219,6 +239,20 @@ class _Rounds:
             if begins and latency:
                 self._begin(group, dense)
 
+    def finish(self, dense):
+        """Ends the rounds under way and plays the last ones; they do not count as rounds, as those of a user do not."""
+        rounds = self.rounds
+        for group in self._groups:
+            if self._before[group[0]] is not None:
+                self._end(group, dense)
+        for group in self._groups:
+            self._begin(group, dense)
+            self._end(group, dense)
+        if self._script.rule.has_centre:
+            for i, state in enumerate(dense):
+                dense[i] = state._replace(params=jax.tree.map(_as_centre, state.params, self._shared))
+        self.rounds = rounds
+
     def _begin(self, group, dense):
         for i in group:  # copies: a later step donates the parameters
             self._before[i] = jax.tree.map(jnp.copy, dense[i].params)
@@ -228,7 +262,13 @@ class _Rounds:
         self._shared, target = self._combine(self._shared, brought)
         for i in group:
             dense[i] = dense[i]._replace(params=self._merge(dense[i].params, self._before[i], target))
+            self._before[i] = None
         self.rounds += len(group) / len(self._before)
+
+
+def _as_centre(mine, centre):
+    """A leaf of the centre in a trainer's dtype; one that is not synchronised stays the trainer's."""
+    return jnp.array(centre, mine.dtype) if is_synchronised(mine) else mine
 
 
 def _most_rows(spec, stack, ids):

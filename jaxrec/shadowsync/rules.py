@@ -86,15 +86,19 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
     return Rule("easgd", True, _copy, combine, merge, (("alpha", alpha), ("form", form)))
 
 
-def model_averaging(alpha: float = 0.5, form: str = "lerp") -> Rule:
+def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     """Model averaging: every trainer moves towards the mean over all trainers.
 
+    delta:  live' = live + alpha (mean - before)        all that was learned is kept (hivemind, Bagua: with alpha = 1)
     lerp:   live' = (1 - alpha) live + alpha mean       of what was learned during the round, 1 - alpha is kept
-    delta:  live' = live + alpha (mean - before)        all of it is kept (as hivemind and Bagua do, with alpha = 1)
+
+    In the foreground nothing is learned during a round, and the two are the same. In a shadow `lerp` goes back towards
+    a mean of the past in every round: a classifier trained so ended below one without any synchronisation
+    (experiments/shadowsync_classifier.py), and by `delta` above it.
 
     Args:
       alpha: weight of the mean, above 0 and at most 1.
-      form: 'lerp', as ShadowSync, or 'delta'.
+      form: 'delta', or 'lerp', as the equation of ShadowSync is read.
 
     Raises:
       ValueError: alpha outside (0, 1]; another form.
@@ -103,7 +107,7 @@ def model_averaging(alpha: float = 0.5, form: str = "lerp") -> Rule:
     return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
 
 
-def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "lerp") -> Rule:
+def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "delta") -> Rule:
     """Block-wise model update filtering (Chen and Huo, ICASSP 2016): the mean is a direction for a global model.
 
     v' = momentum v + eta (mean - g)        g' = g + v'        live' as in model averaging, with g' for the mean
@@ -115,7 +119,7 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
       alpha: weight of the global model, above 0 and at most 1.
       eta: block step size, above 0.
       momentum: block momentum, from 0 to below 1.
-      form: 'lerp' or 'delta'.
+      form: 'delta' or 'lerp', for the reason given there.
 
     Raises:
       ValueError: a number outside its range; another form.

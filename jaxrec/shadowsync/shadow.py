@@ -14,6 +14,7 @@ Reference: Zheng et al., ShadowSync, arXiv 2003.03477. Legend: R replicas of a t
 import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,11 @@ class Synchroniser:
     def average_sync_gap(self) -> float:
         """Steps of this trainer for each round that it has folded in; inf if there was none."""
         return self.steps / self.rounds if self.rounds else float("inf")
+
+    @property
+    def on_failure(self) -> str:
+        """What becomes of the others when this trainer leaves early: 'raise' or 'drop'."""
+        return getattr(self._transport, "on_failure", "raise")
 
     def __enter__(self):
         if self._phase != "not entered":
@@ -376,16 +382,41 @@ class Foreground(Synchroniser):
         """
         self._check_open("exchange")
         live = self._live(state)
-        program = _merge_program(self._rule.merge, _kinds(live.leaves))
+        _merge_program(self._rule.merge, _kinds(live.leaves))
+        return self.meet(state)(state) if self.due() else state
+
+    def due(self) -> bool:
+        """Counts a step; says whether it is time for a round."""
         self.steps += 1
-        if self._steps is not None and self.steps % self._steps:
-            return state
+        if self._steps is not None:
+            return self.steps % self._steps == 0
         if self._seconds is not None and time.monotonic() - self._last < self._seconds:
-            return state
+            return False
         self._last = time.monotonic()
-        target = _place(_from_host(self._round_of(_to_host(live)), live), live.leaves)
-        self.rounds += 1
-        return _with(state, program(live.leaves, live.leaves, target))
+        return True
+
+    def meet(self, before) -> Callable:
+        """Makes a round; `exchange` in two halves, for a trainer whose other workers step on between them.
+
+        Args:
+          before: as `exchange` takes it; nobody may donate it during the round.
+
+        Returns:
+          A function: the state as it is by then -> the state with the round's result folded in.
+
+        Raises:
+          As `exchange`.
+        """
+        self._check_open("meet")
+        held = self._live(before)
+        target = _place(_from_host(self._round_of(_to_host(held)), held), held.leaves)
+
+        def fold(state):
+            live = self._live(state).leaves
+            self.rounds += 1
+            return _with(state, _merge_program(self._rule.merge, _kinds(live))(live, held.leaves, target))
+
+        return fold
 
     def finish(self, state):
         """Takes part in rounds until all trainers are done; returns what `Shadow.finish` does.

@@ -6,22 +6,32 @@ parameters and rows are by then: parameters with optax on the newest version, ro
 m - 1 steps of its trainer old, and rows as many steps of all trainers as were in flight. Arrays of JAX never change, so
 a worker sees parameters of one version: consistent reads, unlike Hogwild on shared memory, which may see torn ones.
 
+A foreground round keeps waiting the one worker whose step it was time at. The trainer's other workers step on, and what
+the round has found is folded into the parameters as they are by then, as a shadow's result is.
+
+All threads are daemons: one that is blocked for ever by a stream, a hook or a transport of the user's does not keep the
+process alive. When it wakes after training was left, it makes no round and writes nothing.
+
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild together). Regime: free-running.
 Legend: n trainers, m workers a trainer, B batch.
 """
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.shadow import spread
+from jaxrec.shadowsync.shadow import Foreground, spread
+from jaxrec.shadowsync.transport import Left
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Batch, DenseState, TrainState
@@ -37,9 +47,10 @@ class Figures(NamedTuple):
     steps: list[int]  # of each trainer
     rounds: list[int]
     bytes: list[int]  # sent and received by its synchronisation
-    average_sync_gap: list[float]  # steps of the trainer for each round
+    average_sync_gap: list[float]  # steps of the trainer for each round; inf without one
     average_sync_gap_per_worker: list[float]  # the same, divided by m
-    spread: float  # root mean square distance of the replicas from their mean, at the end
+    spread: float  # root mean square distance of the replicas from their mean, at the end, without dropped ones
+    failures: dict[int, BaseException]  # why a trainer was dropped; always empty if a failure stops all
 
 
 def train_freely(
@@ -54,28 +65,39 @@ def train_freely(
     workers_per_trainer: int = 1,
     devices=None,
     hook: Callable[[int, int, dict], None] | None = None,
+    leave_timeout_s: float = 10.0,
 ) -> tuple[list[DenseState], Figures]:
     """Trains n = len(streams) trainers until their streams are exhausted.
+
+    A failing trainer stops all, unless its synchroniser's transport has `on_failure='drop'`: then it is dropped with a
+    warning, its error is in `Figures.failures`, and the others go on to their ends. Ctrl-C, and anything else that is
+    no `Exception`, stops all in either case.
 
     Args:
       spec, loss, optimizer, row_optimizer: as for `make_train_step`.
       params: initial dense parameters, the same for every trainer.
       tables: shared by all; written in place.
       streams: the batches of each trainer, of one size; its workers take them in turns.
-      synchroniser: trainer -> `Shadow` or `Foreground`; none if None. k and the gap count steps of a trainer.
+      synchroniser: trainer -> `Shadow` or `Foreground`, not entered yet; none if None. k and the gap count steps of a
+        trainer.
       workers_per_trainer: m.
       devices: trainer i trains on device i modulo their number; all local devices if None.
       hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
+      leave_timeout_s: seconds that leaving early waits for threads that are blocked by a stream or a hook, and as long
+        again for those that are blocked by a transport. Those that have not ended by then are left behind, and named.
 
     Returns:
-      The dense state of every trainer, leaves with a leading axis of one replica, and the figures.
+      The dense state of every trainer, leaves with a leading axis of one replica (of a dropped trainer as it was), and
+      the figures.
 
-    Errors:
-      ValueError: no streams; workers_per_trainer < 1.
-      The first exception of any thread, with trainer and worker named; all threads have ended by then.
+    Raises:
+      ValueError: no streams, or one iterator for two trainers; workers_per_trainer < 1; tables that are not on the
+        host; a synchroniser that is no function; leave_timeout_s is not a number of at least 0.
+      KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left behind.
+      Exception: the first of any thread, with trainer and worker named, and likewise all threads have ended; of the
+        trainer that failed, not of those that it left.
     """
-    if not streams or workers_per_trainer < 1:
-        raise ValueError(f"{len(streams)} streams, workers_per_trainer={workers_per_trainer}: both must be 1 or more.")
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s)
     devices = jax.local_devices() if devices is None else devices
     shared = _Shared(spec, loss, optimizer, row_optimizer, tables, hook)
     trainers = []
@@ -84,19 +106,88 @@ def train_freely(
         sync = synchroniser(number) if synchroniser else None
         trainers.append(_Trainer(shared, number, state.dense, stream, sync, workers_per_trainer))
     start = time.perf_counter()
-    threads = [threading.Thread(target=trainer.run, name=f"trainer-{trainer.number}") for trainer in trainers]
-    for thread in threads:
-        thread.start()
+    _run(shared, trainers, leave_timeout_s)
+    _raise_or_warn(shared, trainers)
+    return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
+
+
+def _check(streams, tables, synchroniser, workers, leave_timeout_s):
+    if not streams or workers < 1:
+        raise ValueError(f"{len(streams)} streams, workers_per_trainer={workers}: both must be 1 or more.")
+    iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
+    if len(set(iterators)) < len(iterators):
+        raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
+    if not isinstance(tables, HostTables):
+        raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
+    if synchroniser is not None and not callable(synchroniser):
+        kind = type(synchroniser).__name__
+        raise ValueError(
+            f"synchroniser is a {kind}: give a function of the trainer's number, as lambda i: {kind}(..., i)."
+        )
+    if not 0 <= leave_timeout_s < float("inf"):
+        raise ValueError(f"leave_timeout_s={leave_timeout_s} must be a number of seconds, 0 or more.")
+
+
+def _run(shared, trainers, leave_timeout_s):
+    """Enters all synchronisers, runs all trainers and leaves, whatever comes."""
     try:
-        for thread in threads:
-            thread.join()
-    finally:  # Ctrl-C
-        shared.stopped.set()
-        for thread in threads:
-            thread.join()
-    if shared.failure is not None:
-        raise shared.failure
-    return [trainer.dense for trainer in trainers], _figures(trainers, start, workers_per_trainer)
+        try:
+            for trainer in trainers:
+                trainer.enter()
+            for trainer in trainers:
+                shared.start(trainer.run, trainer.name)
+            while not (shared.stopped or all(trainer.ended or trainer.failed for trainer in trainers)):
+                _pause()
+        finally:
+            shared.stopped = True  # first: from now on nobody begins anything
+            for trainer in trainers:
+                trainer.leave()
+            _wait(shared, leave_timeout_s)
+            for trainer in trainers:  # all at once, as a transport may block each
+                shared.start(trainer.exit, f"synchronisation-{trainer.number}")
+            _wait(shared, leave_timeout_s)
+    except BaseException as error:
+        if shared.running:
+            error.add_note(_left_behind(shared, leave_timeout_s))
+        raise
+    if shared.running:
+        shared.notes.append(_left_behind(shared, leave_timeout_s))
+
+
+def _wait(shared, seconds):
+    """Until all threads have ended, but not longer."""
+    end = time.monotonic() + seconds
+    while shared.running and time.monotonic() < end:
+        _pause()
+
+
+def _pause():
+    # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at work for ended, and in
+    # the other can leave its lock held.
+    time.sleep(0.005)
+
+
+def _left_behind(shared, seconds):
+    return (
+        f"{', '.join(sorted(shared.running))} did not end within {seconds:g} s and were left behind: a stream, a hook "
+        "or a transport blocks them. They write nothing more."
+    )
+
+
+def _raise_or_warn(shared, trainers):
+    """Raises what has stopped all; what dropped trainers have raised is a warning, and theirs only."""
+    failures = [error for i, error in shared.failures if not trainers[i].survived(error)]
+    if all(trainer.failed for trainer in trainers):
+        failures = failures or [error for _, error in shared.failures]
+    causes = [error for error in failures if not isinstance(error, Left)] or failures
+    if causes:
+        for note in shared.notes:
+            causes[0].add_note(note)
+        raise causes[0]
+    for trainer, error in shared.failures:
+        shared.notes.append(f"trainer {trainer} was dropped: {type(error).__name__}: {error}")
+    for note in shared.notes:
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
 
 
 class _Shared:
@@ -104,8 +195,12 @@ class _Shared:
 
     def __init__(self, spec, loss, optimizer, row_optimizer, tables, hook):
         self.spec, self.tables, self.hook = spec, tables, hook
-        self.stopped, self.lock = threading.Event(), threading.Lock()
-        self.failure: BaseException | None = None
+        self.lock = threading.Lock()
+        # Flags and sets of Python's own, read and written without a lock: Ctrl-C must not leave one held.
+        self.stopped = False
+        self.running: set[str] = set()  # names of threads
+        self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
+        self.notes: list[str] = []
         self.capacity: dict[str, int] | None = None
 
         def differentiate(dense, rows, plan, batch):
@@ -117,6 +212,7 @@ class _Shared:
             return with_replica(step_dense(without_replica(dense), gradient, optimizer))
 
         self.differentiate, self.apply = jax.jit(differentiate), jax.jit(apply, donate_argnums=0)
+        self.copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
     def plan(self, ids):
         """The plan of a batch; capacities only grow, and all workers share them, so that few shapes are compiled."""
@@ -126,60 +222,111 @@ class _Shared:
             self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
         return plans
 
-    def fail(self, error, note):
-        """Keeps the first failure and stops everybody."""
-        with self.lock:
-            if self.failure is None and not self.stopped.is_set():
-                error.add_note(note)
-                self.failure = error
-        self.stopped.set()
+    def start(self, function, name) -> threading.Thread:
+        """A daemon thread that is in `running` until it ends."""
+
+        def run():
+            try:
+                function()
+            finally:
+                self.running.discard(name)
+
+        self.running.add(name)
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self.running.discard(name)
+            raise
+        return thread
 
 
 class _Trainer:
-    """One replica and its workers. The lock is held for dispatch only, never while a program runs."""
+    """One replica and its workers. The lock is held for dispatch only, never while a program or a round runs."""
 
     def __init__(self, shared, number, dense, stream, synchroniser, workers):
         self.shared, self.number, self.dense, self.synchroniser = shared, number, dense, synchroniser
-        self.stream, self.reading, self.lock = iter(stream), threading.Lock(), threading.Lock()
+        self.name, self.drops = f"trainer-{number}", getattr(synchroniser, "on_failure", "raise") == "drop"
+        self.stream, self.reading = iter(stream), threading.Lock()
+        self.lock, self.turns = threading.Lock(), threading.Lock()  # of the parameters; of foreground rounds
         self.workers, self.steps, self.examples, self.batch_size = workers, 0, 0, 0
-        self.ended = 0.0
+        self.entered = self.failed = self.ended = False
+        self.end = time.perf_counter()  # of the last step
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing may be begun or written any more."""
+        return self.shared.stopped or self.failed
+
+    def enter(self) -> None:
+        """Enters the synchroniser."""
+        if self.synchroniser is not None:
+            self.synchroniser.__enter__()
+            self.entered = True
+
+    def exit(self) -> None:
+        """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
+        if not self.entered:
+            return
+        try:
+            self.synchroniser.__exit__(None, None, None)
+        except Exception as error:
+            echo = self.failed and isinstance(error, Left)  # its thread has heard that this trainer was left
+            if not echo and not any(error is known for _, known in self.shared.failures):
+                self._fail(error, f"in the synchronisation of trainer {self.number}")
+
+    def leave(self) -> None:
+        """Wakes those who wait for this trainer, or in it, if it has not come to its end."""
+        if self.entered and not self.ended:
+            self.synchroniser.leave()
 
     def run(self):
         """Trains to the end of the stream, then takes part in rounds until all trainers are done."""
         try:
-            with contextlib.ExitStack() as stack:
-                if hasattr(self.synchroniser, "__enter__"):
-                    stack.enter_context(self.synchroniser)
-                threads = [threading.Thread(target=self._work, args=(w,)) for w in range(1, self.workers)]
-                for thread in threads:
-                    thread.start()
-                self._work(0)
-                for thread in threads:
-                    thread.join()
-                self.ended = time.perf_counter()
-                if self.shared.stopped.is_set():
-                    raise InterruptedError("another trainer has failed")
-                if self.synchroniser is not None:
-                    state = self.synchroniser.finish(TrainState(self.dense, self.shared.tables))
-                    self.dense = state.dense
+            names = [f"{self.name}-worker-{worker}" for worker in range(1, self.workers)]
+            threads = [
+                self.shared.start(functools.partial(self._work, worker), name) for worker, name in enumerate(names, 1)
+            ]
+            self._work(0)
+            for thread in threads:
+                thread.join()
+            self.end = time.perf_counter()
+            if not self.over and self.synchroniser is not None:
+                self.dense = self.synchroniser.finish(TrainState(self.dense, self.shared.tables)).dense
+            self.ended = not self.over
         except BaseException as error:
-            self._fail(error, f"in trainer {self.number}")
+            self._stop(error, f"in trainer {self.number}")
 
     def _work(self, worker):
         try:
-            while not self.shared.stopped.is_set():
+            while not self.over:
                 with self.reading:
-                    batch = next(self.stream, None)
-                if batch is None:
+                    batch = None if self.over else next(self.stream, None)
+                if batch is None or self.over:
                     return
+                if not hasattr(batch, "ids"):
+                    raise ValueError(f"a stream gives Batch after Batch, and this has given a {type(batch).__name__}.")
                 self._step(batch)
         except BaseException as error:
-            self._fail(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
+            self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
+
+    def _stop(self, error, note):
+        """Keeps the error, unless it only says that training is over, and wakes those who wait for this trainer."""
+        if not self.over:
+            self._fail(error, note)
+        self.leave()
 
     def _fail(self, error, note):
-        self.shared.fail(error, note)
-        if self.synchroniser is not None:
-            self.synchroniser.leave()  # wakes who waits for this trainer
+        with contextlib.suppress(AttributeError):  # of an exception that takes no notes
+            error.add_note(note)
+        self.shared.failures.append((self.number, error))
+        self.failed = True
+        if not self.survived(error):
+            self.shared.stopped = True
+
+    def survived(self, error) -> bool:
+        """Whether the others go on without this trainer after such an error."""
+        return self.drops and isinstance(error, Exception)
 
     def _step(self, batch):
         shared = self.shared
@@ -188,26 +335,50 @@ class _Trainer:
         with self.lock:  # a later step donates these parameters; once dispatched, the program keeps them
             gradient, new, metrics = shared.differentiate(self.dense, rows, plans, batch)
         new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
+        if self.over:  # training was left meanwhile, and its tables may be somebody else's by now
+            return
         shared.tables.add(plans, new, rows)
         with self.lock:
             self.dense = shared.apply(self.dense, gradient)
-            if self.synchroniser is not None:
-                self.dense = self.synchroniser.exchange(TrainState(self.dense, shared.tables)).dense
+            is_time = self._exchange()
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
             self.batch_size, step = len(batch.label), self.steps
+        if is_time:
+            self._round()
         if shared.hook is not None:
             shared.hook(self.number, step, metrics)
 
+    def _exchange(self) -> bool:
+        """Under the lock: a shadow's exchange; of a foreground only whether it is time for a round."""
+        if isinstance(self.synchroniser, Foreground):
+            return self.synchroniser.due()
+        if self.synchroniser is not None:
+            self.dense = self.synchroniser.exchange(TrainState(self.dense, self.shared.tables)).dense
+        return False
 
-def _figures(trainers, start, workers):
-    seconds = max(trainer.ended for trainer in trainers) - start
+    def _round(self):
+        """A foreground round: it keeps this worker, and those only whose own round it is time for."""
+        with self.turns:
+            with self.lock:
+                before = self.shared.copy(self.dense.params)  # a later step donates them
+            fold = self.synchroniser.meet(before)
+            with self.lock:
+                self.dense = self.dense._replace(params=fold(self.dense.params))
+
+
+def _figures(shared, trainers, start, workers):
+    seconds = max(trainer.end for trainer in trainers) - start
     examples, n = sum(trainer.examples for trainer in trainers), len(trainers)
     count = lambda name: [getattr(trainer.synchroniser, name, 0) for trainer in trainers]
-    gaps = [trainer.steps / max(1, rounds) for trainer, rounds in zip(trainers, count("rounds"), strict=True)]
-    replicas = [jax.device_get(trainer.dense.params) for trainer in trainers]
+    gaps = [
+        trainer.steps / rounds if rounds else float("inf")
+        for trainer, rounds in zip(trainers, count("rounds"), strict=True)
+    ]
+    replicas = [jax.device_get(trainer.dense.params) for trainer in trainers if not trainer.failed]
     return Figures(
         examples, seconds, examples / seconds, max(trainer.batch_size for trainer in trainers) * workers * n,
         [trainer.steps for trainer in trainers], count("rounds"), count("bytes"),
         gaps, [gap / workers for gap in gaps], spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
+        {number: error for number, error in reversed(shared.failures)},
     )  # fmt: skip

@@ -36,6 +36,8 @@ class Transport(Protocol):
       rule: by which trainers are synchronised.
       template: of the parameters of one replica.
       timeout_s: the longest that it waits for a trainer.
+
+    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early.
     """
 
     rule: Rule
@@ -69,7 +71,7 @@ class _Meeting:
 
     def __init__(self, rule, parameters, trainers, timeout_s, on_failure):
         _check_meeting(rule, trainers, timeout_s, on_failure)
-        self.rule, self.timeout_s, self._on_failure = rule, float(timeout_s), on_failure
+        self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
         self.template, self._initial = initial_leaves(parameters)
         self._members = [_Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
@@ -132,7 +134,7 @@ class _Meeting:
     def _lose(self, whys: dict[int, str]):
         for trainer, why in whys.items():
             self._members[trainer].state, self._members[trainer].why = "gone", why
-        if self._on_failure == "raise" and not self._failure:
+        if self.on_failure == "raise" and not self._failure:
             some = [f"trainer {trainer} {why}" for trainer, why in list(whys.items())[:3]]
             more = [f"{len(whys) - 3} more"] if len(whys) > 3 else []
             self._failure = f"{', '.join(some + more)}. on_failure='drop' would go on with the others."
@@ -255,7 +257,7 @@ class Centre(_Meeting):
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
         if servers < 1 or (bytes_per_s is not None and not bytes_per_s > 0):
             raise ValueError(f"servers={servers} must be at least 1, bytes_per_s={bytes_per_s} above 0 or None.")
-        self._tree = jax.tree.map(lambda leaf: leaf, parameters)
+        self._tree, self._told_to_ask_again = jax.tree.map(lambda leaf: leaf, parameters), set[int]()
         self._centre = [rule.init(leaf) for leaf in self._initial]
         self._server_of = pack([leaf.nbytes for leaf in self._initial], servers)
         self._locks = [threading.Lock() for _ in range(servers)]
@@ -275,10 +277,14 @@ class Centre(_Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with self._changed:
-            self._present(trainer)
-            self._raise_failure(trainer)
+            # The others may have come to their end after it was told to ask again, and before it does.
+            last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
+            self._told_to_ask_again.discard(trainer)
+            if not last:
+                self._present(trainer)
+                self._raise_failure(trainer)
         if done:
-            last = self._wait_for_the_others(trainer)
+            last = last or self._wait_for_the_others(trainer)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
         targets: list[list[np.ndarray]] = [[] for _ in leaves]
         for replica in range(rows):
@@ -308,6 +314,8 @@ class Centre(_Meeting):
                 self._settle()
             over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
             self._wait(trainer, member.seen, over, self._awaited)
+            if member.state != "finished":
+                self._told_to_ask_again.add(trainer)
             return member.state == "finished"
 
     def _settle(self):

@@ -1,0 +1,217 @@
+"""Free-running trainers and their emulation: wrong arguments, wrong streams, trainers that fail, block or are left."""
+
+import contextlib
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from abuse import situation
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
+from jaxrec.shadowsync import (
+    ALL_REDUCE,
+    AllToAll,
+    Emulation,
+    Foreground,
+    Left,
+    Script,
+    Shadow,
+    bmuf,
+    model_averaging,
+    train_freely,
+)
+from jaxrec.sharding import make_mesh
+from jaxrec.types import Batch
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
+PARAMS = {"w": jnp.ones(4)}
+RULE = model_averaging()
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+def stream(batches, seed=0, size=8):
+    rng = np.random.default_rng(seed)
+    for _ in range(batches):
+        ids, label = rng.integers(0, 40, size).astype(np.int32), np.zeros(size, np.float32)
+        yield Batch({"item": ids}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+
+
+def failing(error, after=2):
+    yield from stream(after)
+    raise error
+
+
+def shadows(trainers, kind=Shadow, more=None, **given):
+    transport = AllToAll(RULE, PARAMS, trainers, **given)
+    return lambda number: kind(RULE, transport, number, **(more or {}))
+
+
+@contextlib.contextmanager
+def no_thread_left():
+    try:
+        yield
+    finally:
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith(("trainer", "shadow", "synchronisation"))], names
+
+
+def train(streams, synchroniser=None, workers=1, tables=None, **more):
+    tables = tables or HostTables.create(SPEC, sgd(0.1))
+    with no_thread_left():
+        return train_freely(
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, synchroniser, workers, **more
+        )
+
+
+@situation("no streams", ValueError, "0 streams, .*must be 1 or more")
+def _(directory):
+    train([])
+
+
+@situation("no workers", ValueError, "workers_per_trainer=0")
+def _(directory):
+    train([stream(1)], workers=0)
+
+
+@situation("a time-out of minus one second for leaving", ValueError, "leave_timeout_s=-1")
+def _(directory):
+    train([stream(1)], leave_timeout_s=-1)
+
+
+@situation("a time-out for leaving that is no number", ValueError, "leave_timeout_s=nan")
+def _(directory):
+    train([stream(1)], leave_timeout_s=float("nan"))
+
+
+@situation("a transport for two trainers under three", ValueError, "trainer=2 .*from 0 to 1")
+def _(directory):
+    tables = HostTables.create(SPEC, sgd(0.1))
+    before = jax.tree.map(np.array, tables.shards)
+    try:
+        train([stream(2) for _ in range(3)], shadows(2), tables=tables)
+    finally:  # refused before anybody has trained
+        jax.tree.map(np.testing.assert_array_equal, tables.shards, before)
+
+
+@situation("every trainer is given the number 0", ValueError, "trainer=0 has joined already")
+def _(directory):
+    make = shadows(2)
+    train([stream(2), stream(2)], lambda number: make(0))
+
+
+@situation("a transport for three trainers under two", Left, "never joined within timeout_s=0.3.*are there 3 trainers")
+def _(directory):
+    train([stream(2), stream(2)], shadows(3, timeout_s=0.3))
+
+
+@situation("a transport that was used for a training before", ValueError, "a transport is for one training")
+def _(directory):
+    make = shadows(1)
+    train([stream(3)], make)
+    train([stream(3)], make)
+
+
+@situation("a synchroniser that was entered before it was given", ValueError, "has been entered before")
+def _(directory):
+    with shadows(1, Foreground, {"every_steps": 1})(0) as entered:
+        train([stream(2)], lambda number: entered)
+
+
+@situation("parameters that the transport does not have", ValueError, "trainer")
+def _(directory):
+    transport = AllToAll(RULE, {"w": jnp.ones(5)}, 1)
+    train([stream(3)], lambda number: Foreground(RULE, transport, number, every_steps=1))
+
+
+@situation("one iterator for two trainers", ValueError, "the same iterator")
+def _(directory):
+    train([stream(5)] * 2)
+
+
+@situation("tables on the device", ValueError, "DeviceTables: free trainers write in place")
+def _(directory):
+    train([stream(2)], tables=DeviceTables.create(SPEC, sgd(0.1), make_mesh()))
+
+
+@situation("a synchroniser, not a function that makes one", ValueError, "give a function of the trainer's number")
+def _(directory):
+    train([stream(2)], shadows(1)(0))
+
+
+@situation("a trainer without a batch beside one that has some")
+def _(directory):
+    _, figures = train([stream(0), stream(5)], shadows(2))
+    assert figures.steps == [0, 5]
+
+
+@situation("no trainer has a batch")
+def _(directory):
+    _, figures = train([stream(0), stream(0)], shadows(2))
+    assert figures.steps == [0, 0] and figures.average_sync_gap == [float("inf")] * 2
+
+
+@situation("something else than a Batch in a stream", ValueError, "has given a dict")
+def _(directory):
+    train([iter([{"item": 3}]), stream(5)], shadows(2))
+
+
+@situation("a stream that raises among trainers that wait for a round", OSError, "no disk")
+def _(directory):
+    train([failing(OSError("no disk")), stream(10**9)], shadows(2, Foreground, {"every_steps": 3}), workers=2)
+
+
+@situation("a dropped trainer's error is a warning and stands in the figures")
+def _(directory):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, figures = train([failing(OSError("no disk")), stream(20)], shadows(2, on_failure="drop"))
+    assert figures.steps[1] == 20 and isinstance(figures.failures[0], OSError)
+    assert any("trainer 0 was dropped: OSError: no disk" in str(each.message) for each in told)
+
+
+@situation("all trainers are dropped", OSError, "no disk")
+def _(directory):
+    train([failing(OSError("no disk")) for _ in range(2)], shadows(2, on_failure="drop"))
+
+
+@situation("Ctrl-C in a stream of a trainer that may be dropped", KeyboardInterrupt, "now")
+def _(directory):
+    train([failing(KeyboardInterrupt("now")), stream(10**9)], shadows(2, on_failure="drop"))
+
+
+@situation("a hook that calls sys.exit in a worker", SystemExit, "3")
+def _(directory):
+    def hook(trainer, step, metrics):
+        raise SystemExit(3)
+
+    train([stream(10**9)], workers=2, hook=hook)
+
+
+@situation("the emulation is run on after its last rounds", ValueError, "`run` comes before `finish`")
+def _(directory):
+    emulation = Emulation(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, 2, script=Script(bmuf(momentum=0.5), 2))
+    emulation.run(stream(8))
+    emulation.finish()
+    emulation.run(stream(8))
+
+
+@situation("last rounds twice", ValueError, "`finish` comes once")
+def _(directory):
+    emulation = Emulation(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, 2, script=ALL_REDUCE)
+    emulation.finish()
+    emulation.finish()
+
+
+@situation("last rounds before the first step keep the initial parameters")
+def _(directory):
+    emulation = Emulation(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, 2, script=Script(RULE, 2, 2))
+    emulation.finish()
+    for dense in emulation.dense:
+        np.testing.assert_array_equal(dense.params["w"], 1)
+    assert emulation.average_sync_gap == float("inf")
