@@ -19,7 +19,7 @@ from strategies import draw_ids, specs
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
-from jaxrec.oac import Pipeline, memory_bytes, ring
+from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stale import LastWriters
 from jaxrec.step import make_update
@@ -446,35 +446,6 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
     assert same(found, plain_loop(small + large + small))
     again, _ = train(small + large + small, window=4)
     assert 0 < pipeline.compilations and again.compilations == 0  # the same shapes: nothing new
-
-
-def test_memory_is_what_the_formula_says():
-    """Bytes of live arrays when the window is full, rows held back as long as possible."""
-    window = 6
-    spec = EmbeddingSpec({"t": Table(40_000, 64)}, {"t": Lookup("t")}, shards=4)
-    rng, most = np.random.default_rng(0), 0
-    batches = [
-        Batch({"t": rng.permutation(40_000)[:8192].astype(np.int32)}, np.zeros((8192, 3), np.float32),
-              np.zeros(8192, np.float32), np.ones(8192, np.float32))
-        for _ in range(20)
-    ]  # fmt: skip
-    held = HeldBack(window, len(batches))
-    before = sum(array.nbytes for array in jax.live_arrays())
-
-    def measured(append):
-        def call(*args):
-            nonlocal most
-            most = max(most, sum(array.nbytes for array in jax.live_arrays()) - before)
-            return append(*args)
-
-        return call
-
-    with Pipeline(make_state(spec), update_of(spec), window=window, send=held.send, fetch=held.fetch) as pipeline:
-        pipeline._append = measured(pipeline._append)
-        for _ in pipeline.run(batches):
-            pass
-    expected = memory_bytes(window, spec.shards * pipeline._capacity["width_64"], 128)["device"]
-    assert 0.9 < most / expected < 1.1, (most, expected)
 
 
 @pytest.mark.parametrize(
