@@ -106,6 +106,11 @@ def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
             )
 
 
+def own_batch(batch: Batch) -> Batch:
+    """A batch with host arrays of its own, for who keeps it while a loader may fill the same arrays again."""
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+
+
 def _check_weight(weight) -> int:
     """B, after looking at the weights; host arrays only, as a device would have to be waited for."""
     if not isinstance(weight, ARRAYS) or weight.ndim != 1:

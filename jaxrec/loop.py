@@ -7,15 +7,14 @@ import ctypes
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-import jax
 import numpy as np
 
 from jaxrec import metrics
-from jaxrec.boundary import check_not_donated
+from jaxrec.boundary import check_not_donated, own_batch
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.step import run_hooks
+from jaxrec.step import check_finite, run_hooks
 from jaxrec.types import Batch
 
 
@@ -59,6 +58,7 @@ def _plan_each(spec, batches, capacity):
             raise ValueError(
                 f"`planned` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}."
             )
+        batch = own_batch(batch)  # plans run ahead, and a loader may fill the same arrays again
         plans = plan(spec, batch.ids, capacity)
         capacity = capacity_of(plans)
         yield batch, plans
@@ -97,9 +97,9 @@ def fit(
         pending.append(step_metrics["loss"])
         state = run_hooks(hooks, state, step, plans, step_metrics)
         if len(pending) >= check_every_steps:
-            _check_finite(pending, step)
+            check_finite(pending, step)
             pending = []
-    _check_finite(pending, step)
+    check_finite(pending, step)
     return state
 
 
@@ -111,18 +111,6 @@ def _pairs(batches):
                 "planned(spec, batches)."
             )
         yield pair
-
-
-def _check_finite(losses, last_step):
-    losses = np.asarray(jax.device_get(losses))
-    if not np.isfinite(losses).all():
-        bad = last_step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
-        raise FloatingPointError(
-            f"the loss is {losses[~np.isfinite(losses)][0]} at step {bad} (found when steps "
-            f"{last_step - len(losses) + 1} to {last_step} were checked). Look at that step's batch (labels? dense "
-            "features on a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` finds "
-            "the operation."
-        )
 
 
 def every(steps: int, hook: Callable) -> Callable:

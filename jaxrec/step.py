@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxrec import boundary
@@ -185,6 +186,7 @@ def make_update(spec, loss, optimizer, row_optimizer, mesh=None, row_gradient="s
         boundary.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plan, batch)
 
+    checked.mesh = mesh  # type: ignore[attr-defined]  # for a pipeline, which runs it on its own
     return checked
 
 
@@ -358,3 +360,24 @@ def with_replica(dense: DenseState) -> DenseState:
     """The dense state of one replica as leaves [1, ...]."""
     one = lambda leaf: leaf[None]
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))
+
+
+def check_finite(losses, last_step: int) -> None:
+    """Refuses losses that are not finite, of steps in a row.
+
+    Args:
+      losses: list of f32[], on device.
+      last_step: the step of the last one.
+
+    Raises:
+      FloatingPointError: names the first such step, and what to look at.
+    """
+    losses = np.asarray(jax.device_get(losses))
+    if not np.isfinite(losses).all():
+        bad = last_step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
+        raise FloatingPointError(
+            f"the loss is {losses[~np.isfinite(losses)][0]} at step {bad} (found when steps "
+            f"{last_step - len(losses) + 1} to {last_step} were checked). Look at that step's batch (labels? dense "
+            "features on a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` finds "
+            "the operation."
+        )

@@ -47,8 +47,8 @@ def update_of(spec, mesh=None):
     return make_update(spec, loss, OPTIMIZER, ROWS, mesh)
 
 
-def make_state(spec=SPEC, mesh=None):
-    params = {"dense": jnp.ones(3), "scale": jnp.ones(())}
+def make_state(spec=SPEC, mesh=None, features=3):
+    params = {"dense": jnp.ones(features), "scale": jnp.ones(())}
     return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROWS), mesh)
 
 
@@ -480,8 +480,10 @@ def test_other_tables_other_shapes_and_two_runs_at_once_are_refused():
         next(pipeline.run(make_batches(3)))
     assert same((pipeline.state, []), (before, []))
     with Pipeline(make_state(), update_of(SPEC)) as pipeline:
-        pipeline.run(make_batches(3))
+        going = pipeline.run(make_batches(3))  # who drops it has left the run
         with pytest.raises(ValueError, match="is running"):
             pipeline.run(make_batches(3))
+        del going
+        assert not pipeline.running
         with pytest.raises(ValueError, match="depth=0"):
             ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, 0)

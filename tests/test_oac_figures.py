@@ -9,7 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from oac_equivalence import HeldBack, same
+from oac_equivalence import same
 from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_of
 
 import jaxrec
@@ -182,7 +182,8 @@ def growth(number, **options):
         if step in (number // 2, number):
             pipeline.drain()
             with pipeline._flow.changed:  # planned as far ahead as may be, so that both times as much is in flight
-                full = lambda: pipeline._flow.planned == pipeline._flow.committed + pipeline.window + 3
+                flow, depth = pipeline._flow, pipeline.window + 1
+                full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
                 assert pipeline._flow.changed.wait_for(full, timeout=30)
             gc.collect()
             found.append((sys.getallocatedblocks(), sum(Growing(pipeline)), len(jax.live_arrays())))
@@ -198,7 +199,7 @@ def growth(number, **options):
 def test_nothing_grows_with_a_run(options):
     """A set of batch numbers alone would be a thing and a block a batch."""
     blocks, things, arrays = growth(1_000, **options)
-    assert blocks < 400 and things < 100 and arrays < 100, (blocks, things, arrays)
+    assert blocks < 400 and things < 200 and arrays < 100, (blocks, things, arrays)
 
 
 @pytest.mark.slow
@@ -232,7 +233,7 @@ def shaped(shape):
     spec = EmbeddingSpec({"t": Table(rows, width)}, {"t": Lookup(("t",) * hots)}, shards=4)
     rng = np.random.default_rng(0)
     ids = lambda: np.stack([rng.permutation(rows)[:size] for _ in range(hots)], axis=1).astype(np.int32)
-    features = 3 if shape != "many features" else 3
+    features = 200 if shape == "many features" else 3
     rest = np.zeros((size, features), np.float32), np.zeros(size, np.float32), np.ones(size, np.float32)
     return spec, [Batch({"t": ids()}, *rest) for _ in range(14)]
 
@@ -269,7 +270,7 @@ def test_memory_is_what_the_formula_says(way, shape):
             assert flow.changed.wait_for(ready, timeout=20)
             host.append(held_on_the_host(pipeline))
 
-    state = make_state(spec)
+    state = make_state(spec, features=batches[0].dense.shape[1])
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
     with Pipeline(state, update_of(spec), **options) as pipeline:
         update = pipeline._update

@@ -390,7 +390,7 @@ class Recovery:
         if self._pipeline is None:
             return
         if self._due(step + 1, self._mini) and step + 1 not in self._failures:
-            self._pipeline.cut(step + 1, self._save_cut)
+            self._pipeline.cut(step + 1, self._save_cut, unreached="ignore")
             self._announced.add(step + 1)
         if step in self._announced:
             self._announced.remove(step)

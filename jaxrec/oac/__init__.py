@@ -6,5 +6,6 @@
 from jaxrec.oac.pipeline import Pipeline
 from jaxrec.oac.ring import Ring, append, commit, init, replay, validate
 from jaxrec.oac.sizes import memory_bytes
+from jaxrec.oac.view import BrokenPipeline
 
-__all__ = ["Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]
+__all__ = ["BrokenPipeline", "Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]

@@ -7,11 +7,37 @@ Threads ask here for their next batch and say here what is done; one lock guards
     admission: batch t is gathered when all batches up to t - 1 - W are written, by all writers
     order: a writer writes batch by batch; the watermark is the first batch that some writer has not written
 
+Failures: ahead of the commit nothing is lost, so the batches before the one that failed are committed and then it is
+told; behind the commit rows are lost, and all stops at once.
+
 Legend: W window.
 """
 
+import collections
+import contextlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+# How often the committing thread looks whether a signal came: its handler runs on that thread and cannot notify it.
+_GLANCE_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[list[int]]:
+    """Puts Ctrl-C off until the block is left; yields the list of those that came. Only the main thread gets any."""
+    asked: list[int] = []
+    # A process that dies of SIGINT, or one whose handler is not Python's, is never interrupted in the middle of Python.
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield asked
+        return
+    handler = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if asked:
+            signal.raise_signal(signal.SIGINT)
 
 
 class Flow:
@@ -34,11 +60,20 @@ class Flow:
         self.loaded: set[int] = set()
         self.fetched: set[int] = set()
         self.last_gathered = first - 1
-        self.end: int | None = None  # number behind the last batch, once it is known
+        self.end: int | None = None  # number behind the last batch to commit: of the stream, or of one that failed
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
-        self.stopped = self.finished = self.broken = False
-        self.failure: BaseException | None = None
+        self.stopped = self.finished = False
+        self.in_stream = False  # the planner is inside the caller's iterator, which may block
+        self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
+        self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
+        self.lost: BaseException | None = None  # behind the commit: rows are gone
+        self.unsaved: BaseException | None = None  # of a cut
+
+    @property
+    def broken(self) -> bool:
+        """Whether rows that were committed are lost."""
+        return self.lost is not None
 
     def watermark(self) -> int:
         """All batches before it are written, by all writers."""
@@ -47,16 +82,34 @@ class Flow:
     # Ahead of the commit: give up when the run stops.
 
     def wait_to_plan(self) -> bool:
-        """Waits until one more batch may be planned; False if the run stops."""
+        """Waits until one more batch may be taken from the stream; False if none is wanted any more."""
         with self.changed:
             limit = lambda: self.committed + self.window + 1 + self.ahead
-            self.changed.wait_for(lambda: self.stopped or self.planned < limit())
-            return not self.stopped
+            self.changed.wait_for(lambda: self._complete() or self.planned < limit())
+            self.in_stream = not self._complete()
+            return self.in_stream
+
+    def leave_stream(self) -> bool:
+        """The planner is back from the stream; False if what it brings is not wanted any more."""
+        with self.changed:
+            self.in_stream = False
+            self.changed.notify_all()
+            return not self._complete()
+
+    def end_stream(self) -> None:
+        """The stream has no more batches."""
+        with self.changed:
+            self.end = self.planned if self.end is None else self.end
+            self.changed.notify_all()
+
+    def _complete(self):
+        return self.stopped or self.end is not None
 
     def claim(self) -> tuple[int, int] | None:
         """The next batch to load, and the epoch of the claim; None if the run stops."""
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or (not self.paused and self.claimed < self.planned))
+            last = lambda: self.planned if self.end is None else min(self.planned, self.end)
+            self.changed.wait_for(lambda: self.stopped or (not self.paused and self.claimed < last()))
             if self.stopped:
                 return None
             self.claimed += 1
@@ -92,14 +145,19 @@ class Flow:
                 self.loaded.add(number)
             self.changed.notify_all()
 
+    def tell_not_loaded(self) -> None:
+        """The gather or the way to the device failed."""
+        with self.changed:
+            self.gathering -= 1
+            self.changed.notify_all()
+
     def wait_to_commit(self, lookahead: int) -> int | None:
         """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure."""
-        with self.changed:
-            number = self.committed
-            known = lambda: self.end is not None or self.planned > number + lookahead
-            over = lambda: self.failure is not None or number == self.end
-            self.changed.wait_for(lambda: over() or (number in self.loaded and known()))
-            return None if over() else number
+        number = self.committed
+        known = lambda: self.end is not None or self.planned > number + lookahead
+        over = lambda: self.broken or self.unsaved is not None or number == self.end
+        self._wait(lambda: over() or (number in self.loaded and known()))
+        return None if over() else number
 
     # Behind the commit: what is committed is written, whatever happens, unless rows were lost.
 
@@ -131,22 +189,29 @@ class Flow:
         self.changed.wait_for(lambda: self.broken or ready() or (self.finished and number >= self.committed))
         return not self.broken and ready()
 
-    # For the committing thread.
+    # For the committing thread. Ctrl-C ends its waits, and never finds it between two lines of the lock.
+
+    def _wait(self, ready):
+        while True:
+            with uninterrupted() as asked, self.changed:
+                while not ready() and not asked:
+                    self.changed.wait(_GLANCE_SECONDS)
+                if ready():
+                    return
 
     def drain(self) -> None:
         """Waits until all that is committed is written."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.broken or self.watermark() >= self.committed)
+        self._wait(lambda: self.broken or self.watermark() >= self.committed)
 
     def pause(self) -> None:
         """Stops gathering, and waits until nobody gathers."""
-        with self.changed:
+        with uninterrupted(), self.changed:
             self.paused = True
-            self.changed.wait_for(lambda: not self.gathering)
+        self._wait(lambda: self.broken or not self.gathering)
 
     def restart(self, void: Callable[[], None]) -> None:
         """Goes on after `pause`: everything not committed is loaded again, after `void` has dropped what was."""
-        with self.changed:
+        with uninterrupted(), self.changed:
             self.epoch += 1
             self.claimed = self.floor = self.committed
             self.last_gathered = min(self.last_gathered, self.committed - 1)
@@ -157,8 +222,8 @@ class Flow:
 
     def hold_writes(self) -> int:
         """Lets writers go up to what is committed now, and no further; waits for the hold before it to end."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.broken or self.hold is None)
+        self._wait(lambda: self.broken or self.hold is None)
+        with uninterrupted(), self.changed:
             self.hold = self.committed
             return self.hold
 
@@ -174,20 +239,56 @@ class Flow:
             self.hold = None
             self.changed.notify_all()
 
-    def fail(self, error: BaseException, rows_are_lost: bool) -> None:
-        """Stops the run because of an error in some thread; the first one counts."""
+    def wait_for_cut(self) -> None:
+        """Waits until no cut is being saved."""
+        self._wait(lambda: not self.alive["cut"])
+
+    # The end of a run.
+
+    def fail_ahead(self, number: int, error: BaseException, epoch: int | None = None) -> None:
+        """A batch will never be committed, nor those behind it; of several the first counts."""
         with self.changed:
-            self.failure = self.failure or error
-            self.stopped, self.broken = True, self.broken or rows_are_lost
+            void = epoch is not None and epoch != self.epoch  # it is loaded again
+            if not void and (self.end is None or number < self.end):
+                self.end, self.failure = number, error
+                self.changed.notify_all()
+
+    def fail_behind(self, error: BaseException) -> None:
+        """Rows that were committed are lost; the first error counts, and all stops."""
+        with self.changed:
+            self.lost, self.stopped = self.lost or error, True
+            self.changed.notify_all()
+
+    def fail_cut(self, error: BaseException) -> None:
+        """A cut was not saved; no further batch is committed."""
+        with self.changed:
+            self.unsaved = self.unsaved or error
+            self.changed.notify_all()
+
+    def start(self, stage: str, thread: threading.Thread) -> None:
+        """Starts a thread, which will say `leave` as the last thing that it does."""
+        with self.changed:
+            self.alive[stage] += 1
+        try:
+            thread.start()
+        except BaseException:
+            self.leave(stage)
+            raise
+
+    def leave(self, stage: str) -> None:
+        """A thread ends."""
+        with self.changed:
+            self.alive[stage] -= 1
             self.changed.notify_all()
 
     def finish(self) -> None:
         """No batch will be committed any more: threads end when the rest is written."""
-        with self.changed:
+        with uninterrupted(), self.changed:
             self.stopped = self.finished = True
+            if not self.alive["cut"]:
+                self.hold = None  # of a cut that was interrupted before its thread began
             self.changed.notify_all()
 
-    def raise_failure(self) -> None:
-        """Raises what some thread has raised."""
-        if self.failure is not None:
-            raise self.failure
+    def wait_for_threads(self) -> None:
+        """Waits until all threads have ended; not for the planner while it is inside the caller's stream."""
+        self._wait(lambda: self.alive.total() == (self.in_stream and self.alive["plan"]))

@@ -14,24 +14,33 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import signal
+import inspect
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.host import without_gaps
 from jaxrec.oac import ring as rings
-from jaxrec.oac.flow import Flow
+from jaxrec.oac.flow import Flow, uninterrupted
 from jaxrec.oac.sizes import MODES, VALIDATIONS, Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
-from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
-from jaxrec.step import run_hooks
-from jaxrec.types import Plan, TrainState
+from jaxrec.oac.stream import END, Stream, Streams
+from jaxrec.oac.view import LaggingTables, Standing
+from jaxrec.sharding import AXES, BATCH, EVERYWHERE, SPLIT, as_mesh, check_shards, plan_specs, shardings
+from jaxrec.step import check_finite, run_hooks
+from jaxrec.types import Batch, Plan, TrainState
+
+# Tables that a pipeline runs over: {id of their counters: its flow}. Views of tables share the counters.
+_in_use: dict[int, Flow] = {}
+_in_use_lock = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -66,7 +75,19 @@ class Pipeline:
     SemiSync: batch t sees rows after batch t - 2, and its change is added in order. All modes run the same compiled
     update.
 
-    Between batches `state.tables` lags behind `state.dense` by up to W + 1 batches: `drain` before reading them.
+    Between batches the tables lag behind `state.dense` by up to W + 1 batches: `state.tables` refuses to be read until
+    `drain`, and from then to the next batch it can be read. `pipeline.tables` are the tables themselves, unguarded.
+
+    Leaving a run in any way (its end, `break`, an error, Ctrl-C, `close`, dropping its iterator) ends its threads and
+    writes what is committed. It never waits for the stream: a planner that is blocked in there is left behind. A
+    failure is raised; where the body of the loop or a hook raises something else, that goes on, with a note:
+
+      ahead of the commit (stream, plan, send, gather): nothing is lost. All batches before the one that failed are
+        trained and written, then the error is raised, and `run` may be called again. Given the same iterator again it
+        begins with the batches that were taken and not trained; one that could not be planned is left out.
+      behind the commit (fetch, write back): rows are lost, and the pipeline is broken. From then on it raises
+        BrokenPipeline, which says at which steps the dense state and each shard stand.
+      the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
 
     Args:
       state: TrainState with HostTables; its dense half is donated.
@@ -74,7 +95,7 @@ class Pipeline:
       mode: one of MODES.
       window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync (0) and semisync
         (1).
-      mesh: from `make_mesh`; one device if None.
+      mesh: from `make_mesh`; that of the state's dense half if None.
       send: (tree of arrays, tree of shardings) -> tree on the device, in a loader's thread; `jax.device_put` if None.
       fetch: (tree on the device) -> tree of numpy arrays, in a fetcher's thread; starts a copy and waits if None.
       loaders, fetchers, writers: threads of each kind; a writer has its own shards.
@@ -91,8 +112,9 @@ class Pipeline:
         `bytes_fetched`, all that was handed to `send` and `fetch`; `bytes_without_savings`, what that would have been
         with both savings off.
 
-    Errors:
-      ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out of range.
+    Raises:
+      ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out of range; state,
+        update and mesh that do not fit each other.
     """
 
     flow_type = Flow
@@ -115,12 +137,12 @@ class Pipeline:
         skip_stale_reads: bool = False,
         skip_rewritten: bool = False,
     ):
-        if not isinstance(state.tables, HostTables):
-            raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
+        state = _themselves(state)
+        _check_update(update)
         self.mode, self.window = mode, _check_window(mode, window)
         for name, number in {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}.items():
-            if number < 1:
-                raise ValueError(f"{name}={number} must be at least 1.")
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number} must be a whole number from 1.")
         if writers > state.tables.spec.shards:
             raise ValueError(f"writers={writers} must not be more than the shards, {state.tables.spec.shards}.")
         if validation not in VALIDATIONS:
@@ -138,7 +160,7 @@ class Pipeline:
         self._depth = max(1, self.window)
         planned = self._repairs and validation == "planned"
         self._last = LastWriters(self.tables.spec, self.window, self._depth) if planned else None
-        mesh = as_mesh(mesh)
+        mesh = self._mesh = _mesh_for(mesh, state, update)
         self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
         self._replay, self._append, self._validate, self._take, self._new_ring, self._widen = _programs(
@@ -149,19 +171,26 @@ class Pipeline:
         self._capacity: dict[str, int] | None = None
         self._travelling: dict = collections.defaultdict(Travelling)  # (direction, stack) -> C
         self._checked: set = set()
-        self._cuts: dict[int, Callable] = {}
-        self._running: Generator | None = None
+        self._cuts: dict[int, tuple[Callable, str]] = {}  # step -> (save, what to do if it is never reached)
+        self._running: Callable = lambda: None  # weak: who drops the iterator of a run has left it
+        self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
+        self._untold: list[BaseException] = []
+        self._streams, self._stream = Streams(), Stream(iter(()))
+        self._threads: list[threading.Thread] = []
+        adds = mode in ("async", "semisync")
+        self._standing = Standing(self.tables, exact=not adds and not skip_rewritten, whole=not skip_rewritten)
         self._flow: Any = None
-        self._begin_run()
+        self._begin_flow()
+        self._left = True
 
-    def _begin_run(self):
+    def _begin_flow(self):
         # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
         first = 0 if self._flow is None else self._flow.planned + self.window + 1
         one_stale, ahead = self.mode == "semisync", self._ahead + self._lookahead
         self._flow = self.flow_type(self.window, ahead, self._writers, first, one_stale)
         self._items: dict[int, _Item] = {}
-        self._first_step = int(self.state.dense.step)
-        self._cut_thread: threading.Thread | None = None
+        self._losses: list = []  # not looked at yet
+        self._standing.begin(self._flow, int(self.state.dense.step))
 
     def _programs_compiled(self):
         jitted: Any = (self._update, self._replay, self._append, self._validate, self._take)
@@ -170,106 +199,262 @@ class Pipeline:
     @property
     def step(self) -> int:
         """How many steps the state has seen."""
-        return self._first_step + self._flow.committed - self._flow.first
+        return self._standing.step
 
-    def run(self, batches: Iterable, hooks: Sequence[Callable] = ()) -> Iterator[tuple[TrainState, dict]]:
+    def run(
+        self, batches: Iterable, hooks: Sequence[Callable] = (), check_every_steps: int = 100
+    ) -> Generator[tuple[TrainState, dict], None, None]:
         """Trains on all batches.
 
         Args:
-          batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what is committed.
+          batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what is committed, and
+            copied. An iterator that an earlier run has left begins with what was taken from it and not trained.
           hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates.
+          check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
 
         Yields:
           (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of
           the update, and where rows are repaired 'stale_rows', whose last writer was not written when the gather
           began, and 'patched_rows', which were taken from the ring.
 
-        Errors:
-          Whatever a stage raised, with a note that names stage and batch. Batches committed before it are written.
+        Raises:
+          BrokenPipeline: rows were lost before.
+          FloatingPointError: a loss is not finite; names the step.
+          ValueError: a run goes on, of this or of another pipeline over the same tables; a batch that does not fit.
+            Whatever else a stage raised; all with a note that names stage and batch.
         """
-        if self._running is not None:
+        if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
-        self._running = self._iterate(batches, hooks)
-        return self._running
+        if not isinstance(check_every_steps, int) or check_every_steps < 1:
+            raise ValueError(f"check_every_steps={check_every_steps} must be a whole number from 1.")
+        if callable(hooks) or not all(map(callable, hooks)):
+            raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
+        self._refuse()
+        generator = self._iterate(self._streams.of(batches), hooks, check_every_steps)
+        self._running = weakref.ref(generator)
+        return generator
 
-    def _iterate(self, batches, hooks):
-        self._begin_run()
-        flow, compiled_before = self._flow, self._programs_compiled()
-        threads = [self._start("plan", self._plan_all, batches)]
-        threads += [self._start("load", self._load_all) for _ in range(self._loaders)]
-        threads += [self._start("fetch", self._fetch_all) for _ in range(self._fetchers)]
-        threads += [self._start("write back", self._write_all, writer) for writer in range(self._writers)]
+    def _iterate(self, stream, hooks, check_every_steps):
         try:
-            while (number := flow.wait_to_commit(self._lookahead)) is not None:
-                item = self._items[number]
-                try:
-                    metrics = self._commit(item)
-                    self.state = run_hooks(hooks, self.state, self.step, item.plan, metrics)
-                    self._begin_cut()
-                except Exception as error:
-                    error.add_note(self._where("commit", number))
-                    raise
+            self._begin_run(stream)
+            while (number := self._flow.wait_to_commit(self._lookahead)) is not None:
+                metrics = self._train(number, hooks, check_every_steps)
                 yield self.state, metrics
-        finally:
+            self._check_losses()
+        except GeneratorExit:
+            self._leave()
+            if self._within:  # `with` or `close` will tell; of an iterator that was dropped only Python itself can
+                return
+        except BaseException as error:
+            self._leave()
+            _note(error, self._take_untold())
+            raise
+        self._leave()
+        if failures := self._take_untold():
+            raise _first(failures)
+        self._warn_of_cuts()
+
+    def _begin_run(self, stream):
+        with uninterrupted():
+            self._refuse()
+            compiled, self._left = self._programs_compiled(), False
+            self._begin_flow()
+            self._stream, self._compiled_before = stream, compiled
+            stream.busy, self._threads = True, []
+            with _in_use_lock:
+                if _in_use.setdefault(id(self.tables.steps), self._flow) is not self._flow:
+                    raise ValueError("another pipeline has begun to run over these tables at the same time.")
+            self._start("plan", self._plan_all, stream)
+            for _ in range(self._loaders):
+                self._start("load", self._load_all)
+            for _ in range(self._fetchers):
+                self._start("fetch", self._fetch_all)
+            for writer in range(self._writers):
+                self._start("write back", self._write_all, writer)
+
+    def _train(self, number, hooks, check_every_steps):
+        if self._flow.paused:
+            raise ValueError("`exclusive` is not left yet: take the next batch after its block.")
+        item = self._items[number]
+        try:
+            metrics = self._commit(item)
+            state = run_hooks(hooks, self.state, self.step, item.plan, metrics)
+            if not isinstance(state, TrainState) or state.tables not in (self.state.tables, self.tables):
+                raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+            self.state = state._replace(tables=self.state.tables)
+            self._begin_cut()
+        except Exception as error:
+            error.add_note(self._where("commit", number))
+            raise
+        if "loss" in metrics:
+            self._losses.append(metrics["loss"])
+        if len(self._losses) >= check_every_steps:
+            self._check_losses()
+        return metrics
+
+    def _check_losses(self):
+        losses, self._losses = self._losses, []
+        check_finite(losses, self.step)
+
+    def _leave(self) -> None:
+        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm."""
+        flow = self._flow
+        with uninterrupted():
+            if self._left:
+                return
             flow.finish()
-            for thread in [*threads, self._cut_thread]:
-                if thread is not None:
+            if threading.current_thread() in self._threads:
+                return  # the collector has dropped the run in here: the next call waits for the threads
+            flow.wait_for_threads()
+            for thread in self._threads:
+                if not (flow.alive["plan"] and thread is self._threads[0]):
                     thread.join()
+            self._keep_untrained()
             if not flow.broken:
-                self._write_rest(self._ring)
-            self.compilations += self._programs_compiled() - compiled_before
-            self._running = None
-        flow.raise_failure()
+                self._write_all_rest()
+            with _in_use_lock:
+                if _in_use.get(id(self.tables.steps)) is flow:
+                    del _in_use[id(self.tables.steps)]
+            self.compilations += self._programs_compiled() - self._compiled_before
+            self._threads, self._left = [], True
+            self._untold += [failure for failure in (flow.lost, flow.unsaved, flow.failure) if failure is not None]
+            try:
+                self._check_losses()
+            except FloatingPointError as error:
+                self._untold.append(error)
+
+    def _keep_untrained(self):
+        """What was planned and not committed comes first if the iterator comes again."""
+        flow, stream = self._flow, self._stream
+        left = [self._items[number].batch for number in range(flow.committed, flow.planned)]
+        stream.waiting.extendleft(reversed(left))
+        stream.busy = stream.busy and bool(self._threads)  # if no thread could be started, none will say so
+        stream.rest()
+        self._stream, self._items = Stream(iter(())), {}
+
+    def _take_untold(self):
+        failures, self._untold = self._untold, []
+        return failures
+
+    def _write_all_rest(self):
+        try:
+            self._write_rest(self._ring)
+        except Exception as error:
+            error.add_note("in the last write of a run of the pipeline")
+            self._flow.fail_behind(error)
+        else:
+            self._standing.settle()
+            self.state = self.state._replace(tables=self.tables)
+
+    def _refuse(self):
+        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in other hands."""
+        if threading.current_thread() in self._threads:
+            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
+        if not self.running:
+            self._leave()
+        self._standing.refuse_broken()
+        if failures := self._take_untold():
+            raise _first(failures)
+        with _in_use_lock:
+            user = _in_use.get(id(self.tables.steps), self._flow)
+        if user is not self._flow:
+            raise ValueError(
+                "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
+            )
 
     @property
     def running(self) -> bool:
         """Whether a run has begun and not ended."""
-        return self._running is not None
+        generator = self._running()
+        return generator is not None and generator.gi_frame is not None
 
     def close(self) -> None:
-        """Ends a run: what is committed is written, what is not is dropped; no thread is left. Then one can go on."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """Ends a run: what is committed is written, what is not comes first when the same iterator is given to `run`.
+
+        Raises:
+          ValueError: in a hook, which leaves a run by an exception.
+          Whatever a stage raised, unless it was raised before.
+        """
+        if failures := self._end():
+            raise _first(failures)
+        self._warn_of_cuts()
+
+    def _end(self):
+        generator, self._within = self._running(), self._within + 1
+        try:
+            with uninterrupted():
+                if generator is not None and generator.gi_running:
+                    raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+                if generator is not None:
+                    generator.close()
+                self._leave()
+        finally:
+            self._within -= 1
+        return self._take_untold()
 
     def __enter__(self) -> "Pipeline":
+        self._within += 1
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.close()
+        self._within -= 1
+        if error is None:
+            self.close()
+        else:
+            _note(error, self._end())
 
     def drain(self) -> HostTables:
         """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
 
         Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid.
+
+        Raises:
+          BrokenPipeline: rows are lost.
+          Whatever the save of a cut has raised.
         """
+        self._refuse()
         self._flow.drain()
-        self._flow.raise_failure()
-        self._write_rest(self._ring)
+        self._standing.refuse_broken()
+        self._refuse_unsaved()
+        with uninterrupted():
+            if not self._left:  # else it was written, and others may have trained over the tables since
+                self._write_rest(self._ring)
+            self._standing.settle()
         return self.tables
+
+    def _refuse_unsaved(self):
+        if not self._left and self._flow.unsaved is not None:
+            raise self._flow.unsaved
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[HostTables]:
         """Gives the tables to the caller alone, to change them: drains, and afterwards gathers anew what was ahead.
 
         For the committing thread. What the ring and the last-writer table say of earlier batches is forgotten.
+
+        Raises:
+          As `drain`.
         """
+        if self._flow.paused:
+            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         self.drain()
-        if self._cut_thread is not None:  # it may still be saving
-            self._cut_thread.join()
-            self._flow.raise_failure()
-        self._flow.pause()
+        self._flow.wait_for_cut()  # it may still be saving
+        self._refuse_unsaved()
         try:
+            self._flow.pause()
+            self._standing.refuse_broken()
             yield self.tables
         finally:
-            self._flow.restart(self._void)
+            with uninterrupted():
+                self._standing.settle()
+                self._flow.restart(self._void)
 
     def _void(self):
         for item in self._items.values():
             item.rows = None
             item.source = written_since(item.source, item.number, self.window, self._flow.floor)
 
-    def cut(self, step: int, save: Callable[[TrainState], Any]) -> None:
+    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces a consistent state after a step, to be saved while training goes on.
 
         When the step is committed its dense state is copied; when its rows are written, `save` runs in a thread of
@@ -279,19 +464,37 @@ class Pipeline:
         Args:
           step: a step that is not committed yet.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
+          unreached: whether leaving a run warns that the step was not reached; it stays announced for the next run.
 
-        Errors:
-          ValueError: the step lies behind.
+        Raises:
+          ValueError: the step lies behind, or has a cut already.
+          BrokenPipeline: rows are lost.
+          Whatever the save of an earlier cut has raised.
         """
+        self._refuse()
+        self._refuse_unsaved()
+        if not isinstance(step, int | np.integer) or not callable(save):
+            raise ValueError(f"cut(step={step!r:.80}, save={save!r:.80}) wants a whole number and a function.")
+        if unreached not in ("warn", "ignore"):
+            raise ValueError(f"unreached={unreached!r} must be 'warn' or 'ignore'.")
         if step <= self.step:
             raise ValueError(f"step={step} is committed already ({self.step} are).")
-        self._cuts[step] = save
+        if step in self._cuts:
+            raise ValueError(f"a cut of step {step} is announced already: let one function save all that is wanted.")
+        self._cuts[step] = save, unreached
 
     def _begin_cut(self):
-        if (save := self._cuts.pop(self.step, None)) is not None:
-            number = self._flow.hold_writes()
-            copy = jax.tree.map(jnp.copy, (self.state.dense, self._ring if self._skip_writes else None))
-            self._cut_thread = self._start("cut", self._save_cut, number, *copy, save)
+        if self.step not in self._cuts:
+            return
+        number = self._flow.hold_writes()
+        with uninterrupted():
+            try:
+                copy = jax.tree.map(jnp.copy, (self.state.dense, self._ring if self._skip_writes else None))
+                self._threads = [*self._threads[:1], *(t for t in self._threads[1:] if t.is_alive())]
+                self._start("cut", self._save_cut, number, *copy, self._cuts.pop(self.step)[0])
+            except BaseException:
+                self._flow.release_writes()
+                raise
 
     def _save_cut(self, at, number, dense, ring, save):
         at[0] = number - 1
@@ -302,32 +505,55 @@ class Pipeline:
         finally:
             self._flow.release_writes()
 
+    def _warn_of_cuts(self):
+        steps = [step for step, (_, unreached) in self._cuts.items() if unreached == "warn"]
+        if steps and self._left:
+            warnings.warn(
+                f"cuts announced for steps {sorted(steps)} were not taken: the run was left at step {self.step}. Those "
+                "of later steps stay announced for the next run.",
+                stacklevel=3,
+            )
+
     # The stages. Each is the body of a thread but for the commit; at[0] is the batch in work.
 
-    def _plan_all(self, at, batches):
-        batches, flow = iter(batches), self._flow
-        while True:
-            number = at[0] = flow.planned
-            batch = next(batches, None)
-            if batch is None:
-                break
-            if not flow.wait_to_plan():
-                return
-            plans = plan(self.tables.spec, batch.ids, self._capacity)
-            self._capacity = capacity_of(plans)
-            source = self._last.sources(plans, number) if self._last else {}
-            with flow.changed:
-                if number - self.window < flow.floor:
-                    source = written_since(source, number, self.window, flow.floor)
-                keep = {}
-                if self._skip_writes:
-                    keep = {name: _used(p) for name, p in plans.items()}
-                    mark_rewritten(self._keep_of, source, number, self.window)
-                self._items[number] = _Item(number, batch, plans, source, keep)
-                flow.planned += 1
-                flow.changed.notify_all()
+    def _plan_all(self, at, stream):
+        flow = self._flow
+        try:
+            while flow.wait_to_plan():
+                at[0] = flow.planned
+                taken = _caught(stream.take)
+                if not flow.leave_stream():  # who was blocked in there may wake up in the middle of another run
+                    stream.give_back(taken)
+                    return
+                if isinstance(taken, BaseException):
+                    raise taken
+                if taken is END:
+                    flow.end_stream()
+                    return
+                self._plan(taken, at[0])
+        finally:
+            stream.busy = False
+
+    def _plan(self, batch, number):
+        flow = self._flow
+        if not isinstance(batch, Batch):
+            raise ValueError(
+                f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
+                "jaxrec.Batch(ids, dense, label, weight), not the pairs of `planned`."
+            )
+        plans = plan(self.tables.spec, batch.ids, self._capacity)
+        boundary.check_batch(self.tables.spec, plans, batch, self._mesh.size)
+        self._capacity = capacity_of(plans)
+        source = self._last.sources(plans, number) if self._last else {}
         with flow.changed:
-            flow.end = flow.planned
+            if number - self.window < flow.floor:
+                source = written_since(source, number, self.window, flow.floor)
+            keep = {}
+            if self._skip_writes:
+                keep = {name: _used(p) for name, p in plans.items()}
+                mark_rewritten(self._keep_of, source, number, self.window)
+            self._items[number] = _Item(number, batch, plans, source, keep)
+            flow.planned += 1
             flow.changed.notify_all()
 
     def _keep_of(self, number):
@@ -335,23 +561,33 @@ class Pipeline:
 
     def _load_all(self, at):
         while (claim := self._flow.claim()) is not None:
-            at[0] = claim[0]
-            self._load(self._items[claim[0]], *claim)
+            at[0], epoch = claim
+            item = self._items.get(at[0])  # None if the claim was void, and the batch is written by now
+            try:
+                if item is not None:
+                    self._load(item, at[0], epoch)
+            except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
+                self._fail(self._flow, "load", at[0], error, epoch)
 
     def _load(self, item, number, epoch):
         if item.inputs is None:
             item.inputs = self._send_counted((item.plan, item.batch), "inputs")
         watermark = self._flow.admit(number, epoch)
-        if watermark is not None:
+        if watermark is None:
+            return
+        try:
             rows = self._gather(item)
             since = max(watermark, self._flow.floor)
             stale = found(written_since(item.source, number, self.window, since))
+        except BaseException:
+            self._flow.tell_not_loaded()
+            raise
 
-            def store():
-                item.rows, item.watermark = rows, watermark
-                item.stale, item.patched = stale, found(item.source)
+        def store():
+            item.rows, item.watermark = rows, watermark
+            item.stale, item.patched = stale, found(item.source)
 
-            self._flow.tell_loaded(number, epoch, store)
+        self._flow.tell_loaded(number, epoch, store)
 
     def _gather(self, item):
         plans, place, floor = item.plan, {}, self._flow.floor
@@ -370,26 +606,40 @@ class Pipeline:
         """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
         (rows, source, place), (plans, batch) = item.rows, item.inputs
         self._check_shapes(item)
-        with _uninterrupted():
+        with uninterrupted():
             if self._repairs:
                 if place:
                     rows = self._take(rows, place)
                 self._fit_ring(item, rows)
                 rows, source = self._repair(item, rows, source)
-            dense, new, metrics = self._update(self.state.dense, rows, plans, batch)
-            self.state = TrainState(dense, self.tables)
-            if self._repairs:
-                unique = {name: p.unique for name, p in plans.items()}
-                self._ring = self._append(self._ring, unique, new, np.int32(item.number))
-                if self._last is None:  # the device has found what the gather could not see, and no more
-                    item.stale = item.patched = found(source)
-                metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
+            dense, new, metrics = self._updated(rows, plans, batch)
+            try:
+                if self._repairs:
+                    unique = {name: p.unique for name, p in plans.items()}
+                    self._ring = self._append(self._ring, unique, new, np.int32(item.number))
+                    if self._last is None:  # the device has found what the gather could not see, and no more
+                        item.stale = item.patched = found(source)
+                    metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
+            except BaseException as error:  # the old dense state is gone, and the rows of the new one are
+                self.state = self.state._replace(dense=dense)
+                self._flow.committed += 1
+                self._flow.fail_behind(error)
+                raise
+            self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
             item.back, item.rows, item.inputs = (item.plan, new), None, None
             with self._flow.changed:
                 self._flow.loaded.discard(item.number)
                 self._flow.committed += 1
                 self._flow.changed.notify_all()
         return metrics
+
+    def _updated(self, rows, plans, batch):
+        try:
+            return self._update(self.state.dense, rows, plans, batch)
+        except BaseException as error:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state.dense) if isinstance(leaf, jax.Array)):
+                self._flow.fail_behind(error)
+            raise
 
     def _repair(self, item, rows, source):
         if self._last is None:
@@ -430,8 +680,14 @@ class Pipeline:
         shards = range(writer, self.tables.spec.shards, self._writers)
         while (number := self._flow.wait_to_write(writer)) is not None:
             at[0] = number
-            self._write(self._items[number], shards)
+            try:
+                self._write(self._items[number], shards)
+            except BaseException:
+                if not self._standing.exact:  # `add` does not count: nobody knows how far it came
+                    self._standing.half.update(shards)
+                raise
             with self._flow.changed:
+                self._standing.mark(shards)
                 self._flow.mark_written(writer, number)
                 if min(self._flow.written) > number:
                     self._items.pop(number, None)
@@ -504,17 +760,29 @@ class Pipeline:
         self._checked.add(key)
 
     def _start(self, stage, body, *args):
+        flow = self._flow
+
         def guarded():
-            at = [self._flow.first]
+            at = [flow.first]
             try:
                 body(at, *args)
             except BaseException as error:
-                error.add_note(self._where(stage, at[0]))
-                self._flow.fail(error, rows_are_lost=stage in ("fetch", "write back"))
+                self._fail(flow, stage, at[0], error)
+            finally:
+                flow.leave(stage)
 
         thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
-        thread.start()
-        return thread
+        flow.start(stage, thread)
+        self._threads.append(thread)
+
+    def _fail(self, flow, stage, number, error, epoch=None):
+        error.add_note(self._where(stage, number))
+        if stage in ("plan", "load"):
+            flow.fail_ahead(number, error, epoch)
+        elif stage == "cut":
+            flow.fail_cut(error)
+        else:
+            flow.fail_behind(error)
 
     def _where(self, stage, number):
         return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
@@ -526,10 +794,13 @@ def _check_window(mode, window):
     fixed = {"sync": 0, "semisync": 1}
     if mode in fixed:
         if window not in (None, fixed[mode]):
-            raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}.")
+            raise ValueError(
+                f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}: leave `window` out, or "
+                "give it only where mode is 'oac' or 'async'."
+            )
         return fixed[mode]
     window = 8 if window is None else window
-    if window < 0:
+    if not isinstance(window, int) or window < 0:
         raise ValueError(f"window={window} must be 0 (one batch after the other) or more.")
     return window
 
@@ -560,17 +831,70 @@ def _used(p: Plan) -> np.ndarray:
     return np.arange(p.unique.shape[1]) < np.asarray(p.count)[:, None]
 
 
-@contextlib.contextmanager
-def _uninterrupted():
-    """Puts Ctrl-C off until a batch is committed as a whole; only the main thread gets it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = []
-    old = signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+def _caught(function):
+    """What a function returns, or what it raised."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-    if asked and callable(old):
-        old(*asked[0])
+        return function()
+    except BaseException as error:
+        return error
+
+
+def _first(failures):
+    """The first of some failures, which tells of the others."""
+    _note(failures[0], failures[1:])
+    return failures[0]
+
+
+def _note(error: BaseException, failures: Sequence[BaseException]) -> None:
+    """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in its context."""
+    for failure in failures:
+        if failure in (behind := _chain(error)):
+            continue
+        said = " ".join([f"{type(failure).__name__}: {failure!s:.300}", *getattr(failure, "__notes__", [])])
+        error.add_note(f"the pipeline had a failure of its own: {said}")
+        if error not in _chain(failure):
+            behind[-1].__context__ = failure
+
+
+def _chain(error):
+    """An error, what it was raised from, and so on."""
+    found = [error]
+    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
+        found.append(cause)
+    return found
+
+
+def _themselves(state):
+    """A state whose tables can be read, with the tables themselves."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    if not isinstance(state.tables, HostTables):
+        raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
+    boundary.check_not_donated(state)
+    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
+
+
+def _check_update(update):
+    try:
+        inspect.signature(update).bind(*["dense", "rows", "plan", "batch"])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"update={update!r:.200} must take (dense, rows, plan, batch): make it with `make_update`; a step from "
+            "`make_train_step` is for `fit`."
+        ) from None
+
+
+def _mesh_for(mesh, state, update):
+    """The one mesh of state, update and pipeline."""
+    placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
+    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
+    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
+    boundary.check_placement(state, mesh)
+    check_shards(state.tables.spec.shards, mesh)
+    theirs = getattr(update, "mesh", mesh)
+    if theirs != mesh:
+        raise ValueError(
+            f"the update was made for a mesh of {theirs.size} devices in {theirs.shape[AXES[0]]} replicas, but the "
+            f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
+        )
+    return mesh

@@ -1,0 +1,97 @@
+"""The stream of a run: the caller's iterator, and what was taken from it and not trained."""
+
+import collections
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jaxrec.boundary import own_batch
+from jaxrec.types import Batch
+
+END = object()  # what `take` returns when the stream has ended
+
+
+class _Raised(NamedTuple):
+    """What a stream raised when nobody listened any more, in its place among the batches."""
+
+    error: BaseException
+
+
+class Stream:
+    """One iterator of batches; what a run took from it and did not train comes first in the next run.
+
+    Args:
+      iterator: of Batch; `next` of it is called by one thread at a time, and may block.
+    """
+
+    def __init__(self, iterator: Iterator):
+        self.iterator: Any = iterator
+        self._weak = _weak(iterator)
+        self.waiting: collections.deque = collections.deque()
+        self.busy = False  # a planner has not ended yet
+
+    def take(self) -> Any:
+        """The next batch, with arrays of its own; END when there is none."""
+        taken = self.waiting.popleft() if self.waiting else next(self.iterator, END)
+        if isinstance(taken, _Raised):
+            raise taken.error
+        # A loader may fill the same arrays again for the next batch.
+        return own_batch(taken) if isinstance(taken, Batch) else taken
+
+    def give_back(self, taken: Any) -> None:
+        """What was taken and is not wanted any more: a batch, or an error that the stream raised."""
+        if taken is not END:
+            self.waiting.append(_Raised(taken) if isinstance(taken, BaseException) else taken)
+
+    def rest(self) -> None:
+        """No run uses the stream: what waits is kept as long as somebody else keeps the iterator."""
+        if self._weak is not None or not (self.waiting or self.busy):
+            self.iterator = None
+
+    def is_of(self, iterator: Iterator) -> bool:
+        """Whether it is the stream of this iterator; if so, it can be used again."""
+        if (self._weak() if self._weak is not None else self.iterator) is not iterator:
+            return False
+        self.iterator = iterator
+        return True
+
+    def forgotten(self) -> bool:
+        """Whether nobody can come back with the iterator."""
+        return self._weak is not None and self._weak() is None
+
+
+class Streams:
+    """The streams of a pipeline's runs that may come back: of iterators that live, and the last of those that do not
+    tell (of `map`, `zip`, a list)."""
+
+    def __init__(self):
+        self._known: list[Stream] = []
+
+    def of(self, batches: Iterable) -> Stream:
+        """The stream of an iterable; the one of before, if it is the same iterator again.
+
+        Raises:
+          ValueError: no iterable of batches; a planner that was left still waits inside the iterator.
+        """
+        if isinstance(batches, Batch):
+            raise ValueError("run wants an iterable of batches, and was given one Batch: run([batch]).")
+        try:
+            iterator = iter(batches)
+        except TypeError:
+            raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from None
+        stream = next((known for known in self._known if known.is_of(iterator)), None) or Stream(iterator)
+        if stream.busy:
+            raise ValueError(
+                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
+                "first (nothing of it is lost then), or give another one."
+            )
+        telling = [known for known in self._known if known._weak is not None and not known.forgotten()]
+        self._known = [*(known for known in telling if known is not stream), stream]
+        return stream
+
+
+def _weak(iterator):
+    try:
+        return weakref.ref(iterator)
+    except TypeError:
+        return None

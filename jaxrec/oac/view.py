@@ -1,0 +1,165 @@
+"""Where a pipeline's tables stand, and the tables that a yielded state carries: they refuse while they lag.
+
+Legend: S shards.
+"""
+
+import contextlib
+
+import numpy as np
+
+from jaxrec.embedding import HostTables
+
+
+class BrokenPipeline(RuntimeError):
+    """Rows that were committed are lost: the dense state and the tables stand at different steps for good.
+
+    Attributes:
+      dense_step: steps that the dense state has seen.
+      table_steps: for each shard the step at which it stands; None where it stands at none (a write that was cut
+        short, rows that were left for a later batch to write).
+    """
+
+    def __init__(self, dense_step: int, table_steps: list[int | None], why: BaseException):
+        where = {*table_steps}
+        if len(where) == 1:
+            tables = f"the tables {_at(table_steps[0])}"
+        else:
+            tables = "of the tables " + ", ".join(f"shard {s} {_at(step)}" for s, step in enumerate(table_steps))
+        super().__init__(
+            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state stands "
+            f"at step {dense_step}, {tables:.400}. Restore the last image, into `pipeline.tables` or new tables, and "
+            "make a new Pipeline."
+        )
+        self.dense_step, self.table_steps = dense_step, table_steps
+
+
+def _at(step):
+    return "at no step" if step is None else f"at step {step}"
+
+
+class Standing:
+    """Where the tables of a pipeline stand beside its dense state; views ask it, and it outlives the pipeline.
+
+    Args:
+      tables: HostTables themselves.
+      exact: whether each batch puts all its rows: then the tables' own counters say where a shard stands.
+      whole: whether all rows of a batch are written with it.
+    """
+
+    def __init__(self, tables: HostTables, exact: bool, whole: bool):
+        self.tables, self.exact, self.whole = tables, exact, whole
+
+    def begin(self, flow, step: int) -> None:
+        """A run begins, at a step at which the tables stand."""
+        self.flow, self.first_step = flow, step
+        self.half: set[int] = set()  # shards that a write was cut short in
+        self.puts = self.tables.steps[:, 1].copy()  # of each shard, when its last batch was written
+        self.settled = step  # where tables and dense state stood together last
+
+    @property
+    def step(self) -> int:
+        """How many steps the dense state has seen."""
+        return self.first_step + self.flow.committed - self.flow.first
+
+    def settle(self) -> None:
+        """The tables stand where the dense state does."""
+        self.settled, self.puts = self.step, self.tables.steps[:, 1].copy()
+
+    def mark(self, shards) -> None:
+        """A writer has written its shards of a batch."""
+        self.puts[shards] = self.tables.steps[shards, 1]
+
+    def refuse_broken(self) -> None:
+        """Raises BrokenPipeline, from what broke it, if rows were lost."""
+        if self.flow.lost is not None:
+            raise BrokenPipeline(self.step, self.table_steps(), self.flow.lost) from self.flow.lost
+
+    def table_steps(self) -> list[int | None]:
+        """For each shard the step at which it stands."""
+        flow, puts = self.flow, self.tables.steps
+        steps: list[int | None] = []
+        for shard in range(len(puts)):
+            written = self.first_step + flow.written[shard % len(flow.written)] - flow.first
+            torn = shard in self.half or puts[shard, 0] != puts[shard, 1] or not self.whole
+            ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0  # a writer failed behind this shard
+            steps.append(None if torn else written + ahead)
+        return steps
+
+    def refuse_lag(self, step: int) -> None:
+        """Raises if tables of a state of this step cannot be read.
+
+        Raises:
+          BrokenPipeline: rows are lost.
+          ValueError: the tables lag behind the state, or are ahead of it.
+        """
+        self.refuse_broken()
+        if step == self.settled:
+            return
+        if step != self.step:
+            raise ValueError(
+                f"these tables stood at step {step}, and the pipeline is at step {self.step}: use the newest state, "
+                "and call pipeline.drain() before reading, evaluating or saving."
+            )
+        lag = max(1, self.flow.committed - self.flow.watermark())
+        raise ValueError(
+            f"these tables lag {lag} batch{'es' * (lag > 1)} behind the dense state: call pipeline.drain() before "
+            "reading, evaluating or saving. (`exclusive`, a cut's save and what `drain` returns have the tables "
+            "themselves.)"
+        )
+
+
+class LaggingTables(HostTables):
+    """The tables of a state that a pipeline yields: rows can be reached only while they are those of the state.
+
+    Args:
+      standing: of the pipeline.
+      step: of the state.
+    """
+
+    _standing: Standing
+    _step: int
+
+    def __init__(self, standing: Standing, step: int):
+        tables = standing.tables
+        self.__dict__.update(  # the class is frozen, and `shards` and `directory` are guarded
+            spec=tables.spec, layout=tables.layout, steps=tables.steps, _standing=standing, _step=step
+        )
+
+    def themselves(self) -> HostTables:
+        """The tables without a guard; refused while they lag."""
+        self._standing.refuse_lag(self._step)
+        return self._standing.tables
+
+    @property
+    def shards(self):
+        """As those of the tables themselves."""
+        return self.themselves().shards
+
+    @property
+    def directory(self):
+        """As that of the tables themselves: who attaches the files reads them."""
+        return self.themselves().directory
+
+    def read(self, plans):
+        """As the tables themselves, like all that follows."""
+        return self.themselves().read(plans)
+
+    def put(self, plans, rows, shards=None):
+        self.themselves().put(plans, rows, shards)
+        return self
+
+    def add(self, plans, rows, old, shards=None):
+        self.themselves().add(plans, rows, old, shards)
+        return self
+
+    @contextlib.contextmanager
+    def overwriting(self, shards=None, step=None):
+        with self.themselves().overwriting(shards, step):
+            yield self
+
+    def __repr__(self) -> str:
+        return f"LaggingTables(of the state of step {self._step})"
+
+    def __reduce__(self):
+        tables = self.themselves()
+        return HostTables, (tables.spec, tables.layout, tables.shards, tables.directory, np.array(tables.steps))
