@@ -1,19 +1,29 @@
 """OAC's exits: however a run is left, its threads end, what is committed is written, and no failure is swallowed."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from test_oac import SPEC, Broken, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+from test_oac import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
 from jaxrec.checkpoint import snapshot
 from jaxrec.embedding import HostTables
-from jaxrec.oac import Pipeline
+from jaxrec.loop import planned
+from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec.oac.flow import Flow
 
 WINDOW = 3
 REGIMES = [
@@ -106,7 +116,6 @@ def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
 
 def refuses_everything(pipeline, dense_step, table_steps):
     """A broken pipeline says where it stands, whatever is asked of it."""
-    from jaxrec.oac import BrokenPipeline
 
     def enter():
         with pipeline.exclusive():
@@ -354,3 +363,266 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
                     seen[0].tables.read({})
         assert equal(frozen(last), states[12]) and equal(frozen(pipeline.state), states[12])
     assert len(seen) == 1
+
+
+# ---- O3, O12: waits end, claims that have become void are let go
+
+
+def test_a_transfer_that_fails_while_exclusive_waits_is_told():
+    """`exclusive` waits until nobody gathers, and the one who gathers fails."""
+    gathering, pausing = threading.Event(), threading.Event()
+
+    class Telling(Flow):
+        def pause(self):
+            pausing.set()
+            super().pause()
+
+    def send(tree, placement):
+        if isinstance(tree, tuple) and len(tree) == 3 and next(calls) == 5:  # the rows of a batch
+            gathering.set()
+            assert pausing.wait(60)
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    def change(state, step, plan, metrics):
+        if step == 3:
+            assert gathering.wait(60)
+            with pipeline.exclusive():
+                pass
+        return state
+
+    calls, batches = itertools.count(), make_batches(12)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, loaders=1)
+    pipeline.flow_type = Telling
+    with pytest.raises(Broken) as raised, pipeline:
+        for _ in pipeline.run(batches, [change]):
+            pass
+    assert "in stage 'load' of the pipeline, batch 5" in all_notes(raised.value)
+    assert equal(pipeline.state, states_of(batches)[5])
+
+
+def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets_it_go():
+    claimed, go = threading.Event(), threading.Event()
+
+    class Sleepy(Flow):
+        def claim(self):
+            found = super().claim()
+            if found and found[0] - self.first == 6 and not claimed.is_set():
+                claimed.set()
+                assert go.wait(60)
+            return found
+
+    def hook(state, step, plan, metrics):
+        if step == 2:
+            assert claimed.wait(60)
+            with pipeline.exclusive():
+                pass
+        if step == 14:
+            go.set()
+        return state
+
+    batches = make_batches(20)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, loaders=2)
+    pipeline.flow_type = Sleepy
+    with pipeline:
+        for _ in pipeline.run(batches, [hook]):
+            pass
+    assert equal(pipeline.state, states_of(batches)[20])
+
+
+# ---- O8: a loader that fills the same arrays again
+
+
+def reusing(batches):
+    buffer = jax.tree.map(np.copy, batches[0])
+    for batch in batches:
+        jax.tree.map(np.copyto, buffer, batch)
+        yield buffer
+    jax.tree.map(lambda leaf: leaf.fill(1), buffer)
+
+
+def test_a_loader_that_fills_the_same_arrays_again_trains_what_it_yielded():
+    batches = make_batches(12)
+    with Pipeline(make_state(), update_of(SPEC), window=5) as pipeline:
+        for _ in pipeline.run(reusing(batches)):
+            pass
+    assert equal(pipeline.state, states_of(batches)[12])
+    for (batch, plans), wanted in zip(planned(SPEC, reusing(batches)), batches, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, wanted)
+        np.testing.assert_array_equal(plans["width_1"].unique, jaxrec.plan(SPEC, wanted.ids)["width_1"].unique)
+
+
+# ---- O13: one run at a time over one set of tables
+
+
+def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused():
+    batches, state = make_batches(12), make_state()
+    first = Pipeline(state, update_of(SPEC), window=WINDOW)
+    other = make_state()._replace(tables=dataclasses.replace(state.tables))  # the same arrays
+    second = Pipeline(other, update_of(SPEC), window=WINDOW)
+    running = first.run(batches[:6])
+    next(running)
+    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive().__enter__()):
+        with pytest.raises(ValueError, match="another pipeline is running over these tables"):
+            ask()
+    for _ in running:
+        pass
+    assert len(list(second.run(batches))) == 12  # a turn each
+    dropped = first.run(batches[:6])
+    next(dropped)
+    del dropped, first
+    gc.collect()
+    assert len(list(second.run(batches))) == 12 and no_threads_left()
+    broken = Pipeline(make_state()._replace(tables=state.tables), update_of(SPEC), fetch=Failing(0, to_host))
+    with pytest.raises(Broken):
+        list(broken.run(batches))
+    assert len(list(second.run(batches))) == 12  # whoever says so may go on over what is left
+
+
+# ---- cuts
+
+
+@pytest.mark.parametrize("ask", ["leave", "cut", "exclusive", "drain"])
+def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(ask):
+    batches, failed = make_batches(16), threading.Event()
+
+    def save(state):
+        failed.set()
+        raise Broken
+
+    def hook(state, step, plan, metrics):
+        if step == 6 and ask != "leave":
+            assert failed.wait(60)
+            if ask == "cut":
+                pipeline.cut(9, save)
+            elif ask == "drain":
+                pipeline.drain()
+            with pipeline.exclusive():
+                pass
+        return state
+
+    stream = iter(batches)
+    with pytest.raises(Broken) as raised, Pipeline(make_state(), update_of(SPEC), window=8) as pipeline:
+        pipeline.cut(4, save)
+        for number, _ in enumerate(pipeline.run(stream, [hook]), 1):
+            if number == 6 and ask == "leave":
+                break
+    assert "in stage 'cut' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
+    assert equal(pipeline.state, states_of(batches)[pipeline.step]) and pipeline.step <= 6
+    with pipeline:
+        for _ in pipeline.run(stream):
+            pass
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
+def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
+    batches, saved = make_batches(12), []
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    pipeline.cut(9, lambda state: saved.append(int(state.dense.step)))
+    pipeline.cut(99, saved.append, unreached="ignore")
+    with pytest.warns(UserWarning, match=r"cuts announced for steps \[9\] were not taken: the run was left at step 5"):
+        list(pipeline.run(batches[:5]))
+    assert not saved
+    list(pipeline.run(batches[5:]))
+    assert saved == [9]
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("every", [5, 100])
+def test_a_loss_that_is_not_finite_is_told_with_its_step(every):
+    batches = make_batches(12)
+    batches[6].label[0] = np.nan
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 7"), pipeline:
+        for _ in pipeline.run(batches, check_every_steps=every):
+            pass
+    assert int(pipeline.state.dense.step) == {5: 10, 100: 12}[every] and no_threads_left()
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    with pytest.raises(FloatingPointError, match="at step 7"), pipeline:
+        for number, _ in enumerate(pipeline.run(batches), 1):
+            if number == 8:
+                break
+
+
+# ---- the collector, interrupts
+
+
+def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
+    pipeline, batches = Pipeline(make_state(), update_of(SPEC), window=WINDOW), make_batches(12)
+    cycle = {"run": pipeline.run(batches)}
+    cycle["itself"] = cycle
+    next(cycle["run"])
+    assert pipeline.running and not no_threads_left()
+    del cycle
+    gc.collect()
+    assert not pipeline.running and no_threads_left()
+    assert equal(pipeline.state, states_of(batches)[1])
+
+
+@pytest.mark.parametrize("place", ["drain", "exclusive", "cut", "commit", "leave"])
+def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, ctrl_c):
+    """A real signal, sent when the thread is in the wait, which the same thread then ends by leaving."""
+    batches, go = make_batches(12), threading.Event()
+
+    def interrupt_when(waiting):
+        def watch():
+            assert waiting.wait(60)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            go.set()
+
+        threading.Thread(target=watch).start()
+
+    waiting = threading.Event()
+
+    class Telling(Flow):
+        def _wait(self, ready):
+            if not ready() and self.committed - self.first == 5 and name_of_caller() in wanted:
+                waiting.set()
+            super()._wait(ready)
+
+    wanted = {"drain": "drain", "exclusive": "drain", "cut": "hold_writes", "commit": "wait_to_commit"}
+    wanted = {wanted.get(place, "wait_for_threads")}
+
+    def fetch(tree):
+        if next(fetches) == 4:
+            assert go.wait(60)
+        return to_host(tree)
+
+    def hook(state, step, plan, metrics):
+        if step == 5 and place == "drain":
+            pipeline.drain()
+        if step == 5 and place == "exclusive":
+            with pipeline.exclusive():
+                pass
+        return state
+
+    fetches, options = itertools.count(), {"window": 0} if place == "commit" else {"window": WINDOW}
+    pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, **options)
+    pipeline.flow_type = Telling
+    if place == "cut":
+        pipeline.cut(4, lambda state: go.wait(60))
+        pipeline.cut(5, print, unreached="ignore")
+    interrupt_when(waiting)
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for number, _ in enumerate(pipeline.run(batches, [hook]), 1):
+            if number == 5 and place == "leave":
+                break
+    assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def name_of_caller():
+    return sys._getframe(2).f_code.co_name
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
+    """Real signals to a process of its own, at random instants, one or several at a time."""
+    command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "100" if seed else "12"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["interrupted"] >= counts["rounds"] // 4 and counts["wrong"] == 0, counts

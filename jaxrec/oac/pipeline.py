@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import signal
 import threading
 import warnings
 import weakref
@@ -175,6 +176,7 @@ class Pipeline:
         self._running: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
         self._untold: list[BaseException] = []
+        self._interrupted = False  # by Ctrl-C, while a finalizer left the run
         self._streams, self._stream = Streams(), Stream(iter(()))
         self._threads: list[threading.Thread] = []
         adds = mode in ("async", "semisync")
@@ -241,9 +243,9 @@ class Pipeline:
                 metrics = self._train(number, hooks, check_every_steps)
                 yield self.state, metrics
             self._check_losses()
-        except GeneratorExit:
-            self._leave()
-            if self._within:  # `with` or `close` will tell; of an iterator that was dropped only Python itself can
+        except GeneratorExit:  # perhaps from a finalizer, in which Python drops whatever is raised
+            self._leave(postpone=self._within > 0)
+            if self._within:  # `with` or `close` will tell
                 return
         except BaseException as error:
             self._leave()
@@ -296,10 +298,10 @@ class Pipeline:
         losses, self._losses = self._losses, []
         check_finite(losses, self.step)
 
-    def _leave(self) -> None:
+    def _leave(self, postpone: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm."""
         flow = self._flow
-        with uninterrupted():
+        with uninterrupted() as asked:
             if self._left:
                 return
             flow.finish()
@@ -322,6 +324,9 @@ class Pipeline:
                 self._check_losses()
             except FloatingPointError as error:
                 self._untold.append(error)
+            if postpone and asked:
+                self._interrupted = True
+                asked.clear()
 
     def _keep_untrained(self):
         """What was planned and not committed comes first if the iterator comes again."""
@@ -382,12 +387,15 @@ class Pipeline:
     def _end(self):
         generator, self._within = self._running(), self._within + 1
         try:
-            with uninterrupted():
+            with uninterrupted() as asked:
                 if generator is not None and generator.gi_running:
                     raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
                 if generator is not None:
                     generator.close()
                 self._leave()
+                if self._interrupted:
+                    self._interrupted = False
+                    asked.append(signal.SIGINT)
         finally:
             self._within -= 1
         return self._take_untold()
@@ -398,10 +406,17 @@ class Pipeline:
 
     def __exit__(self, kind, error, trace) -> None:
         self._within -= 1
-        if error is None:
-            self.close()
+        try:
+            failures = self._end()
+        except KeyboardInterrupt as interrupt:
+            _note(interrupt, self._take_untold())
+            raise
+        if error is not None:
+            _note(error, failures)
+        elif failures:
+            raise _first(failures)
         else:
-            _note(error, self._end())
+            self._warn_of_cuts()
 
     def drain(self) -> HostTables:
         """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
@@ -605,8 +620,8 @@ class Pipeline:
     def _commit(self, item):
         """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
         (rows, source, place), (plans, batch) = item.rows, item.inputs
-        self._check_shapes(item)
         with uninterrupted():
+            self._check_shapes(item)
             if self._repairs:
                 if place:
                     rows = self._take(rows, place)
@@ -772,8 +787,12 @@ class Pipeline:
                 flow.leave(stage)
 
         thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
-        flow.start(stage, thread)
-        self._threads.append(thread)
+        self._threads.append(thread)  # before it can ask whether it is one of them
+        try:
+            flow.start(stage, thread)
+        except BaseException:
+            self._threads.remove(thread)
+            raise
 
     def _fail(self, flow, stage, number, error, epoch=None):
         error.add_note(self._where(stage, number))

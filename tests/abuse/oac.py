@@ -1,0 +1,481 @@
+"""A pipeline in wrong hands: arguments, streams, hooks, states that lag, calls at the wrong time, parts that fail."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxrec
+from abuse import situation
+from jaxrec.checkpoint import Checkpointer
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.loop import fit, planned
+from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec.types import Batch, TrainState
+
+SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
+ROWS, DENSE = adagrad(0.1), optax.sgd(0.01)
+DRAIN = r"call pipeline.drain\(\) before reading, evaluating or saving"
+
+
+def predict(params, activations, batch):
+    return jnp.sum(activations["pair"].prod(axis=1), axis=-1) + params["bias"]
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
+
+
+def two_devices(replicas=1):
+    return jaxrec.make_mesh(replicas, jax.devices()[:2])
+
+
+@functools.cache  # one compiled program for all situations
+def update_of(mesh=None):
+    return jaxrec.make_update(SPEC, loss, DENSE, ROWS, mesh)
+
+
+def state_of(mesh=None, home=HostTables.create):
+    return jaxrec.init_state({"bias": np.zeros((), np.float32)}, DENSE, home(SPEC, ROWS), mesh)
+
+
+def pipeline_of(state=None, **options):
+    return Pipeline(state or state_of(), update_of(), **({"window": 2} | options))
+
+
+def batches_of(number=6, **changes):
+    """Batches; the fourth has `changes`."""
+    found = []
+    for seed in range(number):
+        rng = np.random.default_rng(seed)
+        ids = {"pair": rng.integers(0, [40, 9], (8, 2)).astype(np.int32)}
+        label = (rng.random(8) < 0.5).astype(np.float32)
+        batch = Batch(ids, np.zeros((8, 0), np.float32), label, np.ones(8, np.float32))
+        found.append(batch._replace(**changes) if seed == 3 else batch)
+    return found
+
+
+def train(pipeline=None, batches=None, hook=None, steps=6):
+    """One run; however it ends, no thread is left, and the tables stand where they should."""
+    pipeline = pipeline or pipeline_of()
+    try:
+        with pipeline:
+            for _ in pipeline.run(batches_of() if batches is None else batches, [hook] if hook else []):
+                pass
+    finally:
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
+    return pipeline
+
+
+def at_step(step, act):
+    """A hook that does something after one step."""
+
+    def hook(state, number, plan, metrics):
+        if number == step:
+            act(state)
+        return state
+
+    return hook
+
+
+def look_at(act):
+    """Trains, and does something with the state after the second step, which lags."""
+    train(hook=at_step(2, act), steps=2)
+
+
+# ---- what it is made of
+
+
+@situation("sync with a window", ValueError, "window=4 does not fit mode='sync', whose window is 0: leave `window` out")
+def _(directory):
+    pipeline_of(mode="sync", window=4)
+
+
+@situation("a window that is no whole number", ValueError, "window=2.5 must be 0")
+def _(directory):
+    pipeline_of(window=2.5)
+
+
+@situation("no loader", ValueError, "loaders=0 must be a whole number from 1")
+def _(directory):
+    pipeline_of(loaders=0)
+
+
+@situation("device tables", ValueError, "Pipeline is for HostTables.*make_train_step")
+def _(directory):
+    pipeline_of(state_of(home=DeviceTables.create))
+
+
+@situation("tables in place of a state", ValueError, "state is a HostTables, but a TrainState")
+def _(directory):
+    pipeline_of(HostTables.create(SPEC, ROWS))
+
+
+@situation("a state that was donated", ValueError, "was donated to an earlier step")
+def _(directory):
+    state = state_of()
+    train(pipeline_of(state))
+    pipeline_of(state)
+
+
+@situation("a train step in place of an update", ValueError, "must take .dense, rows, plan, batch.: make it with")
+def _(directory):
+    Pipeline(state_of(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
+
+
+@situation("a mesh that is not the state's", ValueError, "the dense state lies on 1 devices.*give one mesh")
+def _(directory):
+    Pipeline(state_of(), update_of(two_devices()), mesh=two_devices())
+
+
+@situation("an update for another mesh than the state's", ValueError, "made for a mesh of 1 devices.*lies on 2")
+def _(directory):
+    Pipeline(state_of(two_devices()), update_of())
+
+
+@situation("an update for one replica, a state of two", ValueError, "in 1 replicas, but the state lies on 2 in 2")
+def _(directory):
+    Pipeline(state_of(two_devices(2)), update_of())
+
+
+@situation("no mesh given: it is that of the state")
+def _(directory):
+    mesh = two_devices()
+    train(Pipeline(state_of(mesh), update_of(mesh), window=2))
+
+
+# ---- the stream
+
+
+@situation("pairs of `planned` in place of batches", ValueError, "makes the plans itself .* but got a tuple")
+def _(directory):
+    train(batches=planned(SPEC, batches_of()), steps=0)
+
+
+@situation("one batch in place of several", ValueError, r"one Batch: run\(\[batch\]\)")
+def _(directory):
+    train(batches=batches_of()[0], steps=0)
+
+
+@situation("no iterable", ValueError, "wants an iterable of Batch, and was given a int")
+def _(directory):
+    train(batches=5, steps=0)
+
+
+@situation("a None among the batches", ValueError, "but got a NoneType")
+def _(directory):
+    train(batches=[*batches_of(4), None, *batches_of()], steps=4)
+
+
+@situation("a stream without batches")
+def _(directory):
+    train(batches=[], steps=0)
+
+
+@situation("a negative weight", ValueError, r"weight\[2\] is -1.0")
+def _(directory):
+    weight = np.ones(8, np.float32)
+    weight[2] = -1
+    train(batches=batches_of(weight=weight), steps=3)
+
+
+@situation("an id outside its table", ValueError, "ids of lookups .* are outside their tables")
+def _(directory):
+    train(batches=batches_of(ids={"pair": np.full((8, 2), 20, np.int32)}), steps=3)
+
+
+@situation("labels of another number of examples", ValueError, "label has shape .7,., but the weights are of 8")
+def _(directory):
+    train(batches=batches_of(label=np.ones(7, np.float32)), steps=3)
+
+
+@situation("a batch of text", ValueError, "dense is a array of <U1.*an array of numbers is wanted")
+def _(directory):
+    train(batches=batches_of(dense=np.full((8, 1), "x")), steps=3)
+
+
+@situation("a stream that raises KeyboardInterrupt in its thread", KeyboardInterrupt, "^of the stream")
+def _(directory):
+    def stream():
+        yield from batches_of()
+        raise KeyboardInterrupt("of the stream")
+
+    train(batches=stream())
+
+
+@situation("a stream that is closed by its owner meanwhile")
+def _(directory):
+    stream = (batch for batch in batches_of())
+    pipeline = pipeline_of()
+    running = pipeline.run(stream)
+    next(running)
+    del running
+    stream.close()  # what was taken before is trained
+    list(pipeline.run(stream))
+    assert 1 < pipeline.step <= 6 and pipeline.tables.step == pipeline.step
+
+
+# ---- hooks, and calls at the wrong time
+
+
+@situation("a hook in place of a list of hooks", ValueError, r"hooks=\[hook\]")
+def _(directory):
+    pipeline_of().run(batches_of(), at_step(1, print))
+
+
+@situation("a hook that returns nothing", ValueError, "returned None")
+def _(directory):
+    train(hook=lambda *args: None, steps=1)
+
+
+@situation("a hook that returns other tables", ValueError, r"other tables: change rows in pipeline.exclusive\(\)")
+def _(directory):
+    train(hook=lambda state, *args: state._replace(tables=HostTables.create(SPEC, ROWS)), steps=1)
+
+
+@situation("losses checked every 0 steps", ValueError, "check_every_steps=0 must be a whole number from 1")
+def _(directory):
+    pipeline_of().run(batches_of(), check_every_steps=0)
+
+
+@situation("a run within a run", ValueError, "this pipeline is running")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.run(batches_of())), steps=2)
+
+
+@situation("close in a hook", ValueError, "close was called within the run, by a hook: raise an exception")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.close()), steps=2)
+
+
+@situation("drain in the save of a cut", ValueError, "a thread of the pipeline cannot wait for it")
+def _(directory):
+    pipeline = pipeline_of(window=8)
+    pipeline.cut(6, lambda state: pipeline.drain())
+    train(pipeline)
+
+
+@situation("exclusive within exclusive", ValueError, "the tables are yours already")
+def _(directory):
+    pipeline = pipeline_of()
+
+    def change(state):
+        with pipeline.exclusive(), pipeline.exclusive():
+            pass
+
+    train(pipeline, hook=at_step(2, change), steps=2)
+
+
+@situation("the next batch within exclusive", ValueError, "take the next batch after its block")
+def _(directory):
+    pipeline = pipeline_of(window=8)
+    with pipeline:
+        running = pipeline.run(batches_of())
+        next(running)
+        with pipeline.exclusive():
+            next(running)
+
+
+@situation("a cut of a step that is over", ValueError, "step=2 is committed already")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(3, lambda state: pipeline.cut(2, print)), steps=3)
+
+
+@situation("two cuts of one step", ValueError, "a cut of step 4 is announced already")
+def _(directory):
+    pipeline = pipeline_of()
+    pipeline.cut(4, print)
+    pipeline.cut(4, print)
+
+
+@situation("a cut without a function", ValueError, r"wants a whole number and a function")
+def _(directory):
+    pipeline_of().cut(4, None)
+
+
+@situation("drain, exclusive and close outside of a run")
+def _(directory):
+    pipeline = pipeline_of()
+    for _ in range(2):
+        assert pipeline.drain() is pipeline.tables
+        with pipeline.exclusive() as tables:
+            tables.reset_shard("width_4", 0)
+        pipeline.close()
+        list(pipeline.run(batches_of()))
+    assert pipeline.step == 12
+
+
+@situation("an iterator that nobody ever asks")
+def _(directory):
+    pipeline = pipeline_of()
+    pipeline.run(batches_of())
+    train(pipeline)
+
+
+@situation("two runs over the same tables at a time", ValueError, "another pipeline is running over these tables")
+def _(directory):
+    first, batches = pipeline_of(), batches_of()
+    second = pipeline_of(state_of()._replace(tables=first.tables))
+    train(first, hook=at_step(2, lambda state: next(second.run(batches))), steps=2)
+
+
+# ---- states that lag
+
+
+@situation("evaluating a state that lags", ValueError, f"lag [1-3] batch.*{DRAIN}")
+def _(directory):
+    step, batch = jaxrec.make_eval_step(SPEC, predict), batches_of()[0]
+    look_at(lambda state: step(state, jaxrec.plan(SPEC, batch.ids), batch))
+
+
+@situation("training a state that lags", ValueError, DRAIN)
+def _(directory):
+    step = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
+    look_at(lambda state: fit(state, planned(SPEC, batches_of()), step))
+
+
+@situation("saving a state that lags", ValueError, DRAIN)
+def _(directory):
+    with Checkpointer(directory, SPEC) as saver:
+        look_at(saver.save)
+
+
+@situation("copying a state that lags", ValueError, DRAIN)
+def _(directory):
+    look_at(lambda state: copy.deepcopy(state.tables))
+
+
+@situation("pickling a state that lags", ValueError, DRAIN)
+def _(directory):
+    look_at(lambda state: pickle.dumps(state.tables))
+
+
+@situation("resetting a shard of a state that lags", ValueError, DRAIN)
+def _(directory):
+    look_at(lambda state: state.tables.reset_shard("width_4", 0))
+
+
+@situation("replacing a part of tables that lag", ValueError, DRAIN)
+def _(directory):
+    look_at(lambda state: dataclasses.replace(state.tables, spec=SPEC))
+
+
+@situation("a pipeline over a state that lags", ValueError, DRAIN)
+def _(directory):
+    look_at(pipeline_of)
+
+
+@situation("the tables of an earlier state", ValueError, "stood at step 2, and the pipeline is at step 6")
+def _(directory):
+    kept = []
+    train(hook=at_step(2, kept.append))
+    kept[0].tables.read({})
+
+
+@situation("looking at a state that lags, which reads nothing")
+def _(directory):
+    look = lambda state: (repr(state), state.tables.spec, state.tables.layout, isinstance(state.tables, HostTables))
+    train(hook=at_step(2, look))
+
+
+@situation("a drained state is copied, pickled and trained on")
+def _(directory):
+    pipeline, kept = pipeline_of(), []
+
+    def keep(state):
+        pipeline.drain()
+        kept.extend([copy.deepcopy(state.tables), pickle.loads(pickle.dumps(state.tables)), state])
+
+    train(pipeline, hook=at_step(6, keep))
+    for tables in kept[:2]:
+        jax.tree.map(np.testing.assert_array_equal, tables.shards, pipeline.tables.shards)
+        assert tables.step == 6
+    fit(pipeline.state, planned(SPEC, batches_of()), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
+
+
+# ---- parts that fail
+
+
+def broken_pipeline():
+    """One whose first batches are lost."""
+
+    def fetch(tree):
+        raise OSError("the link is down")
+
+    pipeline = pipeline_of(fetch=fetch)
+    try:
+        list(pipeline.run(batches_of()))
+    except OSError:
+        return pipeline
+    raise AssertionError("the failure was swallowed")
+
+
+@situation("a run of a broken pipeline", BrokenPipeline, r"OSError: the link is down.*step [1-3], the tables at step 0")
+def _(directory):
+    broken_pipeline().run(batches_of())
+
+
+@situation("a pipeline over a broken one's state", BrokenPipeline, "into `pipeline.tables` or new tables")
+def _(directory):
+    pipeline_of(broken_pipeline().state)
+
+
+@situation("a new pipeline over a broken one's tables, as its error says")
+def _(directory):
+    tables = broken_pipeline().tables
+    assert tables.step == 0
+    train(pipeline_of(state_of()._replace(tables=tables)))
+
+
+@situation("a fetch that gives other shapes", ValueError, "read, update and put with one plan")
+def _(directory):
+    fetch = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf)[:, :-1], tree)
+    pipeline = pipeline_of(fetch=fetch)
+    try:
+        list(pipeline.run(batches_of()))
+    finally:
+        assert pipeline.tables.step == 0
+
+
+@situation("a send that exits", SystemExit, "3")
+def _(directory):
+    def send(*args):
+        raise SystemExit(3)
+
+    train(pipeline_of(send=send), steps=0)
+
+
+@situation("an update that raises once, and a run that goes on", None)
+def _(directory):
+    failing = [False, False, True]
+
+    def update(*args):  # traced for its shapes, traced to be compiled
+        if failing and failing.pop(0):
+            raise ZeroDivisionError
+        return update_of()(*args)
+
+    pipeline = Pipeline(state_of(), update, window=2)
+    stream = iter([*batches_of(3), *[grown(batch) for batch in batches_of(3)]])
+    try:
+        list(pipeline.run(stream))
+    except ZeroDivisionError:
+        assert pipeline.step == 3 == pipeline.tables.step
+    else:
+        raise AssertionError("the update was not traced again")
+    list(pipeline.run(stream))
+    assert isinstance(pipeline.state, TrainState) and pipeline.step == 6 == pipeline.tables.step
+
+
+def grown(batch):
+    """A batch of twice the size: another program."""
+    return jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch)

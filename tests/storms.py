@@ -1,0 +1,106 @@
+"""A process that trains through a pipeline while signals come at random: prints how often it was interrupted.
+
+python storms.py SEED ROUNDS
+"""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+
+from test_oac import SPEC, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+
+from jaxrec.oac import Pipeline
+
+BATCHES = make_batches(20)
+OPTIONS = [
+    {"window": 3},
+    {"window": 3, "loaders": 3, "writers": 2},
+    {"mode": "sync"},
+    {"window": 4, "skip_stale_reads": True, "skip_rewritten": True},
+]
+
+
+def shoot(delays):
+    """Sends a signal to this process after each delay."""
+    for delay in delays:
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def train(pipeline, stream):
+    """All batches that are left, with some of everything on the way."""
+
+    def hook(state, step, plan, metrics):
+        if step % 5 == 0:
+            pipeline.drain()
+        if step % 7 == 0:
+            with pipeline.exclusive():
+                pass
+        return state
+
+    with pipeline:
+        if pipeline.step < 12:
+            with contextlib.suppress(ValueError):  # announced before the signal
+                pipeline.cut(12, lambda state: None, unreached="ignore")
+        for _ in pipeline.run(stream, [hook]):
+            pass
+
+
+def on_signal(number, frame):
+    """Ctrl-C, but only where the pipeline is in use: this file itself is no subject."""
+    while frame is not None:
+        if frame.f_code is train.__code__:
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+
+def interrupted(pipeline, stream, delays):
+    """Whether a signal came while it was training."""
+    shooter = threading.Thread(target=shoot, args=(delays,))
+    shooter.start()
+    try:
+        train(pipeline, stream)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        shooter.join()
+    return False
+
+
+def main(seed: int, rounds: int) -> None:
+    """Prints {"rounds", "interrupted", "wrong"}."""
+    rng, states = random.Random(seed), {0: frozen(make_state())}
+    plain_loop(BATCHES, after=lambda step, state: states.update({step: frozen(state)}))
+    counts = {"rounds": rounds, "interrupted": 0, "wrong": 0}
+    train(Pipeline(make_state(), update_of(SPEC), window=3), iter(BATCHES))  # compiles
+    start = time.perf_counter()
+    train(Pipeline(make_state(), update_of(SPEC), window=3), iter(BATCHES))
+    longest = time.perf_counter() - start
+    signal.signal(signal.SIGINT, on_signal)
+    for number in range(rounds):
+        pipeline = Pipeline(make_state(), update_of(SPEC), **OPTIONS[number % len(OPTIONS)])
+        stream = iter(BATCHES)
+        delays = [rng.uniform(0, longest)] + [rng.choice([0, 1e-4, 3e-3]) for _ in range(rng.choice([0, 0, 1, 3]))]
+        counts["interrupted"] += interrupted(pipeline, stream, delays)
+        gc.collect()
+        step = pipeline.step
+        right = no_threads_left() and same((pipeline.state, []), (states[step], []))
+        with contextlib.suppress(Exception):
+            train(pipeline, stream)  # goes on where it was
+            right = right and same((pipeline.state, []), (states[len(BATCHES)], []))
+        if not right or pipeline.step != len(BATCHES):
+            counts["wrong"] += 1
+            print("wrong:", number, step, pipeline.step, delays, threading.enumerate(), file=sys.stderr)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    main(int(sys.argv[1]), int(sys.argv[2]))
