@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from oac_equivalence import HeldBack, same
+from oac_equivalence import HeldBack, Numbered, same
 from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, train, update_of
 
 import jaxrec
@@ -193,6 +193,8 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
     held = HeldBack(window, len(batches))
 
     class Overtaken(Pipeline):
+        flow_type = Numbered
+
         def _gather(self, item):
             rows = super()._gather(item)  # tells `held`, which lets the oldest batch of the window be written
             flow, oldest = self._flow, item.number - self.window

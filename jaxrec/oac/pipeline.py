@@ -583,6 +583,7 @@ class Pipeline:
                     self._load(item, at[0], epoch)
             except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
                 self._fail(self._flow, "load", at[0], error, epoch)
+            del item  # while this thread waits for its next batch this one's rows must not wait with it
 
     def _load(self, item, number, epoch):
         if item.inputs is None:
@@ -688,6 +689,7 @@ class Pipeline:
         self._count(item)
         with self._flow.changed:
             item.back = plans, rows
+            del rows
             self._flow.fetched.add(item.number)
             self._flow.changed.notify_all()
 
@@ -705,7 +707,8 @@ class Pipeline:
                 self._standing.mark(shards)
                 self._flow.mark_written(writer, number)
                 if min(self._flow.written) > number:
-                    self._items.pop(number, None)
+                    done = self._items.pop(number)
+                    done.back = done.read = None  # a thread that has it still in hand holds no rows
                 self._flow.changed.notify_all()
 
     def _write(self, item, shards):
