@@ -14,6 +14,8 @@ injected error, leave no thread, stand at the step that it says, and go on to th
 """
 
 import dataclasses
+import faulthandler
+import functools
 import itertools
 import sys
 import threading
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line
+from oac_failures import KINDS, Problem, Tally, break_one
 from tqdm import tqdm
 
 import jaxrec
@@ -46,7 +49,7 @@ class Config(Flags):
     """Rows of each of the two tables."""
     batch_size: int = 128
     soak_minutes: float = 0
-    """Go on with random cases for so long."""
+    """Go on with random cases for half of it, and break runs for the other half."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +140,8 @@ def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
     return stale
 
 
-def plain_loop(spec, update, batches):
-    """Training without a pipeline: (state, losses)."""
+def plain_loop(spec, update, batches, after=None):
+    """Training without a pipeline: (state, losses); calls `after` with the state of every step."""
     step, state, losses, capacity = jax.jit(update, donate_argnums=0), fresh_state(spec), [], None
     dense, tables = state
     for batch in batches:
@@ -147,7 +150,41 @@ def plain_loop(spec, update, batches):
         dense, rows, metrics = step(dense, tables.read(plans), plans, batch)
         tables.put(plans, rows)
         losses.append(np.asarray(metrics["loss"]))
+        if after is not None:
+            after(TrainState(dense, tables))
     return TrainState(dense, tables), losses
+
+
+def frozen(state: TrainState) -> TrainState:
+    """A copy of a state that nothing changes."""
+    tables = state.tables
+    shards = {n: [{p: a.copy() for p, a in parts.items()} for parts in s] for n, s in tables.shards.items()}
+    return TrainState(jax.tree.map(np.array, state.dense), HostTables(tables.spec, tables.layout, shards))
+
+
+@functools.lru_cache(maxsize=8)
+def problem_to_break(seed: int, number: int = 16) -> Problem:
+    """Few rows and few batches, and the states of the plain loop."""
+    spec, update = problem(100)
+    batches = make_batches(Config(rows=100, batch_size=16), number, 0.5, seed)
+    states = [frozen(fresh_state(spec))]
+    plain_loop(spec, update, batches, after=lambda state: states.append(frozen(state)))
+    return Problem(lambda: fresh_state(spec), update, batches, states)
+
+
+def broken_runs(config: Config, until: float) -> Tally:
+    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in each."""
+    rng, tally = np.random.default_rng(config.seed), Tally()
+    for index in tqdm(itertools.count(), unit="broken run", disable=None):
+        if index >= len(KINDS) and time.monotonic() >= until:
+            return tally
+        faulthandler.dump_traceback_later(120, exit=True)  # a run that hangs says where, and fails the soak
+        made, wrong = break_one(problem_to_break(config.seed + index % 5), KINDS[index % len(KINDS)], rng)
+        faulthandler.cancel_dump_traceback_later()
+        tally.add(made, wrong)
+        for words in wrong:
+            tqdm.write(f"WRONG: {words}", file=sys.stdout)
+    return tally
 
 
 def same(a, b) -> bool:
@@ -386,7 +423,7 @@ def main(config: Config) -> dict:
     """Checks all cases and all mutants; returns what results.json holds."""
     run = Run("oac_equivalence", config, config.workdir)
     number = {"smoke": 30, "default": 100, "paper": 300}[config.preset]
-    todo, until = cases(config), time.monotonic() + 60 * config.soak_minutes
+    todo, until = cases(config), time.monotonic() + 30 * config.soak_minutes
     if config.soak_minutes:
         todo = itertools.takewhile(lambda case: time.monotonic() < until, random_cases(config))
     rows = []
@@ -408,10 +445,14 @@ def main(config: Config) -> dict:
         "stale_rows_miscounted": sum(row["stale_rows_miscounted"] for row in rows),
         "bytes_saved_percent_max": max(row["bytes_saved_percent"] for row in rows),
     } | {f"caught_{name}": value for name, value in caught.items()}
+    tally = broken_runs(config, time.monotonic() + 30 * config.soak_minutes)
+    results |= {"broken_runs": tally.runs.total(), "broken_runs_wrong": len(tally.wrong)}
+    results |= {f"broken_by_{kind.replace(' ', '_')}": count for kind, count in sorted(tally.runs.items())}
     run.close(results)
     return results
 
 
 if __name__ == "__main__":
     found = command_line(main, Config, __doc__)
-    sys.exit(0 if found["bitwise_equal"] and found["mutants_caught"] == found["mutants_total"] else 1)
+    right = found["bitwise_equal"] and found["mutants_caught"] == found["mutants_total"]
+    sys.exit(0 if right and not found["broken_runs_wrong"] and not found["stale_rows_miscounted"] else 1)
