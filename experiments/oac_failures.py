@@ -118,10 +118,9 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     number = len(problem.batches)
     at = int(rng.integers(1, number))
     error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else Injected(kind)
-    trap = Trap(int(rng.integers(0, 2 * number)) if kind == "send" else at, error)
-    stream = Stream(
-        problem.batches, at if kind.startswith("stream") else None, trap if kind == "stream raises" else None
-    )
+    trap = Trap({"send": int(rng.integers(0, 2 * number)), "stream raises": 0}.get(kind, at), error)
+    in_stream = at if kind.startswith("stream") else None
+    stream = Stream(problem.batches, in_stream, trap if kind == "stream raises" else None)
     pipeline = _pipeline(problem, kind, trap, rng)
     skips = pipeline._skip_writes
     last = int(rng.integers(1, at + 1)) if kind == "stream blocks" else at
@@ -147,7 +146,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 
 def _pipeline(problem, kind, trap, rng):
-    skips = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
+    skips: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
     validation = "planned" if any(skips.values()) else str(rng.choice(["planned", "device"]))
     threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}
 
@@ -204,7 +203,7 @@ def _check_broken(problem, pipeline, skips, check):
             for shard, step in enumerate(broken.table_steps):
                 check(step is not None or skips, f"says nothing of shard {shard}")
                 if step is not None:
-                    stands = TrainState((), pipeline.tables)
+                    stands = pipeline.state._replace(tables=pipeline.tables)
                     check(equal_shard(stands, problem.states[step], shard), f"shard {shard} is not at step {step}")
         else:
             check(False, "broken, and did not refuse")
