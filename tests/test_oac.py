@@ -14,13 +14,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oac_equivalence import HeldBack, same
+from oac_equivalence import HeldBack, Numbered, same
 from strategies import draw_ids, specs
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
-from jaxrec.oac import Pipeline, memory_bytes, ring
-from jaxrec.oac.flow import Flow
+from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.stale import LastWriters
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
@@ -47,8 +46,8 @@ def update_of(spec, mesh=None):
     return make_update(spec, loss, OPTIMIZER, ROWS, mesh)
 
 
-def make_state(spec=SPEC, mesh=None):
-    params = {"dense": jnp.ones(3), "scale": jnp.ones(())}
+def make_state(spec=SPEC, mesh=None, features=3):
+    params = {"dense": jnp.ones(features), "scale": jnp.ones(())}
     return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROWS), mesh)
 
 
@@ -104,30 +103,15 @@ def frozen(state):
     return TrainState(jax.tree.map(np.array, state.dense), copied(state.tables))
 
 
-class Claims(Flow):
-    """Notes for each fetcher which batch, counted from 0, it has claimed: of several, any may be the first to fetch."""
-
-    mine = threading.local()
-
-    def claim_fetch(self):
-        number = super().claim_fetch()
-        self.mine.batch = None if number is None else number - self.first
-        return number
-
-
 def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **options):
     """Trains through a pipeline whose write-backs come as late as they may: (pipeline, (state, losses))."""
     window = {"sync": 0, "semisync": 1}.get(options.get("mode"), options.get("window", 8))
     held = HeldBack(window, len(batches))
 
-    def fetch(tree):
-        held.wait_for_gather(Claims.mine.batch + window)
-        return jax.tree.map(np.asarray, tree)
-
     if late:
-        options = {"send": held.send, "fetch": fetch} | options
+        options = {"send": held.send, "fetch": held.fetch} | options
     with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), mesh=mesh, **options) as pipeline:
-        pipeline.flow_type = Claims
+        pipeline.flow_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)
 
@@ -431,6 +415,7 @@ def test_the_window_bounds_what_is_in_flight():
     batches = make_batches(20)
     held = HeldBack(window, 20)
     with Watched(make_state(), update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
+        pipeline.flow_type = Numbered
         for _ in pipeline.run(batches):
             pass
     assert max(seen) == window and len(seen) == 20
@@ -446,35 +431,6 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
     assert same(found, plain_loop(small + large + small))
     again, _ = train(small + large + small, window=4)
     assert 0 < pipeline.compilations and again.compilations == 0  # the same shapes: nothing new
-
-
-def test_memory_is_what_the_formula_says():
-    """Bytes of live arrays when the window is full, rows held back as long as possible."""
-    window = 6
-    spec = EmbeddingSpec({"t": Table(40_000, 64)}, {"t": Lookup("t")}, shards=4)
-    rng, most = np.random.default_rng(0), 0
-    batches = [
-        Batch({"t": rng.permutation(40_000)[:8192].astype(np.int32)}, np.zeros((8192, 3), np.float32),
-              np.zeros(8192, np.float32), np.ones(8192, np.float32))
-        for _ in range(20)
-    ]  # fmt: skip
-    held = HeldBack(window, len(batches))
-    before = sum(array.nbytes for array in jax.live_arrays())
-
-    def measured(append):
-        def call(*args):
-            nonlocal most
-            most = max(most, sum(array.nbytes for array in jax.live_arrays()) - before)
-            return append(*args)
-
-        return call
-
-    with Pipeline(make_state(spec), update_of(spec), window=window, send=held.send, fetch=held.fetch) as pipeline:
-        pipeline._append = measured(pipeline._append)
-        for _ in pipeline.run(batches):
-            pass
-    expected = memory_bytes(window, spec.shards * pipeline._capacity["width_64"], 128)["device"]
-    assert 0.9 < most / expected < 1.1, (most, expected)
 
 
 @pytest.mark.parametrize(

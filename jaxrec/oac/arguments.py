@@ -7,11 +7,10 @@ import jax
 
 from jaxrec import boundary
 from jaxrec.embedding import HostTables
+from jaxrec.oac.sizes import MODES
 from jaxrec.oac.view import LaggingTables
 from jaxrec.sharding import AXES, as_mesh, check_shards
 from jaxrec.types import TrainState
-
-MODES = ("sync", "async", "semisync", "oac")
 
 
 def state_itself(state) -> TrainState:

@@ -183,6 +183,8 @@ class Flow:
     def mark_written(self, writer: int, number: int) -> None:
         """A writer has written its shards of a batch; the caller holds the lock."""
         self.written[writer] = number + 1
+        if min(self.written) > number:  # nobody asks for it any more
+            self.fetched.discard(number)
 
     def _wait_for(self, number, ready):
         gone = lambda: number >= self.lost_from or (self.finished and number >= self.committed)

@@ -26,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec import boundary
-from jaxrec.embedding import HostTables, bucket, capacity_of, plan
+from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.host import without_gaps
 from jaxrec.oac import ring as rings
 from jaxrec.oac.arguments import check_update, check_window, mesh_for, state_itself
 from jaxrec.oac.failures import caught, first, note
 from jaxrec.oac.flow import Flow, uninterrupted
-from jaxrec.oac.stale import LastWriters, mark_rewritten, newest_rows, written_since
+from jaxrec.oac.sizes import VALIDATIONS, Travelling, nbytes
+from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
 from jaxrec.oac.stream import END, Stream, Streams
 from jaxrec.oac.view import LaggingTables, Standing
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
@@ -42,30 +43,6 @@ from jaxrec.types import Batch, Plan, TrainState
 # Tables that a pipeline runs over: {id of their counters: its flow}. Views of tables share the counters.
 _in_use: dict[int, Flow] = {}
 _in_use_lock = threading.Lock()
-
-
-def memory_bytes(window: int, rows: int, row_floats: int) -> dict[str, int]:
-    """How much memory a pipeline needs beside tables, dense state and the update's own scratch memory.
-
-    A batch has `rows` = S U padded rows of `row_floats` = E + K floats. The ring holds W batches with their row
-    numbers; at most W + 1 batches are gathered and not yet written, and a commit holds one of them three times: as it
-    was gathered, as it was repaired, and as the update left it:
-
-        device: 4 rows (W (row_floats + 1) + (W + 3) row_floats)      host: 4 rows (W + 1) row_floats
-
-    On a CPU both are the same memory, and copies between them are views: the device's figure alone counts. `async` and
-    `semisync` keep what they read until it is written, and have no ring.
-
-    Args:
-      window: W.
-      rows: S U of one stack.
-      row_floats: E + K of that stack.
-
-    Returns:
-      {'device': bytes, 'host': bytes} of one stack.
-    """
-    device = window * (row_floats + 1) + (window + 3) * row_floats
-    return {"device": 4 * rows * device, "host": 4 * rows * (window + 1) * row_floats}
 
 
 @dataclasses.dataclass
@@ -81,6 +58,8 @@ class _Item:
     read: Any = None  # what the gather read, on the host, for `add`
     rows: Any = None  # (rows, source, place of each row among those sent) on the device
     watermark: int = 0  # when the gather began
+    stale: Any = 0  # rows whose last writer was not written by then
+    patched: Any = 0  # rows that the ring gives; on the device if they are found there
     back: Any = None  # (plans, rows) to write: on the device, then on the host
 
 
@@ -128,7 +107,12 @@ class Pipeline:
       skip_stale_reads: do not gather and send rows that the ring will patch.
       skip_rewritten: do not fetch and write rows that a batch within the window, planned already, will write again.
 
-    Memory: see `memory_bytes`, and 8 bytes a row of the tables for the last writers.
+    Memory: see `memory_bytes`.
+
+    Attributes:
+      counters: of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
+        `bytes_fetched`, all that was handed to `send` and `fetch`; `bytes_without_savings`, what that would have been
+        with both savings off.
 
     Raises:
       ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out of range; state,
@@ -163,7 +147,7 @@ class Pipeline:
                 raise ValueError(f"{name}={number} must be a whole number from 1.")
         if writers > state.tables.spec.shards:
             raise ValueError(f"writers={writers} must not be more than the shards, {state.tables.spec.shards}.")
-        if validation not in ("planned", "device"):
+        if validation not in VALIDATIONS:
             raise ValueError(f"validation={validation!r} must be 'planned' or 'device'.")
         self._repairs = mode == "oac" and self.window > 0
         if (skip_stale_reads or skip_rewritten) and (validation == "device" or not self._repairs):
@@ -181,11 +165,13 @@ class Pipeline:
         mesh = self._mesh = mesh_for(mesh, state, update)
         self._placement = shardings({"inputs": (plan_specs(self.tables.spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._update, self._pure_update = jax.jit(update, donate_argnums=0), update
-        self._replay, self._append, self._validate, self._take = _programs(mesh, tuple(self.tables.spec.stacks))
+        self._replay, self._append, self._validate, self._take, self._new_ring, self._widen = _programs(
+            mesh, tuple(self.tables.spec.stacks)
+        )
         self.compilations = 0  # how many programs its runs have compiled: some more whenever a capacity grows
         self._ring: rings.Ring | None = None
         self._capacity: dict[str, int] | None = None
-        self._travelling: collections.Counter = collections.Counter()  # (direction, stack) -> C
+        self._travelling: dict = collections.defaultdict(Travelling)  # (direction, stack) -> C
         self._checked: set = set()
         self._cuts: dict[int, tuple[Callable, str]] = {}  # step -> (save, what to do if it is never reached)
         self._running: Callable = lambda: None  # weak: who drops the iterator of a run has left it
@@ -231,7 +217,8 @@ class Pipeline:
 
         Yields:
           (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of
-          the update, and where rows are repaired 'stale_rows'.
+          the update, and where rows are repaired 'stale_rows', whose last writer was not written when the gather
+          began, and 'patched_rows', which were taken from the ring.
 
         Raises:
           BrokenPipeline: rows were lost before.
@@ -598,33 +585,40 @@ class Pipeline:
                     self._load(item, at[0], epoch)
             except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
                 self._fail(self._flow, "load", at[0], error, epoch)
+            del item  # while this thread waits for its next batch this one's rows must not wait with it
 
     def _load(self, item, number, epoch):
         if item.inputs is None:
-            item.inputs = self._send((item.plan, item.batch), self._placement["inputs"])
+            item.inputs = self._send_counted((item.plan, item.batch), "inputs")
         watermark = self._flow.admit(number, epoch)
         if watermark is None:
             return
         try:
             rows = self._gather(item)
+            since = max(watermark, self._flow.floor)
+            stale = found(written_since(item.source, number, self.window, since))
         except BaseException:
             self._flow.tell_not_loaded()
             raise
 
         def store():
             item.rows, item.watermark = rows, watermark
+            item.stale, item.patched = stale, found(item.source)
 
         self._flow.tell_loaded(number, epoch, store)
 
     def _gather(self, item):
-        plans, place = item.plan, {}
-        if self._skip_reads:
-            plans, _, place = self._without_gaps("sent", item.plan, {n: s < 0 for n, s in item.source.items()})
+        plans, place, floor = item.plan, {}, self._flow.floor
+        if self._skip_reads and item.number - self.window >= floor:  # before that, little is in the ring
+            fresh = {name: where < 0 for name, where in item.source.items()}
+            if (some := self._without_gaps("sent", plans, fresh)) is not None:
+                plans, _, place = some
         read = self.tables.read(plans)
         self._flow.tell_gathered(item.number)
         if self.mode in ("async", "semisync"):
             item.read = read
-        return self._send((read, item.source, place), self._placement["rows"])
+        whole = self._rows_bytes(item.plan) + nbytes(item.source)
+        return self._send_counted((read, item.source, place), "rows", whole)
 
     def _commit(self, item):
         """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
@@ -632,17 +626,18 @@ class Pipeline:
         with uninterrupted():
             self._check_shapes(item)
             if self._repairs:
-                self._fit_ring(item, rows)
-                if self._skip_reads:
+                if place:
                     rows = self._take(rows, place)
+                self._fit_ring(item, rows)
                 rows, source = self._repair(item, rows, source)
             dense, new, metrics = self._updated(item, rows, plans, batch)
             try:
                 if self._repairs:
                     unique = {name: p.unique for name, p in plans.items()}
                     self._ring = self._append(self._ring, unique, new, np.int32(item.number))
-                    stale = sum((where >= 0).sum() for where in (item.source or source).values())
-                    metrics = {**metrics, "stale_rows": stale}
+                    if self._last is None:  # the device has found what the gather could not see, and no more
+                        item.stale = item.patched = found(source)
+                    metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
             except BaseException as error:  # the old dense state is gone, and the rows of the new one are
                 self.state = self.state._replace(dense=dense)
                 self._flow.committed += 1
@@ -651,6 +646,7 @@ class Pipeline:
             self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
             item.back, item.rows, item.inputs = (item.plan, new), None, None
             with self._flow.changed:
+                self._flow.loaded.discard(item.number)
                 self._flow.committed += 1
                 self._flow.changed.notify_all()
         return metrics
@@ -673,11 +669,9 @@ class Pipeline:
         """Makes the ring with the first batch, and widens it when a capacity has grown."""
         capacity = capacity_of(item.plan)
         if self._ring is None:
-            whole = lambda name: lambda leaf: np.empty((len(leaf), capacity[name], leaf.shape[2]), leaf.dtype)
-            self._ring = rings.init({name: jax.tree.map(whole(name), rows[name]) for name in rows}, self._depth)
-        elif all(leaf.shape[2] == capacity[name] for name, leaf in self._ring.unique.items()):
-            return
-        self._ring = jax.device_put(rings.resize(self._ring, capacity), self._placement["rows"])
+            self._ring = self._new_ring(rows, self._depth)
+        elif any(leaf.shape[2] != capacity[name] for name, leaf in self._ring.unique.items()):
+            self._ring = self._widen(self._ring, tuple(capacity.items()))
 
     def _fetch_all(self, at):
         while (number := self._flow.claim_fetch()) is not None:
@@ -686,13 +680,18 @@ class Pipeline:
 
     def _fetch_back(self, item):
         plans, rows = item.back
-        if self._skip_writes:
-            plans, index, _ = self._without_gaps("fetched", plans, item.keep)
-            rows = self._take(rows, self._send(index, self._placement["rows"]))
+        whole = self._rows_bytes(plans)
+        # What nobody is known to rewrite: behind the last batches of a run none is planned.
+        if self._skip_writes and (self._flow.end is None or item.number + self.window < self._flow.end):
+            if (some := self._without_gaps("fetched", plans, item.keep)) is not None:
+                plans, index, _ = some
+                rows = self._take(rows, self._send_counted(index, "rows", 0))
+        self._count_bytes("bytes_fetched", nbytes(rows), whole)
         rows = self._fetch(rows)
+        self._count(item)
         with self._flow.changed:
-            self._count(item, plans)
             item.back = plans, rows
+            del rows
             self._flow.fetched.add(item.number)
             self._flow.changed.notify_all()
 
@@ -710,7 +709,8 @@ class Pipeline:
                 self._standing.mark(shards)
                 self._flow.mark_written(writer, number)
                 if min(self._flow.written) > number:
-                    self._items.pop(number, None)
+                    done = self._items.pop(number)
+                    done.back = done.read = None  # a thread that has it still in hand holds no rows
                 self._flow.changed.notify_all()
 
     def _write(self, item, shards):
@@ -726,33 +726,41 @@ class Pipeline:
             self.tables.put(*newest_rows(ring, self.tables.spec, self._flow.floor))
 
     def _without_gaps(self, direction, plans, keep):
-        """`without_gaps` of every stack, in sizes C that only grow."""
-        found: tuple[dict, dict, dict] = {}, {}, {}
+        """`without_gaps` of every stack, in sizes C of few; None if that would save nothing."""
+        masks, size = {name: keep[name] & _used(p) for name, p in plans.items()}, {}
         for name, p in plans.items():
-            mask = keep[name] & _used(p)
-            most = int(mask.sum(axis=1).max(initial=1))
+            needed = int(masks[name].sum(axis=1).max(initial=1))
             with self._flow.changed:
-                if self._travelling[direction, name] < most:
-                    self._travelling[direction, name] = min(bucket(int(1.1 * most)), p.unique.shape[1])
-                size = self._travelling[direction, name]
-            parts = without_gaps(p, mask, size, self.tables.spec.stacks[name].rows)
-            for tree, part in zip(found, parts, strict=True):
+                size[name] = min(self._travelling[direction, name].fit(needed), p.unique.shape[1])
+        if size == capacity_of(plans):
+            return None
+        parts: tuple[dict, dict, dict] = {}, {}, {}
+        for name, p in plans.items():
+            made = without_gaps(p, masks[name], size[name], self.tables.spec.stacks[name].rows)
+            for tree, part in zip(parts, made, strict=True):
                 tree[name] = part
-        return found
+        return parts
 
-    def _count(self, item, written):
-        for name, p in item.plan.items():
-            rows, back = int(p.count.sum()), int(written[name].count.sum())
-            stale = int((item.source[name] >= 0).sum()) if item.source else 0
-            row_bytes = 4 * sum(array.shape[1] for array in self.tables.shards[name][0].values())
-            self.counters.update(
-                rows=rows,
-                stale_rows=stale,
-                bytes_sent=row_bytes * (rows - stale * self._skip_reads),
-                bytes_fetched=row_bytes * back,
-                bytes_without_savings=2 * row_bytes * rows,
-            )
-        self.counters["batches"] += 1
+    def _rows_bytes(self, plans):
+        """The bytes of all rows of some plans, with padding and slots."""
+        widths = {name: sum(a.shape[1] for a in shards[0].values()) for name, shards in self.tables.shards.items()}
+        return sum(4 * p.unique.size * widths[name] for name, p in plans.items())
+
+    def _send_counted(self, tree, kind, whole=None):
+        self._count_bytes("bytes_sent", nbytes(tree), whole)
+        return self._send(tree, self._placement[kind])
+
+    def _count_bytes(self, direction, number, whole=None):
+        """Counts what is handed over in one direction, and what it would be with both savings off."""
+        with self._flow.changed:
+            self.counters[direction] += number
+            self.counters["bytes_without_savings"] += number if whole is None else whole
+
+    def _count(self, item):
+        rows = sum(int(p.count.sum()) for p in item.plan.values())
+        stale, patched = int(item.stale), int(item.patched)  # before the lock: they may be on the device
+        with self._flow.changed:
+            self.counters.update(rows=rows, stale_rows=stale, patched_rows=patched, batches=1)
 
     def _check_shapes(self, item):
         """Refuses an update that returns other shapes than it was given, before anything is donated to it."""
@@ -807,13 +815,16 @@ class Pipeline:
 @functools.lru_cache
 def _programs(mesh, stacks):
     """The ring's functions, compiled once a mesh, however many pipelines there are."""
-    plans = plan_specs(stacks)
+    plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return (
         jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
         jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
         jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
         jax.jit(on_mesh(rings.spread, SPLIT, SPLIT)),
+        # Made where it stays: no device ever holds the rings of all shards.
+        jax.jit(rings.init, static_argnums=1, out_shardings=split),
+        jax.jit(lambda ring, capacity: rings.resize(ring, dict(capacity)), static_argnums=1, out_shardings=split),
     )
 
 

@@ -40,7 +40,7 @@ def init(rows: dict[str, Rows], depth: int) -> Ring:
     Returns:
       A Ring of 4 W S U (E + K + 1) bytes a stack.
 
-    Errors:
+    Raises:
       ValueError: depth < 1.
     """
     if depth < 1:
@@ -167,13 +167,13 @@ def commit(update: Callable, dense, ring: Ring, rows, plan, batch, number, *, so
       read_version: i32[], see `validate`.
 
     Returns:
-      dense', ring', rows' (final values, to be written back), metrics with 'stale_rows' i32[].
+      dense', ring', rows' (final values, to be written back), metrics with 'patched_rows' i32[].
     """
     unique = {name: p.unique for name, p in plan.items()}
     source = validate(ring, plan, read_version) if source is None else source
     dense, new, metrics = update(dense, replay(ring, rows, source), plan, batch)
-    stale = sum(jnp.sum(where >= 0) for where in source.values())
-    return dense, append(ring, unique, new, number), new, {**metrics, "stale_rows": stale}
+    patched = sum(jnp.sum(where >= 0) for where in source.values())
+    return dense, append(ring, unique, new, number), new, {**metrics, "patched_rows": patched}
 
 
 def spread(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:

@@ -1,0 +1,324 @@
+"""What a pipeline says of itself: bytes, memory, stale rows; and that nothing grows with a run."""
+
+import gc
+import itertools
+import sys
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+from oac_equivalence import same
+from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_of
+
+import jaxrec
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.oac import Pipeline, memory_bytes
+from jaxrec.oac.sizes import nbytes
+from jaxrec.types import Batch
+
+SAVINGS = {
+    "none": {},
+    "reads": {"skip_stale_reads": True},
+    "writes": {"skip_rewritten": True},
+    "both": {"skip_stale_reads": True, "skip_rewritten": True},
+}
+WAYS = {
+    "sync": {"mode": "sync"},
+    "semisync": {"mode": "semisync"},
+    "async": {"mode": "async", "window": 3},
+    "device": {"window": 3, "validation": "device"},
+    **{name: {"window": 3, **options} for name, options in SAVINGS.items()},
+}
+
+
+class Seen:
+    """Transfers that add up what they are handed."""
+
+    def __init__(self):
+        self.lock, self.bytes = threading.Lock(), {"sent": 0, "fetched": 0}
+
+    def add(self, direction, tree):
+        with self.lock:
+            self.bytes[direction] += nbytes(tree)
+
+    def send(self, tree, placement):
+        self.add("sent", tree)
+        return jax.device_put(tree, placement)
+
+    def fetch(self, tree):
+        self.add("fetched", tree)
+        return jax.tree.map(np.asarray, tree)
+
+
+def bytes_of_run(batches, **options):
+    seen = Seen()
+    pipeline, found = train(batches, late=False, send=seen.send, fetch=seen.fetch, loaders=3, fetchers=2, **options)
+    return seen.bytes, pipeline.counters, found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_are_those_handed_to_send_and_fetch(way):
+    """Inputs, rows, where the ring holds them, which rows travel: everything, both ways."""
+    batches, options = make_batches(20), WAYS[way]
+    seen, counters, _ = bytes_of_run(batches, **options)
+    assert counters["bytes_sent"] == seen["sent"] and counters["bytes_fetched"] == seen["fetched"]
+    off = {name: False for name in options if name.startswith("skip")}
+    without, _, _ = bytes_of_run(batches, **options | off)
+    assert counters["bytes_without_savings"] == sum(without.values())
+
+
+def skewed_batches(number, spec, size=256):
+    """Batches of a power law, whose frequent rows are in most of them."""
+    rng = np.random.default_rng(0)
+    rows = spec.tables["t"].rows
+    chance = np.arange(1, rows + 1) ** -1.1
+    ids = lambda: rng.choice(rows, (size, 4), p=chance / chance.sum()).astype(np.int32)
+    rest = np.zeros((size, 3), np.float32), np.zeros(size, np.float32), np.ones(size, np.float32)
+    return [Batch({"t": ids()}, *rest) for _ in range(number)]
+
+
+def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
+    """Rows are sent only where no batch of the window wrote them, fetched only where none will; with small change."""
+    spec = EmbeddingSpec({"t": Table(2_000, 16)}, {"t": Lookup(("t",) * 4)}, shards=4)
+    window, number, moved, compiled = 4, 60, {}, {}
+    batches = skewed_batches(number, spec)
+    for way, options in SAVINGS.items():
+        seen, _, found = bytes_of_run(batches, spec=spec, window=window, **options)
+        moved[way] = seen
+        pipeline, again = train(batches, spec, late=False, window=window, **options)
+        compiled[way] = pipeline.compilations
+        assert same(found, again)
+    rows = [set(np.unique(batch.ids["t"])) for batch in batches]
+    touched = [row & set().union(*rows[max(0, t - window) : t]) for t, row in enumerate(rows)]
+    share = sum(map(len, touched[window:])) / sum(map(len, rows[window:]))  # nearly the same backwards
+    assert 0.4 < share < 0.9
+    middle = (number - 2 * window) / number
+    row_bytes = 4 * 32  # rows and slots
+    full = number * row_bytes * spec.shards * pipeline._capacity["width_16"]
+    # Sizes are rounded up and padded to the fullest shard, and small arrays say which rows travel.
+    for way, direction in [("reads", "sent"), ("writes", "fetched")]:
+        saved = moved["none"][direction] - moved[way][direction]
+        assert 0.7 * share * middle * full < saved < 1.1 * share * full, (way, saved / full, share)
+    both = {direction: moved["none"][direction] - moved["both"][direction] for direction in ("sent", "fetched")}
+    assert both["fetched"] > 0.7 * share * middle * full and both["sent"] > 0.6 * share * middle * full
+    assert max(compiled.values()) == 0  # the second run of the same shapes
+
+
+def counted_rows(batches, watermarks, window, spec=SPEC):
+    """Stale and patched rows by sets of numpy: of a last writer not before the watermark, or within the window."""
+    writer: dict = {}
+    stale = patched = 0
+    for number, batch in enumerate(batches):
+        rows = {(name, row) for name, p in jaxrec.plan(spec, batch.ids).items() for row in rows_of(p)}
+        last = [writer.get(row, -1) for row in rows]
+        stale += sum(w >= watermarks[number] for w in last)
+        patched += sum(w >= max(0, number - window) for w in last)
+        writer |= dict.fromkeys(rows, number)
+    return stale, patched
+
+
+def rows_of(p):
+    return [int(row) for unique, count in zip(p.unique, p.count, strict=True) for row in unique[:count]]
+
+
+class InTurns(Pipeline):
+    """Every batch is planned when all before it are written: nothing is stale, though the ring holds much."""
+
+    def one_by_one(self, batches):
+        for number, batch in enumerate(batches):
+            with self._flow.changed:
+                written = lambda n=number: self._flow.watermark() - self._flow.first >= n
+                assert self._flow.changed.wait_for(written, timeout=30)
+            yield batch
+
+
+@pytest.mark.parametrize("validation", ["planned", "device"])
+def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring(validation):
+    batches, window = make_batches(16), 3
+    late, (_, losses) = train(batches, window=window, validation=validation)
+    stale, patched = counted_rows(batches, [max(0, n - window) for n in range(16)], window)
+    assert stale == patched > 16  # write-backs held back as long as admission allows
+    assert late.counters["stale_rows"] == late.counters["patched_rows"] == stale
+    metrics = []
+    with InTurns(make_state(), update_of(SPEC), window=window, validation=validation) as pipeline:
+        metrics = [m for _, m in pipeline.run(pipeline.one_by_one(batches))]
+    assert all(np.array_equal(m["loss"], loss) for m, loss in zip(metrics, losses, strict=True))
+    assert pipeline.counters["stale_rows"] == 0
+    # The device looks at what the gather could not see, the plan at all that the ring holds.
+    assert pipeline.counters["patched_rows"] == (patched if validation == "planned" else 0)
+    for name in ("stale_rows", "patched_rows"):
+        assert sum(int(m[name]) for m in metrics) == pipeline.counters[name]
+
+
+class Growing(list):
+    """Containers reachable from a pipeline, and how much is in them."""
+
+    def __init__(self, root):
+        seen, todo = set(), [root]
+        while todo:
+            thing = todo.pop()
+            if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType, np.ndarray)):
+                continue
+            seen.add(id(thing))
+            if isinstance(thing, (dict, list, set, tuple)) or type(thing).__module__ in ("collections", "_collections"):
+                self.append(len(thing))
+                todo += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else list(thing)
+            elif type(thing).__module__.startswith("jaxrec"):
+                todo += [getattr(thing, name) for name in getattr(thing, "__dict__", {})]
+
+
+def steady_batches(kinds=8):
+    """Endless batches, of a few that are made once."""
+    return itertools.cycle([jax.tree.map(np.copy, batch) for batch in make_batches(kinds + 1)[:-1]])
+
+
+def growth(number, **options):
+    """Python's memory blocks, things in containers, arrays: how many more after n than after n/2 batches of a run."""
+    found = []
+
+    def look(state, step, plan, metrics):
+        if step in (number // 2, number):
+            pipeline.drain()
+            with pipeline._flow.changed:  # planned as far ahead as may be, so that both times as much is in flight
+                flow, depth = pipeline._flow, pipeline.window + 1
+                full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
+                assert pipeline._flow.changed.wait_for(full, timeout=30)
+            gc.collect()
+            found.append((sys.getallocatedblocks(), sum(Growing(pipeline)), len(jax.live_arrays())))
+        return state
+
+    with Pipeline(make_state(), update_of(SPEC), window=4, **options) as pipeline:
+        for _ in pipeline.run(itertools.islice(steady_batches(), number + 20), [look]):
+            pass
+    return tuple(b - a for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"validation": "device", "writers": 2}])
+def test_nothing_grows_with_a_run(options):
+    """A set of batch numbers alone would be a thing and a block a batch."""
+    blocks, things, arrays = growth(1_000, **options)
+    assert blocks < 400 and things < 200 and arrays < 100, (blocks, things, arrays)
+
+
+@pytest.mark.slow
+def test_nothing_grows_with_a_long_run():
+    blocks, things, arrays = growth(20_000)
+    assert blocks < 1_000 and things < 100 and arrays < 100, (blocks, things, arrays)
+
+
+def test_nothing_grows_with_the_number_of_runs():
+    found = []
+    with Pipeline(make_state(), update_of(SPEC), window=4) as pipeline:
+        for run in range(51):
+            for _ in pipeline.run(itertools.islice(steady_batches(), 8)):
+                pass
+            if run in (10, 50):
+                gc.collect()
+                found.append((sum(Growing(pipeline)), len(jax.live_arrays()), threading.active_count()))
+    assert found[0] == found[1]
+
+
+SHAPES = {  # rows of the table, ids an example, examples, width
+    "wide": (20_000, 1, 4096, 64),
+    "many ids": (40_000, 24, 512, 8),
+    "many features": (5_000, 2, 1024, 4),
+}
+
+
+def shaped(shape):
+    """A spec of one stack, and batches of distinct ids; the last shape has many dense features."""
+    rows, hots, size, width = SHAPES[shape]
+    spec = EmbeddingSpec({"t": Table(rows, width)}, {"t": Lookup(("t",) * hots)}, shards=4)
+    rng = np.random.default_rng(0)
+    ids = lambda: np.stack([rng.permutation(rows)[:size] for _ in range(hots)], axis=1).astype(np.int32)
+    features = 200 if shape == "many features" else 3
+    rest = np.zeros((size, features), np.float32), np.zeros(size, np.float32), np.ones(size, np.float32)
+    return spec, [Batch({"t": ids()}, *rest) for _ in range(18)]
+
+
+def held_on_the_host(pipeline):
+    """Bytes of numpy arrays that batches on their way hold, and of the last writers."""
+    leaves = []
+    for item in list(pipeline._items.values()):
+        leaves += jax.tree.leaves((item.batch, item.plan, item.source, item.read, item.back and item.back[1]))
+    if pipeline._last is not None:
+        leaves += jax.tree.leaves((pipeline._last._writer, pipeline._last._place))
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))}
+    return sum(leaf.nbytes for leaf in unique.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", ["sync", "semisync", "async", "none", "device"])
+def test_memory_is_what_the_formula_says(way, shape):
+    """Live arrays when the device is slow and all is gathered; host arrays when a cut holds all writing."""
+    options = {name: value for name, value in WAYS[way].items()}
+    spec, batches = shaped(shape)
+    window = {"sync": 0, "semisync": 1}.get(way, 3)
+    before, live, host = sum(a.nbytes for a in jax.live_arrays()), [], []
+    cut_at = 5
+
+    def save(state):
+        flow = pipeline._flow
+        end = flow.first + cut_at + window + 1  # committed while nothing is written
+        ready = lambda: (
+            flow.committed == end and flow.planned == end + window + 3 and end - 1 in flow.fetched
+            and all(n in flow.fetched for n in range(end - window - 1, end))
+        )  # fmt: skip
+        with flow.changed:
+            assert flow.changed.wait_for(ready, timeout=20)
+            host.append(held_on_the_host(pipeline))
+
+    state = make_state(spec, features=batches[0].dense.shape[1])
+    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
+    with Pipeline(state, update_of(spec), **options) as pipeline:
+        update = pipeline._update
+
+        def measured(*args):
+            flow = pipeline._flow
+            if flow.committed == flow.first + 3:  # nothing is committed until all that may be gathered is
+                end = flow.committed + window + 1
+                inputs = lambda: all(pipeline._items[n].inputs is not None for n in range(flow.committed, end + 2))
+                rows = lambda: all(n in flow.loaded for n in range(flow.committed, end))
+                with flow.changed:
+                    assert flow.changed.wait_for(lambda: flow.planned == end + 2 and inputs() and rows(), timeout=20)
+            slow = flow.committed == flow.first + 3  # and all threads wait
+            out = update(*args)
+            if slow:
+                live.append(sum(a.nbytes for a in jax.live_arrays()) - before)
+            return out
+
+        pipeline._update = measured
+        pipeline.cut(cut_at, save)
+        for _ in pipeline.run(batches):
+            pass
+        capacity = pipeline._capacity
+    plans = jaxrec.plan(spec, batches[0].ids, capacity)
+    (p,) = plans.values()
+    expected = memory_bytes(
+        window, p.unique.size, 2 * SHAPES[shape][3], mode=options.get("mode", "oac"),
+        validation=options.get("validation", "planned"), input_bytes=nbytes((plans, batches[0])),
+        table_rows=SHAPES[shape][0],
+    )  # fmt: skip
+    assert 0.9 < (max(live) - 2 * dense) / expected["device"] < 1.1, (max(live), expected)
+    assert 0.9 < max(host) / expected["host"] < 1.1, (host, expected)
+
+
+def test_the_ring_is_made_where_it_stays():
+    """Not on one device and then split: nothing goes from one device to another, but the dense state's copy."""
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
+    batches, state = make_batches(8), make_state(SPEC, mesh)
+    with Pipeline(state, update_of(SPEC, mesh), mesh=mesh, window=3) as pipeline:
+        with jax.transfer_guard_device_to_device("disallow_explicit"):
+            losses = [np.asarray(m["loss"]) for _, m in pipeline.run(batches)]
+    assert same((pipeline.state, losses), plain_loop(batches, SPEC, mesh))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"mode": "oak"}, "mode='oak'"), ({"validation": "hope"}, "validation='hope'"), ({"ahead": -1}, "ahead=-1")],
+)
+def test_bad_arguments_of_the_formula_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        memory_bytes(4, 100, 16, **given)

@@ -1,0 +1,212 @@
+"""Laws of the pipeline that only a certain order of events can break; each order is forced, none is waited for."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from oac_equivalence import HeldBack, Numbered, same
+from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, train, update_of
+
+import jaxrec
+from jaxrec.oac import Pipeline
+from jaxrec.types import TrainState
+
+BOTH = {"skip_stale_reads": True, "skip_rewritten": True}
+
+
+def reset(tables):
+    """What a failed shard needs, and what a row of an earlier batch must not undo."""
+    for name in SPEC.stacks:
+        tables.reset_shard(name, 1)
+
+
+def reset_at(step):
+    return lambda now, state: now == step and reset(state.tables)
+
+
+def losses_of(pipeline, batches, hooks=()):
+    with pipeline:
+        return [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
+
+
+@pytest.mark.parametrize("leave_there", [False, True])
+def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
+    """Rows of the ring that nobody has written yet are written by `drain`: but not over what was changed since."""
+    batches, seen, expected = make_batches(20), [], {}
+    plain = plain_loop(
+        batches, after=lambda step, s: (reset_at(9)(step, s), expected.update({step: frozen(s)}))
+    )  # fmt: skip
+
+    def change(state, step, plan, metrics):
+        if step == 9:
+            with pipeline.exclusive() as tables:
+                reset(tables)
+            seen.append(copied(pipeline.drain()))
+        return state
+
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, **BOTH)
+    if leave_there:
+        with pipeline:
+            next(run for run in pipeline.run(batches, [change]) if pipeline.step == 9)
+        assert same((pipeline.state, []), (expected[9], []))
+    else:
+        losses = losses_of(pipeline, batches, [change])
+        assert same((pipeline.state, losses), plain)
+    assert same((TrainState((), seen[0]), []), (TrainState((), expected[9].tables), []))
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
+def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(options):
+    """The stream is late: the batches of the window behind the change are planned when it has been made."""
+    batches, changed = make_batches(16), threading.Event()
+
+    def stream():
+        yield from batches[:7]
+        assert changed.wait(30)
+        yield from batches[7:]
+
+    def change(state, step, plan, metrics):
+        if step == 7:
+            with pipeline.exclusive() as tables:
+                reset(tables)
+            changed.set()
+        return state
+
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, **options)
+    losses = losses_of(pipeline, stream(), [change])
+    assert same((pipeline.state, losses), plain_loop(batches, after=reset_at(7)))
+
+
+@pytest.mark.parametrize(("mode", "window", "delay"), [("async", 3, 3), ("semisync", None, 1)])
+def test_of_two_writers_each_adds_its_own_shards(mode, window, delay):
+    batches = make_batches(16)
+    options = {"window": window} if window else {}
+    _, found = train(batches, mode=mode, writers=2, **options)
+    assert same(found, plain_loop(batches, delay=delay))
+
+
+def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
+    batches, cuts = make_batches(12), []
+
+    def halve(state, step, plan, metrics):
+        if step != 7:
+            return state
+        params = {**state.dense.params, "scale": state.dense.params["scale"] / 2}
+        halved.append(np.asarray(params["scale"]))
+        return state._replace(dense=state.dense._replace(params=params))
+
+    halved: list = []
+    with Pipeline(make_state(), update_of(SPEC), window=3) as pipeline:
+        pipeline.cut(7, lambda state: cuts.append(frozen(state)))
+        for _ in pipeline.run(batches, [halve]):
+            pass
+    assert int(cuts[0].dense.step) == 7
+    np.testing.assert_array_equal(cuts[0].dense.params["scale"], halved[0])
+
+
+class Drained(Pipeline):
+    """Says when all that was committed is written."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.drained = threading.Event()
+
+    def drain(self):
+        tables = super().drain()
+        self.drained.set()
+        return tables
+
+
+@pytest.mark.parametrize("skips", [{}, BOTH])
+def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
+    """Between the commit of the cut's step and the next one nothing else holds `exclusive` back."""
+    batches, cuts, expected, inside = make_batches(12), [], {}, threading.Event()
+    plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+
+    def save(state):
+        assert pipeline.drained.wait(30)
+        inside.wait(0.3)  # long enough for an `exclusive` that does not wait
+        cuts.append(frozen(state))
+
+    with Drained(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
+        pipeline.cut(7, save)
+        for _ in pipeline.run(batches):
+            if pipeline.step == 7:
+                with pipeline.exclusive() as tables:
+                    reset(tables)
+                    inside.set()
+                    assert len(cuts) == 1
+    assert same((cuts[0], []), (expected[7], []))
+
+
+def test_semisync_is_one_batch_stale_after_exclusive_too():
+    """A batch that was gathered before the change is gathered again, and its forerunner's write waits for that."""
+    batches, at = make_batches(16), 7
+
+    class Slow(Pipeline):
+        def _gather(self, item):
+            number, flow = item.number - self._flow.first, self._flow
+            if changed and number == at + 1:  # a write that does not wait for this gather comes first
+                with flow.changed:
+                    flow.changed.wait_for(lambda: flow.watermark() > item.number - 1, timeout=1)
+            return super()._gather(item)
+
+    def change(state, step, plan, metrics):
+        if step == at:
+            pipeline.drain()
+            flow = pipeline._flow
+            with flow.changed:
+                assert flow.changed.wait_for(lambda: flow.last_gathered >= flow.committed + 1, timeout=30)
+            changed.append(step)
+            with pipeline.exclusive() as tables:
+                reset(tables)
+        return state
+
+    changed: list = []
+    pipeline = Slow(make_state(), update_of(SPEC), mode="semisync", loaders=1)
+    losses = losses_of(pipeline, batches, [change])
+    assert same((pipeline.state, losses), delayed_loop_with_reset(batches, at))
+
+
+def delayed_loop_with_reset(batches, at):
+    """Batch t reads rows as they were after batch t - 2; the one behind the change reads what the change left."""
+    update, (dense, tables), losses, capacity = jax.jit(update_of(SPEC), donate_argnums=0), make_state(), [], None
+    past = copied(tables)
+    for step, batch in enumerate(batches, 1):
+        plans = jaxrec.plan(SPEC, batch.ids, capacity)
+        capacity = {name: p.unique.shape[1] for name, p in plans.items()}
+        old, past = past.read(plans), copied(tables)
+        dense, rows, metrics = update(dense, old, plans, batch)
+        tables.add(plans, rows, old)
+        losses.append(np.asarray(metrics["loss"]))
+        if step == at:
+            reset(tables)
+            past = copied(tables)
+    return TrainState(dense, tables), losses
+
+
+@pytest.mark.parametrize("validation", ["planned", "device"])
+def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation):
+    """The rows were read before the write; it ends before the gather does."""
+    batches, window = make_batches(16), 2
+    held = HeldBack(window, len(batches))
+
+    class Overtaken(Pipeline):
+        flow_type = Numbered
+
+        def _gather(self, item):
+            rows = super()._gather(item)  # tells `held`, which lets the oldest batch of the window be written
+            flow, oldest = self._flow, item.number - self.window
+            with flow.changed:
+                written = lambda: oldest < flow.first or flow.watermark() > oldest
+                assert flow.changed.wait_for(written, timeout=30)
+            return rows
+
+    pipeline = Overtaken(
+        make_state(), update_of(SPEC), window=window, loaders=1, validation=validation, send=held.send, fetch=held.fetch
+    )
+    losses = losses_of(pipeline, batches)
+    assert same((pipeline.state, losses), plain_loop(batches))
+    # All rows that the ring held were stale when the gathers began: of each batch the oldest of the window, too.
+    assert pipeline.counters["stale_rows"] == pipeline.counters["patched_rows"] > 16
