@@ -20,6 +20,7 @@ import jaxrec
 from jaxrec.checkpoint import Checkpointer, images, read_manifest, restore, restore_shard, snapshot, verify, write_image
 from jaxrec.checkpoint.image import load_arrays
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
+from jaxrec.files import write_json
 
 OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
 TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
@@ -340,29 +341,46 @@ def test_a_snapshot_shares_no_memory_with_the_state():
     json.dumps(image.manifest)
 
 
-def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, monkeypatch):
-    """A power cut finds all files on disk once the name is there, and the name once training goes on."""
-    calls, fsync, rename = [], os.fsync, os.rename
+@pytest.fixture
+def flushed(monkeypatch):
+    """The calls of fsync, rename and replace, each with its path, in their order."""
+    calls = []
+    fsync, moves = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
 
     def note_fsync(handle):
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
 
-    def note_rename(source, target):
-        calls.append(("rename", str(target)))
-        rename(source, target)
+    def note_move(move):
+        def noted(source, target):
+            calls.append(("rename", str(target)))
+            move(source, target)
+
+        return noted
 
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", note_rename)
+    for name, move in moves.items():
+        monkeypatch.setattr(os, name, note_move(move))
+    return calls
+
+
+def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, flushed):
+    """A power cut finds all files on disk once the name is there, and the name once training goes on."""
     directory, spec = tmp_path / "made" / "on the way", spec_of(2)
     write_image(directory / "step_1", snapshot(make("host", spec), spec))
-    at = {call: number for number, call in enumerate(calls)}  # the last of each
-    renamed, partial = at["rename", str(directory / "step_1")], directory / "step_1.partial"
+    renamed, partial = flushed.index(("rename", str(directory / "step_1"))), directory / "step_1.partial"
     files = [partial / path.relative_to(directory / "step_1") for path in (directory / "step_1").rglob("*")]
-    assert all(at["fsync", str(path)] < renamed for path in [*files, partial])
-    assert at["fsync", str(directory)] > renamed
+    assert {("fsync", str(path)) for path in [*files, partial]} <= set(flushed[:renamed])
+    assert ("fsync", str(directory)) in flushed[renamed:]
     for made in (directory, tmp_path / "made"):  # a directory is there when the one above it is flushed
-        assert at["fsync", str(made.parent)] >= 0
+        assert ("fsync", str(made.parent)) in flushed
+
+
+def test_a_file_is_flushed_before_and_its_directory_after_it_has_its_name(tmp_path, flushed):
+    """The same for whatever is written through `files`, config.json for example."""
+    write_json(tmp_path / "config.json", {"seed": 0})
+    moved = ("rename", str(tmp_path / "config.json"))
+    assert flushed == [("fsync", str(tmp_path / "config.json.partial")), moved, ("fsync", str(tmp_path))]
 
 
 SHARD_ROWS = 400_000  # 51 MB

@@ -71,3 +71,8 @@ def test_of_two_processes_the_other_goes_on(tmp_path, kind):
 @pytest.mark.slow
 def test_a_slow_test_may_take_longer(request):
     assert request.node.get_closest_marker("timeout").args == (900,)
+
+
+def test_every_test_has_a_limit(pytestconfig):
+    """By the configuration itself, whatever the command line says."""
+    assert 0 < float(pytestconfig.getini("timeout")) <= 240
