@@ -266,6 +266,67 @@ class Blocking:
         return self.batches[self.number - 1]
 
 
+SKIPS = {"skip_stale_reads": True, "skip_rewritten": True}
+
+
+def let_go(stream):
+    stream.let_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "oac-plan":
+            thread.join(60)
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize("way", ["break", "close", "ctrl-c", "load"])
+def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothing_else(way, ctrl_c):
+    """Whether a row is rewritten is not known of the last W batches taken: they wait, and leaving does not."""
+    batches, bad, asked = make_batches(16), [way == "load"], ["once"] * (way == "ctrl-c")
+    stream = Blocking(batches, 8)
+
+    class Telling(Flow):
+        def _wait(self, ready):
+            if asked and pipeline.step == 8 - WINDOW and not ready():
+                asked.clear()
+                signal.raise_signal(signal.SIGINT)  # or it would wait for ever: the stream does not come back
+            super()._wait(ready)
+
+    def send(tree, placement):
+        if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad[0]:
+            if np.array_equal(tree[1].label, batches[6].label):
+                assert stream.blocked.wait(60)
+                raise Broken
+        return jax.device_put(tree, placement)
+
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **SKIPS)
+    pipeline.flow_type = Telling
+    raised = {"ctrl-c": pytest.raises(KeyboardInterrupt), "load": pytest.raises(Broken)}
+    with raised.get(way, contextlib.nullcontext()), pipeline:
+        for _ in pipeline.run(stream):
+            if pipeline.step == 8 - WINDOW and way in ("break", "close"):
+                assert stream.blocked.wait(60)
+                if way == "break":
+                    break
+                pipeline.close()
+    done = 6 if way == "load" else 8 - WINDOW  # all before the batch that failed: no batch behind it is waited for
+    assert pipeline.step == done and equal(pipeline.state, states_of(batches)[done])
+    bad[0] = False
+    let_go(stream)
+    for _ in pipeline.run(stream):
+        pass
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
+@pytest.mark.parametrize("window", [5, 8])
+@pytest.mark.parametrize("ends", ["stops", "raises"])
+def test_with_skip_rewritten_a_stream_shorter_than_the_window_is_trained_to_its_end(ends, window):
+    batches = make_batches(5)
+    stream = iter(batches[:4]) if ends == "stops" else raising(batches, 4)
+    with contextlib.nullcontext() if ends == "stops" else pytest.raises(Broken):
+        for _ in (pipeline := Pipeline(make_state(), update_of(SPEC), window=window, **SKIPS)).run(stream):
+            pass
+    assert pipeline.step == 4 and equal(pipeline.state, states_of(batches)[4])
+
+
 @pytest.mark.parametrize("way", ["break", "hook", "load", "fetch"])
 def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     batches = make_batches(16)
@@ -299,11 +360,7 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
         with pytest.raises(ValueError, match="still waits inside this iterator"):
             pipeline.run(stream)
     bad = None
-    stream.let_go.set()
-    for thread in threading.enumerate():
-        if thread.name == "oac-plan":
-            thread.join(60)
-    assert no_threads_left()
+    let_go(stream)
     assert equal(pipeline.state, states_of(batches)[done])  # who woke up touched nothing
     for _ in pipeline.run(stream):
         pass
@@ -611,6 +668,28 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
                 break
     assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
+    """The hold is there and the thread that would end it is not: leaving lets the writers go."""
+
+    class Telling(Flow):
+        def hold_writes(self):
+            super().hold_writes()
+            signal.raise_signal(signal.SIGINT)
+
+        def finish(self):
+            super().finish()
+            assert self.hold is None, "writers wait for a cut that nobody saves"
+
+    batches = make_batches(12)
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    pipeline.flow_type = Telling
+    pipeline.cut(5, print, unreached="ignore")
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for _ in pipeline.run(batches):
+            pass
+    assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
 
 
 def name_of_caller():

@@ -106,6 +106,8 @@ class Pipeline:
         versions on the device, as the paper says. Same values.
       skip_stale_reads: do not gather and send rows that the ring will patch.
       skip_rewritten: do not fetch and write rows that a batch within the window, planned already, will write again.
+        A batch is committed when W more are planned or the stream has ended or failed: while a stream blocks, the last
+        W batches taken from it wait.
 
     Memory: see `memory_bytes`.
 
@@ -594,7 +596,7 @@ class Pipeline:
         if watermark is None:
             return
         try:
-            rows = self._gather(item)
+            rows = [self._gather(item)]
             since = max(watermark, self._flow.floor)
             stale = found(written_since(item.source, number, self.window, since))
         except BaseException:
@@ -602,7 +604,7 @@ class Pipeline:
             raise
 
         def store():
-            item.rows, item.watermark = rows, watermark
+            item.rows, item.watermark = rows.pop(), watermark  # the batch may be committed before this call ends
             item.stale, item.patched = stale, found(item.source)
 
         self._flow.tell_loaded(number, epoch, store)
@@ -621,35 +623,41 @@ class Pipeline:
         return self._send_counted((read, item.source, place), "rows", whole)
 
     def _commit(self, item):
-        """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
-        (rows, source, place), (plans, batch) = item.rows, item.inputs
         with uninterrupted():
             self._check_shapes(item)
-            if self._repairs:
-                if place:
-                    rows = self._take(rows, place)
-                self._fit_ring(item, rows)
-                rows, source = self._repair(item, rows, source)
-            dense, new, metrics = self._updated(item, rows, plans, batch)
-            try:
-                if self._repairs:
-                    unique = {name: p.unique for name, p in plans.items()}
-                    self._ring = self._append(self._ring, unique, new, np.int32(item.number))
-                    if self._last is None:  # the device has found what the gather could not see, and no more
-                        item.stale = item.patched = found(source)
-                    metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
-            except BaseException as error:  # the old dense state is gone, and the rows of the new one are
-                self.state = self.state._replace(dense=dense)
-                self._flow.committed += 1
-                self._flow.fail_behind(item.number, error)
-                raise
+            # By a call, so that nothing here holds the batch any more when another one may take its place.
+            dense, new, metrics = self._computed(item)
             self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
             item.back, item.rows, item.inputs = (item.plan, new), None, None
+            del new
             with self._flow.changed:
                 self._flow.loaded.discard(item.number)
                 self._flow.committed += 1
                 self._flow.changed.notify_all()
         return metrics
+
+    def _computed(self, item):
+        """Validate, replay, update, append: as `ring.commit`, with the update a program of its own in all modes."""
+        (rows, source, place), (plans, batch) = item.rows, item.inputs
+        if self._repairs:
+            if place:
+                rows = self._take(rows, place)
+            self._fit_ring(item, rows)
+            rows, source = self._repair(item, rows, source)
+        dense, new, metrics = self._updated(item, rows, plans, batch)
+        try:
+            if self._repairs:
+                unique = {name: p.unique for name, p in plans.items()}
+                self._ring = self._append(self._ring, unique, new, np.int32(item.number))
+                if self._last is None:  # the device has found what the gather could not see, and no more
+                    item.stale = item.patched = found(source)
+                metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
+        except BaseException as error:  # the old dense state is gone, and the rows of the new one are
+            self.state = self.state._replace(dense=dense)
+            self._flow.committed += 1
+            self._flow.fail_behind(item.number, error)
+            raise
+        return dense, new, metrics
 
     def _updated(self, item, rows, plans, batch):
         try:

@@ -53,8 +53,7 @@ def memory_bytes(
 
     On a CPU both are the same memory, and what was fetched is a view of what is on the device. `skip_stale_reads`
     needs at most one more batch of rows on the device, `skip_rewritten` W more batches of inputs on the host. While the
-    ring is widened, because a batch has more unique rows than any before it, the old ring is there too. A thread that
-    has just handed a batch on may hold its rows for a moment more.
+    ring is widened, because a batch has more unique rows than any before it, the old ring is there too.
 
     Args:
       window: W.
