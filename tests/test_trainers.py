@@ -124,6 +124,31 @@ def until_a_round(seed, batches, synchroniser):
         yield batch
 
 
+class Far(AllToAll):
+    """Rounds whose result lies 1000 beyond the mean, until a trainer is done."""
+
+    def meet(self, trainer, before, done):
+        target, last = super().meet(trainer, before, done)
+        return (target if done else jax.tree.map(lambda x: x + 1000, target)), last
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_what_a_round_gives_is_what_the_workers_train_on(kind):
+    """No rate moves anything here, so a loss that falls below -1000 is that of parameters which a round has given."""
+    rule, losses = model_averaging(alpha=1.0), []
+    more = {"every_steps": 3} if kind is Foreground else {}
+    make = synchronisers(kind, rule, 1, Far, **more)
+
+    def until_seen():
+        return itertools.takewhile(lambda _: min(losses, default=0) > -1000, stream(0, 20_000))
+
+    train_freely(
+        SPEC, counting, optax.sgd(0.0), sgd(0.0), PARAMS, HostTables.create(SPEC, sgd(0.0)), [until_seen()], make,
+        hook=lambda trainer, step, metrics: losses.append(float(metrics["loss"])),
+    )  # fmt: skip
+    assert losses[0] > -1000 > losses[-1]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_uneven_trainers_reach_their_end_together(way):
     kind, rule, more = WAYS[way]
