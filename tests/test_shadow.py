@@ -305,7 +305,9 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         steps.begin.release()
         wait_for_round(shadow)
         assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
-        assert shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4  # rounds, to and fro, replicas, floats
+        assert shadow.bytes == 2 * 2 * (3 + 2) * 4  # to and fro, replicas, floats: of the round that is folded in
+        shadow.exchange(state)
+        assert shadow.rounds == 2 and shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4
 
 
 def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
