@@ -240,7 +240,7 @@ class Shadow(Synchroniser):
             self._raise_failure()
 
     def _left_behind(self, error):
-        why = f"timeout_s={self._transport.timeout_s:g}; its thread is left behind and will do nothing with what may come."
+        why = f"timeout_s={self._transport.timeout_s:g}; its thread is left behind and does nothing with what may come."
         if self._met_at is None:
             message = f"{self._name} is still at work after {why}"
         else:
