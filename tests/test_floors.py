@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxrec"
 # A floor a line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
-    ["types", "files"],
+    ["types", "files", "interrupts"],
     [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
@@ -25,7 +25,14 @@ FLOORS = [
     [""],
 ]  # fmt: skip
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
-HOST_FILES += ["shadowsync.shadow", "shadowsync.transport", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
+HOST_FILES += [
+    "interrupts",
+    "shadowsync.shadow",
+    "shadowsync.transport",
+    "shadowsync.trainers",
+    "cpr.traces",
+    "cpr.recovery",
+]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 

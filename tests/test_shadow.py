@@ -1,7 +1,9 @@
 """The shadow thread: training never waits for it, nothing is lost that a rule keeps, nobody hangs."""
 
+import collections
 import functools
 import os
+import signal
 import threading
 import time
 
@@ -305,11 +307,13 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         steps.begin.release()
         wait_for_round(shadow)
         assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
-        assert shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4  # rounds, to and fro, replicas, floats
+        assert shadow.bytes == 2 * 2 * (3 + 2) * 4  # to and fro, replicas, floats: of the round that is folded in
+        shadow.exchange(state)
+        assert shadow.rounds == 2 and shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4
 
 
 def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
-    rule = model_averaging(0.5)
+    rule = model_averaging(0.5, "lerp")
 
     class Late(Steps):
         def meet(self, trainer, before, done):
@@ -324,11 +328,12 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
         state = shadow.finish(state)
     assert len(steps.brought) == 2  # 1, 9 -> half way to 4 -> half way to their mean, 4.5
     assert weights(state).tolist() == [3.5, 5.5]
+    assert shadow.rounds == 1 and shadow.bytes == 2 * 2 * (3 + 2) * 4  # of both or of neither; not of the last one
 
 
 def test_the_state_of_bmuf_goes_on_from_round_to_round():
     """Beside the equations by hand, from the initial parameters 0 on."""
-    rule = bmuf(0.5, eta=0.8, momentum=0.5)
+    rule = bmuf(0.5, eta=0.8, momentum=0.5, form="lerp")
     steps = Steps(AllToAll(rule, PARAMS))
     with Shadow(rule, steps) as shadow:
         state = shadow.exchange(state_of(4.0, 8.0))
@@ -660,3 +665,137 @@ def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
     np.testing.assert_allclose(rows, wanted, rtol=1e-6, atol=1e-6)
     alone, _ = trained(4, None)  # negative control
     assert np.abs(alone - whole).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", [dict, collections.OrderedDict])
+def test_a_round_that_ends_in_the_middle_of_an_exchange_keeps_its_result(form):
+    """It ends when the exchange has looked for a result and not yet whether the thread is free; EASGD keeps the sum."""
+    rule = easgd(0.5)
+    steps = Steps(Centre(rule, {"w": np.zeros(3, np.float32)}))
+    armed = []
+
+    class Lets(threading.Condition):
+        """Lets the round end just when the trainer has let go of the lock."""
+
+        def __exit__(self, *given):
+            super().__exit__(*given)
+            if armed and threading.current_thread() is threading.main_thread():
+                armed.clear()
+                steps.begin.release()
+                until(lambda: not shadow._busy)
+
+    shadow = Shadow(rule, steps)
+    shadow._changed = Lets()
+    with shadow:
+        params = shadow.exchange({"w": jnp.full(3, 8.0)})
+        until(lambda: shadow._busy)
+        armed.append(True)
+        params = shadow.exchange(form(params))
+        if armed or shadow._handed is not None or shadow._busy:  # a round that has not ended yet
+            armed.clear()
+            steps.begin.release()
+        until(lambda: not shadow._busy and shadow._handed is None)
+        params = shadow.exchange(params)
+        assert shadow.rounds == len(steps.brought) > 0
+        assert float(params["w"][0] + steps.parameters["w"][0]) == 8.0
+
+
+def aligned(shape):
+    """An array of NumPy that JAX would take over on a CPU without a copy."""
+    whole = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    begin = -whole.ctypes.data % 64
+    return whole[begin : begin + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+
+
+def test_numpy_parameters_may_be_changed_in_place_while_a_round_is_made():
+    mine, seen = {"w": aligned((100,))}, []
+
+    class Changed(AllToAll):
+        def meet(self, trainer, before, done):
+            mine["w"] += 1
+            seen.append(float(before[0].max()))
+            return super().meet(trainer, before, done)
+
+    rule = model_averaging()
+    with Foreground(rule, Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:
+        assert isinstance(foreground.exchange(mine)["w"], jax.Array)
+    assert seen == [0.0]
+
+
+def test_seconds_count_from_entering(monkeypatch):
+    now = [100.0]
+    rule = model_averaging()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    foreground = Foreground(rule, AllToAll(rule, PARAMS), every_seconds=5.0)
+    now[0] = 200.0  # compiling, say
+    with foreground:
+        foreground.exchange(PARAMS)
+        assert foreground.rounds == 0
+        now[0] = 205.0
+        foreground.exchange(PARAMS)
+        assert foreground.rounds == 1
+
+
+class Interrupting(threading.Condition):
+    """Ctrl-C comes as soon as the main thread has taken the lock for the n-th time."""
+
+    def __init__(self, countdown):
+        super().__init__()
+        self.countdown = countdown
+
+    def __enter__(self):
+        found = super().__enter__()
+        if threading.current_thread() is threading.main_thread():
+            self.countdown -= 1
+            if self.countdown == 0:
+                signal.raise_signal(signal.SIGINT)
+        return found
+
+    def is_free(self):
+        free = []
+
+        def try_it():
+            if taken := self.acquire(timeout=5):
+                self.release()
+            free.append(taken)
+
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join(20)
+        return free == [True]
+
+
+@pytest.mark.parametrize(
+    ("whose", "countdown"), [("shadow", 1), ("shadow", 2), ("shadow", 3), ("transport", 1), ("transport", 2)]
+)
+def test_ctrl_c_leaves_no_lock_held_and_no_thread(whose, countdown):
+    rule = model_averaging()
+    transport = AllToAll(rule, PARAMS)
+    changed = Interrupting(countdown)
+    with pytest.raises(KeyboardInterrupt):
+        shadow = Shadow(rule, transport)
+        (shadow if whose == "shadow" else transport)._changed = changed
+        with shadow:
+            state = shadow.exchange(state_of(1.0))
+            shadow.finish(state)
+    assert changed.countdown <= 0 and changed.is_free()
+    until(no_threads_left)
+
+
+def test_ctrl_c_while_entering_ends_the_thread():
+    rule = model_averaging()
+    transport = AllToAll(rule, PARAMS, 2)
+
+    class Asked(AllToAll):
+        def join(self, trainer):
+            transport.join(trainer)
+            signal.raise_signal(signal.SIGINT)
+
+        def leave(self, trainer, error=None):
+            transport.leave(trainer, error)
+
+    with pytest.raises(KeyboardInterrupt), Shadow(rule, Asked(rule, PARAMS)):
+        raise AssertionError("it was entered")
+    until(no_threads_left)
+    with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
+        transport.join(1)

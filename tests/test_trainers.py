@@ -409,6 +409,65 @@ def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
     assert len(left) == 2 and no_threads_left()
 
 
+@pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, rule):
+    wake = threading.Event()
+
+    def blocking():
+        yield from stream(0, 3)
+        assert wake.wait(60)
+        yield from stream(0, 3)
+
+    make = synchronisers(kind, rule, 2, on_failure="drop", timeout_s=0.5, **every(2, kind))
+    tables = HostTables.create(SPEC, sgd(0.1))
+    with pytest.warns(RuntimeWarning) as told:
+        _, figures = train_freely(
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [stream(1, 5), blocking()], make, leave_timeout_s=0.2
+        )
+    words = " ".join(str(each.message) for each in told)
+    assert "trainer 1 was dropped: Left: trainer 1 was last seen" in words and "trainer-1 did not end within" in words
+    assert list(figures.failures) == [1] and figures.steps == [5, 3]
+    left = [thread for thread in threading.enumerate() if thread.name == "trainer-1"]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert len(left) == 1 and no_threads_left() and figures.steps == [5, 3]
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_ctrl_c_again_and_again_while_leaving_leaves_no_synchroniser_behind(monkeypatch, kind):
+    armed, ended, meets, wake = [], [], [], threading.Event()
+
+    class Counting(AllToAll):
+        def meet(self, trainer, before, done):
+            meets.append(bool(ended))
+            return super().meet(trainer, before, done)
+
+    def pause():
+        threading.Event().wait(0.002)
+        if armed:
+            signal.raise_signal(signal.SIGINT)
+
+    def hook(trainer, step, metrics):
+        if trainer == 1 and step == 3:
+            armed.append(True)
+            assert wake.wait(60)
+
+    monkeypatch.setattr("jaxrec.shadowsync.trainers._pause", pause)
+    make = synchronisers(kind, model_averaging(), 3, of=Counting, **every(1, kind))
+    tables, streams = HostTables.create(SPEC, sgd(0.1)), [stream(i, 10**9) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, hook=hook)
+    ended.append(True)
+    left = [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert no_threads_left() and not any(meets)
+    assert "s, when Ctrl-C came again" in caught.value.__notes__[-1] and "within 10 s" not in caught.value.__notes__[-1]
+
+
 def train_for_ever(way):
     """Trainer 0 is soon done and waits for trainer 1, which never is."""
     kind, rule, more = WAYS[way] if way != "none" else (None, None, {})

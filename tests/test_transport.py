@@ -84,7 +84,7 @@ def test_a_place_is_taken_once_and_must_exist(make, trainer, message):
             Shadow(transport.rule, transport, trainer).__enter__()
         with pytest.raises(ValueError, match=message), Foreground(transport.rule, transport, trainer, every_steps=1):
             pass
-    with pytest.raises(ValueError, match="trainer=0 left after its round 0, and no trainer comes back"):
+    with pytest.raises(ValueError, match="=0 left without `finish` after its round 0, and no trainer comes back"):
         transport.join(0)
 
 
@@ -374,8 +374,133 @@ def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
     sender = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
         with Shadow(MEAN, Told()) if kind == "Shadow" else Foreground(MEAN, Told(), every_steps=1) as synchroniser:
-            getattr(synchroniser, act)({"w": jnp.ones(3)})
+            try:
+                getattr(synchroniser, act)({"w": jnp.ones(3)})
+            finally:
+                for again in (synchroniser.finish, synchroniser.exchange) if act == "finish" else ():
+                    with pytest.raises(ValueError, match="too late: .* has begun to finish before"):
+                        again({"w": jnp.ones(3)})
     sender.join(20)
     assert met == [0] and not [t for t in threading.enumerate() if t.name.startswith("shadow-")]
     with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
         transport.meet(1, of(0.0), False)
+
+
+@pytest.mark.parametrize("rule", [MEAN, easgd(0.5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule):
+    """Trainer 1 is at work for five time-outs without a round, while trainer 0 waits for it at its end."""
+    transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 2, timeout_s=0.2)
+
+    def early():
+        with kind(rule, transport, 0, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            return synchroniser.finish({"w": jnp.ones(3)})
+
+    def late():
+        with Foreground(rule, transport, 1, every_steps=10**9) as foreground:
+            state, end = {"w": jnp.ones(3)}, time.monotonic() + 1.0
+            while time.monotonic() < end:
+                state = foreground.exchange(state)
+            return foreground.finish(state)
+
+    for found in in_threads(early, late):
+        assert not isinstance(found, BaseException), found
+
+
+def test_a_transfer_longer_than_the_time_out_loses_nobody():
+    centre = joined(Centre(easgd(0.5), PARAMS, 2, bytes_per_s=30.0, timeout_s=0.2), 0, 1)  # 0.8 s
+
+    def early():
+        while not centre.meet(0, of(0.0), True)[1]:
+            pass
+
+    def late():
+        target, _ = centre.meet(1, of(8.0), False)
+        return target, centre.meet(1, of(8.0), True)
+
+    found, both = in_threads(early, late)
+    assert found is None and isinstance(both, tuple), (found, both)
+    np.testing.assert_array_equal(centre.parameters["w"], [4.0] * 3)
+
+
+def test_a_trainer_on_a_slow_server_hears_that_another_fails():
+    centre = joined(Centre(easgd(), PARAMS, 2, bytes_per_s=0.001), 0, 1)  # 24,000 s
+
+    def fails():
+        until(lambda: max(centre._free_at) > 0)
+        centre.leave(1, OSError("the disk is gone"))
+
+    found, _ = in_threads(lambda: centre.meet(0, of(1.0), False), fails)
+    assert isinstance(found, Left) and "OSError: the disk is gone" in str(found)
+    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
+
+
+def summing(act):
+    """A rule whose centre adds up what it is brought, after `act` on it."""
+
+    def combine(centre, brought):
+        act(brought)
+        return centre + brought, centre
+
+    return Rule("sum", True, np.array, combine, lambda live, before, target: live)
+
+
+def test_a_combine_that_raises_between_two_leaves_leaves_the_centre_as_it_was():
+    def act(brought):
+        if brought.max() == 5:
+            raise MemoryError("no room")
+
+    centre = joined(Centre(summing(act), {"a": np.zeros(1), "b": np.zeros(1)}, servers=2), 0)
+    with pytest.raises(MemoryError, match="no room"):
+        centre.meet(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 5.0)}, False)
+    assert centre.parameters["a"][0] == centre.parameters["b"][0] == 0
+    centre.meet(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 2.0)}, False)
+    assert (centre.parameters["a"][0], centre.parameters["b"][0]) == (1, 2)
+
+
+def test_who_is_dropped_while_it_combines_does_not_move_the_centre():
+    centre = Centre(summing(lambda brought: centre.leave(0)), PARAMS, 2, on_failure="drop")
+    joined(centre, 0, 1)
+    with pytest.raises(Left, match="trainer 0 left"):
+        centre.meet(0, of(1.0), False)
+    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
+
+
+def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
+    calls = []
+
+    def combine(shared, mean):
+        calls.append(mean[0][0])
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        return shared, mean
+
+    rule = Rule("mean", False, lambda parameters: (), combine, lambda live, before, target: target)
+    transport = joined(AllToAll(rule, PARAMS), 0)
+    with pytest.raises(MemoryError):
+        transport.meet(0, of(1.0), False)
+    assert not transport._brought
+    assert transport.meet(0, of(2.0), False)[0]["w"][0, 0] == 2.0 and calls == [1.0, 2.0]
+
+
+def test_a_centre_keeps_nothing_that_a_step_may_donate():
+    initial = {"w": jnp.zeros(3), "n": jnp.arange(3)}
+    centre = Centre(easgd(), initial)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(initial)
+    assert initial["n"].is_deleted()
+    assert centre.parameters["n"].tolist() == [0, 1, 2] and centre.parameters["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_trainer_that_has_diverged_is_named_and_poisons_nobody(kind):
+    transport, gave = AllToAll(MEAN, PARAMS, 2), []
+
+    def train(trainer):
+        state = {"w": jnp.full(3, float("nan") if trainer else 1.0)}
+        with kind(MEAN, transport, trainer, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            for _ in range(10**6):
+                gave.append(state := synchroniser.exchange(state))
+
+    zero, one = in_threads(lambda: train(0), lambda: train(1))
+    assert isinstance(one, ValueError) and "trainer 1" in str(one) and "['w'] holds nan or inf" in str(one)
+    assert isinstance(zero, Left) and "trainer 1 left after its round 0 with ValueError" in str(zero)

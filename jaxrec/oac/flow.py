@@ -14,30 +14,13 @@ Legend: W window.
 """
 
 import collections
-import contextlib
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from jaxrec.interrupts import uninterrupted
 
 # How often the committing thread looks whether a signal came: its handler runs on that thread and cannot notify it.
 _GLANCE_SECONDS = 0.05
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[list[int]]:
-    """Puts Ctrl-C off until the block is left; yields the list of those that came. Only the main thread gets any."""
-    asked: list[int] = []
-    # A process that dies of SIGINT, or one whose handler is not Python's, is never interrupted in the middle of Python.
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield asked
-        return
-    handler = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if asked:
-            signal.raise_signal(signal.SIGINT)
 
 
 class Flow:

@@ -3,6 +3,7 @@
 Legend: R replicas, the leading axis of all leaves or of none.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
     """The template of initial parameters of one replica, and copies of their floating leaves on the host.
 
     Raises:
-      ValueError: there is no floating leaf; one is complex, has been donated, or has no value.
+      ValueError: there is no floating leaf; one is complex, is not finite, has been donated, or has no value.
     """
     if isinstance(parameters, int):
         raise ValueError(
@@ -60,6 +61,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
             "one replica, for example state.dense.params without their leading axis."
         )
     names, leaves = zip(*named, strict=True)
+    check_finite(names, leaves, "the initial parameters")
     return Template(names, tuple(leaf.shape for leaf in leaves)), list(leaves)
 
 
@@ -69,6 +71,20 @@ def _host(name, leaf):
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise ValueError(f"the initial leaf {name} has no value but is a {type(leaf).__name__}: give arrays.")
     return np.array(leaf)
+
+
+def check_finite(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
+    """Refuses leaves on the host that hold nan or inf, which a mean would spread to all trainers.
+
+    Raises:
+      ValueError: names the first leaf.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        if not np.isfinite(leaf).all():
+            raise ValueError(
+                f"{what} cannot be synchronised: the leaf {name} holds nan or inf, which would spread to all trainers. "
+                "Training has diverged, or starts from bad parameters: lower the learning rate or clip gradients."
+            )
 
 
 def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:

@@ -18,7 +18,10 @@ overflows nor loses digits; `merge` returns the dtypes of `live`. All other leav
 left as the first argument has them: each replica keeps its own.
 """
 
+import functools
+import numbers
 from collections.abc import Callable
+from types import FunctionType as Function
 from typing import Any, NamedTuple
 
 import jax
@@ -43,9 +46,9 @@ class Rule(NamedTuple):
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
 
     def same_as(self, other: "Rule") -> bool:
-        """Whether both synchronise alike: two rules of one name and equal settings do."""
+        """Whether both synchronise alike: two rules of one name, equal settings and functions do."""
         alike = self.settings and (self.name, self.has_centre, self.settings) == other[:2] + (other.settings,)
-        return bool(alike) or tuple(self) == tuple(other)
+        return tuple(self) == tuple(other) or (bool(alike) and all(map(_alike, self[2:5], other[2:5])))
 
 
 class Block(NamedTuple):
@@ -103,7 +106,7 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     Raises:
       ValueError: alpha outside (0, 1]; another form.
     """
-    settings, merge = (("alpha", float(alpha)), ("form", form)), _towards(alpha, form)
+    settings, merge = (("alpha", _checked_alpha(alpha)), ("form", form)), _towards(alpha, form)
     return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
 
 
@@ -124,9 +127,8 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
     Raises:
       ValueError: a number outside its range; another form.
     """
-    if not 0 < eta < float("inf") or not 0 <= momentum < 1:
-        raise ValueError(f"eta={eta} must be above 0 and momentum={momentum} from 0 to below 1.")
-    eta, momentum = float(eta), float(momentum)
+    alpha, eta = _checked_alpha(alpha), float(checked_number("eta", eta, "above 0", lambda x: 0 < x < float("inf")))
+    momentum = float(checked_number("momentum", momentum, "from 0 to below 1", lambda x: 0 <= x < 1))
 
     def init(parameters):
         return Block(_copy(parameters), _map(lambda x: 0 * x, parameters))
@@ -136,7 +138,7 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
         moved = _map(lambda g, v: g + v, block.parameters, velocity)
         return Block(moved, velocity), moved
 
-    settings = (("alpha", float(alpha)), ("eta", eta), ("momentum", momentum), ("form", form))
+    settings = (("alpha", alpha), ("eta", eta), ("momentum", momentum), ("form", form))
     return Rule("bmuf", False, init, combine, _towards(alpha, form), settings)
 
 
@@ -159,7 +161,27 @@ def is_synchronised(leaf) -> bool:
     >>> [is_synchronised(x) for x in (np.float16(1), np.int32(1), True, jax.random.key(0))]
     [True, False, False, False]
     """
-    return bool(jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.floating))
+    return _is_floating(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+
+
+@functools.lru_cache(maxsize=256)  # a question for each leaf of each exchange
+def _is_floating(dtype):
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], whole: bool = False):
+    """A number that was given as an argument; refuses one that does not fit its rule, and what is no number.
+
+    >>> checked_number("every_steps", 5, "1 or more", lambda x: x >= 1, whole=True)
+    5
+
+    Raises:
+      ValueError: names the argument, its value and the rule.
+    """
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool | np.bool_) or not isinstance(value, kind) or not fits(value):
+        raise ValueError(f"{name}={value!r} must be {rule}{', a whole number' if whole else ''}.")
+    return value
 
 
 def wide(dtype) -> np.dtype:
@@ -195,9 +217,20 @@ def _towards(alpha, form):
 
 
 def _checked_alpha(alpha):
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha={alpha} must be above 0 and at most 1.")
-    return float(alpha)  # a scalar of NumPy would widen what it multiplies
+    # A scalar of NumPy would widen what it multiplies.
+    return float(checked_number("alpha", alpha, "above 0 and at most 1", lambda x: 0 < x <= 1))
+
+
+def _alike(one, other):
+    """Whether two functions are made by the same lines with the same numbers, or two such numbers are equal."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not isinstance(one, Function):
+        return type(one) is type(other) and isinstance(one, float | str) and one == other
+    if one.__code__ is not other.__code__ or one.__defaults__ != other.__defaults__:
+        return False
+    cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
+    return all(map(_alike, *cells))
 
 
 def _map(function, first, *rest):

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.shadowsync.leaves import check_names, floating, replicas_in, with_floating
-from jaxrec.shadowsync.rules import Rule, wide
+from jaxrec.interrupts import uninterrupted, wait
+from jaxrec.shadowsync.leaves import check_finite, check_names, floating, replicas_in, with_floating
+from jaxrec.shadowsync.rules import Rule, checked_number, wide
 from jaxrec.shadowsync.transport import Left, Transport
 from jaxrec.types import PyTree, TrainState
 
@@ -34,18 +35,27 @@ class _Live(NamedTuple):
     has_axis: bool  # else they are those of one replica, which gets the axis on its way to a transport
 
 
+class _Round(NamedTuple):
+    """What a round has found, on the device."""
+
+    before: list[jax.Array]
+    target: list[jax.Array]
+    bytes: int  # brought and taken
+
+
 class Synchroniser:
     """What `Shadow` and `Foreground` have in common: a trainer's place among the others, and its figures.
 
     Attributes:
       steps: calls of `exchange`.
-      rounds: whose results were folded in by `exchange`.
+      rounds: whose results were folded in, by `exchange` or by `finish`; not those that `finish` itself makes.
       bytes: of floating leaves that these rounds have brought and taken.
     """
 
     def __init__(self, rule: Rule, transport: Transport, trainer: int):
         _check_transport(transport, rule)
         self._rule, self._transport, self._trainer = transport.rule, transport, trainer
+        self._tell_alive = getattr(transport, "alive", lambda trainer: None)
         self._phase = "not entered"
         self._structures: list = []  # of the last state, whose names fit
         self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
@@ -64,12 +74,21 @@ class Synchroniser:
     def __enter__(self):
         if self._phase != "not entered":
             raise ValueError(f"{self._name} has been entered before: make one for each training.")
-        self._transport.join(self._trainer)
-        self._phase = "open"
+        try:
+            with uninterrupted():
+                self._transport.join(self._trainer)
+                self._phase = "open"
+                self._begin()
+        except BaseException as error:  # no more threads, or Ctrl-C
+            if self._phase == "open":
+                self.leave(error)
+            raise
         return self
 
+    def _begin(self):
+        """What begins with the `with` block."""
+
     def __exit__(self, kind, error, trace) -> None:
-        self._phase = "left"
         self.leave(error)
 
     def exchange(self, state):
@@ -81,8 +100,15 @@ class Synchroniser:
         return self.exchange(state)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others not to wait for this trainer any more: it fails."""
-        self._transport.leave(self._trainer, error)
+        """Tells the others not to wait for this trainer any more: it fails, and takes no part from now on."""
+        with uninterrupted():
+            self._phase = "left"
+            self._transport.leave(self._trainer, error)
+
+    @property
+    def why_gone(self) -> str:
+        """Why the others go on without this trainer, as when it was overdue; empty if they do not."""
+        return getattr(self._transport, "why_gone", lambda trainer: "")(self._trainer)
 
     @property
     def _name(self):
@@ -93,6 +119,11 @@ class Synchroniser:
             raise ValueError(f"`{what}` comes inside of the `with` block, and {self._name} has not been entered.")
         if self._phase != "open":
             raise ValueError(f"`{what}` comes too late: {self._name} has {self._phase}. Make one for each training.")
+
+    def _looks_known(self, state):
+        """Whether a state has the structure of those before, and is none of a function under jit."""
+        leaves, structure = jax.tree.flatten(_params_of(state))
+        return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
 
     def _live(self, state) -> _Live:
         """The floating leaves on the device, which must be those of the transport's parameters."""
@@ -117,15 +148,24 @@ class Synchroniser:
 
     def _meet(self, before, done=False):
         """One round on leaves in numpy: where they should move to, and whether it was the last."""
+        if not (done and self._rule.has_centre):  # which brings nothing
+            check_finite(self._transport.template.names, before, f"the state of trainer {self._trainer}")
         target, last = self._transport.meet(self._trainer, before, done)
         _check_target(target, before)
         return target, last
 
-    def _round_of(self, before):
-        """A round whose result `exchange` folds in."""
+    def _round_of(self, held):
+        """A round of leaves on the device, for `_folded`."""
+        before = _to_host(held)
         target, _ = self._meet(before)
-        self.bytes += sum(leaf.nbytes for leaf in (*before, *target))
-        return target
+        moved = sum(leaf.nbytes for leaf in (*before, *target))
+        return _Round(held.leaves, _place(_from_host(target, held), held.leaves), moved)
+
+    def _folded(self, leaves, result, program):
+        """Leaves on the device after a round that is counted now."""
+        self.rounds += 1
+        self.bytes += result.bytes
+        return program(leaves, _place(result.before, leaves), _place(result.target, leaves))
 
     def _last_rounds(self, leaves):
         """Rounds of a trainer that is done, on leaves in numpy, until all are; with a centre, what it is then."""
@@ -160,18 +200,17 @@ class Shadow(Synchroniser):
       ValueError: another rule than the transport's; pace_seconds < 0. On entering: no such trainer, or a taken one.
       Left: another trainer has left, or is overdue. It and whatever else a round raises come with the next `exchange`,
         or on leaving the `with` block.
-      TimeoutError: on leaving, `meet` has not returned for `timeout_s` of the transport: its thread is left behind, and
-        does nothing with what may still come.
+      TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as when `meet` does not
+        return: it is left behind, and does nothing with what may still come.
     """
 
     def __init__(self, rule: Rule, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
-        if not 0 <= pace_seconds < float("inf"):
-            raise ValueError(f"pace_seconds={pace_seconds} must be 0 or more.")
+        checked_number("pace_seconds", pace_seconds, "0 or more", lambda x: 0 <= x < float("inf"))
         super().__init__(rule, transport, trainer)
         self._pace = pace_seconds
         self._changed = threading.Condition()
         self._handed: Any = None  # a copy for the thread, on the device
-        self._result: Any = None  # (that copy, target), both on the device
+        self._result: _Round | None = None  # what the thread has found since the last exchange
         self._busy = self._done = self._stopped = self._ended = False
         self._met_at: float | None = None  # when `meet` was called that has not returned
         self._final: Any = None  # leaves [R, ...] on the host, of a trainer that is done
@@ -179,31 +218,33 @@ class Shadow(Synchroniser):
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
 
-    def __enter__(self) -> "Shadow":
-        super().__enter__()
-        try:
-            self._thread.start()
-        except BaseException as error:  # no more threads
-            self.leave(error)
-            raise
-        return self
+    def _begin(self):
+        self._thread.start()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tells the others not to wait for this trainer any more: it fails, and its thread ends."""
+        with uninterrupted():
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+            super().leave(error)
 
     def __exit__(self, kind, error, trace) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        super().__exit__(kind, error, trace)
-        self._thread.join(self._transport.timeout_s)
-        if self._thread.is_alive():
+        self.leave(error)
+        if not wait(self._changed, lambda: self._ended, self._transport.timeout_s):
             self._left_behind(error)
-        elif error is None:
+            return
+        with uninterrupted():
+            self._thread.join()  # it has nothing more to do
+        if error is None:
             self._raise_failure()
 
     def _left_behind(self, error):
-        message = (
-            f"{self._name}: `meet` of {type(self._transport).__name__} has not returned for timeout_s="
-            f"{self._transport.timeout_s:g}; its thread is left behind and will do nothing with what it returns."
-        )
+        why = f"timeout_s={self._transport.timeout_s:g}; its thread is left behind and does nothing with what may come."
+        if self._met_at is None:
+            message = f"{self._name} is still at work after {why}"
+        else:
+            message = f"{self._name}: `meet` of {type(self._transport).__name__} has not returned for {why}"
         if error is None:
             raise TimeoutError(message)
         error.add_note(message)
@@ -211,32 +252,42 @@ class Shadow(Synchroniser):
     def exchange(self, state):
         """Folds the newest result in and hands a copy over, if there is one and if the thread is free; never waits.
 
-        The first call compiles the fold, so that the first result is folded in as soon as it is there.
+        The first call compiles the fold, so that the first result is folded in as soon as it is there. A call that has
+        nothing to do looks at the state's structure only.
 
         Args:
           state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or [R, ...].
 
         Returns:
-          The state to train on. Its arrays are those given where nothing was folded in; none is donated.
+          The state to train on. It is the one given where nothing was folded in; else its parameters are new arrays of
+          JAX, also where they were NumPy's, which may be changed in place: their values are copied at once. No array is
+          donated.
 
         Raises:
-          ValueError: outside of the `with` block; the parameters do not fit those of the transport.
-          What a round raised.
+          ValueError: outside of the `with` block; the parameters do not fit those of the transport; those of an earlier
+            call were not finite.
+          Left: another trainer has left or is overdue, or this one has been dropped.
+          Exception: whatever else a round raised.
         """
         self._check_open("exchange")
         self._raise_failure()
+        self._tell_alive(self._trainer)
+        if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
+            self.steps += 1
+            return state
         live = self._live(state)
         program = _merge_program(self._rule.merge, _kinds(live.leaves))
         self.steps += 1
-        leaves = self._fold(live.leaves, program)
-        with self._changed:
+        with uninterrupted(), self._changed:  # together: a round that ends in between would put its result on another
+            result, self._result = self._result, None
             free = self._handed is None and not self._busy
+        leaves = live.leaves if result is None else self._folded(live.leaves, result, program)
         if free:
             copy = _Live(_copy(leaves), live.has_axis)
-            with self._changed:
+            with uninterrupted(), self._changed:
                 self._handed = copy
                 self._changed.notify_all()
-        return state if leaves is live.leaves else _with(state, leaves)
+        return state if result is None else _with(state, leaves)
 
     def finish(self, state):
         """Takes part in rounds until all trainers are done.
@@ -251,54 +302,54 @@ class Shadow(Synchroniser):
           target, so all are equal with alpha = 1; by delta it is moved by alpha (target - replica), the same here.
 
         Raises:
-          ValueError: outside of the `with` block, or again.
-          TimeoutError: `meet` has not returned for three times `timeout_s` of the transport.
-          What a round raised.
+          ValueError: outside of the `with` block, or again, even after an interrupt; parameters do not fit or are not
+            finite.
+          Left: another trainer has left or is overdue, or this one has been dropped.
+          TimeoutError: `meet` neither has returned nor was at work for three times `timeout_s` of the transport.
+          Exception: whatever else a round raised.
         """
         self._check_open("finish")
         self._raise_failure()
         live = self._live(state)
-        leaves = self._fold(live.leaves, _merge_program(self._rule.merge, _kinds(live.leaves)))
-        with self._changed:
-            self._final, self._has_axis = _to_host(_Live(leaves, live.has_axis)), live.has_axis
-            self._done = True
-            self._changed.notify_all()
-            self._wait_for_the_end()
+        program = _merge_program(self._rule.merge, _kinds(live.leaves))
+        with uninterrupted():
+            self._phase = "begun to finish before"
+            with self._changed:
+                result, self._result = self._result, None
+            leaves = live.leaves if result is None else self._folded(live.leaves, result, program)
+            final = _to_host(_Live(leaves, live.has_axis))
+            with self._changed:
+                self._final, self._has_axis, self._done = final, live.has_axis, True
+                self._changed.notify_all()
+        self._wait_for_the_end()
         self._raise_failure()
+        if self._stopped:
+            raise Left(f"trainer {self._trainer} has left while it finished.")
         self._phase = "finished"
         return _with(state, _place(_from_host(self._final, live), live.leaves))
 
-    def _fold(self, leaves, program):
-        """The leaves after the newest result, if there is one."""
-        with self._changed:
-            result, self._result = self._result, None
-        if result is None:
-            return leaves
-        self.rounds += 1
-        return program(leaves, *(_place(part, leaves) for part in result))
-
     def _wait_for_the_end(self):
-        limit = 3 * self._transport.timeout_s  # a round that goes on, or waits for those who train, returns before
-        while not self._ended:
-            since = time.monotonic() if self._met_at is None else self._met_at
-            left = since + limit - time.monotonic()
-            if left <= 0:
+        limit = 3 * self._transport.timeout_s  # of a transport that does nothing; it may wait for those who train
+        seen = getattr(self._transport, "last_seen", lambda trainer: 0.0)
+        while not wait(self._changed, lambda: self._ended, self._transport.timeout_s / 2):
+            now = time.monotonic()
+            if now - max(self._met_at or now, seen(self._trainer)) > limit:
                 raise TimeoutError(f"{self._name}: `meet` of its transport has not returned for {limit:g} s.")
-            self._changed.wait(left)
 
     def _run(self):
         try:
             while (handed := self._next()) is not None:
                 self._round(handed)
             if self._done and not self._stopped:
-                if self._result is not None:  # of a round that ended after the trainer's last exchange
-                    before, target = (_to_host(_Live(part, self._has_axis)) for part in self._result)
+                if (late := self._result) is not None:  # of a round that ended after the trainer's last exchange
+                    before, target = (_to_host(_Live(part, self._has_axis)) for part in late[:2])
                     self._final = self._rule.merge(self._final, before, target)
+                    self.rounds, self.bytes = self.rounds + 1, self.bytes + late.bytes
                 self._final = self._last_rounds(self._final)
         except BaseException as error:
             with self._changed:
                 self._failure = None if self._stopped and isinstance(error, Left) else error
-            self.leave(error)
+            self._transport.leave(self._trainer, error)
         finally:
             with self._changed:
                 self._ended = True
@@ -315,10 +366,9 @@ class Shadow(Synchroniser):
 
     def _round(self, handed):
         start = time.monotonic()
-        before = _to_host(handed)
-        placed = _place(_from_host(self._round_of(before), handed), handed.leaves)
+        result = self._round_of(handed)
         with self._changed:
-            self._result, self._busy = (handed.leaves, placed), False
+            self._result, self._busy = result, False
             self._changed.notify_all()
             left = start + self._pace - time.monotonic()
             if left > 0:
@@ -327,14 +377,18 @@ class Shadow(Synchroniser):
                 self._busy = False
 
     def _meet(self, before, done=False):
+        self._check_not_stopped()
         self._met_at = time.monotonic()
         try:
             found = super()._meet(before, done)
         finally:
             self._met_at = None
-        if self._stopped:  # it was left behind: nothing comes of a late answer
-            raise Left(f"trainer {self._trainer} has left.")
+        self._check_not_stopped()  # it was left behind: nothing comes of a late answer
         return found
+
+    def _check_not_stopped(self):
+        if self._stopped:
+            raise Left(f"trainer {self._trainer} has left.")
 
     def _raise_failure(self):
         if self._failure is not None:
@@ -361,10 +415,14 @@ class Foreground(Synchroniser):
     ):  # fmt: skip
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give every_steps or every_seconds, one of them.")
-        if (every_steps is not None and every_steps < 1) or (every_seconds is not None and not every_seconds > 0):
-            raise ValueError(f"every_steps={every_steps} must be 1 or more, every_seconds={every_seconds} above 0.")
+        if every_steps is not None:
+            checked_number("every_steps", every_steps, "1 or more", lambda x: x >= 1, whole=True)
+        if every_seconds is not None:
+            checked_number("every_seconds", every_seconds, "above 0", lambda x: x > 0)
         super().__init__(rule, transport, trainer)
         self._steps, self._seconds = every_steps, every_seconds
+
+    def _begin(self):
         self._last = time.monotonic()
 
     def exchange(self, state):
@@ -374,19 +432,20 @@ class Foreground(Synchroniser):
           state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or [R, ...].
 
         Returns:
-          The state to train on.
+          The state to train on: the one given if it was no time; else its parameters are new arrays of JAX.
 
         Raises:
-          ValueError: outside of the `with` block; the parameters do not fit those of the transport.
-          Left: another trainer has left or is overdue.
+          ValueError: outside of the `with` block; the parameters do not fit those of the transport, or are not finite.
+          Left: another trainer has left or is overdue, or this one has been dropped.
         """
         self._check_open("exchange")
-        live = self._live(state)
-        _merge_program(self._rule.merge, _kinds(live.leaves))
+        if not self._looks_known(state):
+            _merge_program(self._rule.merge, _kinds(self._live(state).leaves))
         return self.meet(state)(state) if self.due() else state
 
     def due(self) -> bool:
-        """Counts a step; says whether it is time for a round."""
+        """Counts a step, by which the others hear of this trainer; says whether it is time for a round."""
+        self._tell_alive(self._trainer)
         self.steps += 1
         if self._steps is not None:
             return self.steps % self._steps == 0
@@ -408,13 +467,11 @@ class Foreground(Synchroniser):
           As `exchange`.
         """
         self._check_open("meet")
-        held = self._live(before)
-        target = _place(_from_host(self._round_of(_to_host(held)), held), held.leaves)
+        result = self._round_of(self._live(before))
 
         def fold(state):
             live = self._live(state).leaves
-            self.rounds += 1
-            return _with(state, _merge_program(self._rule.merge, _kinds(live))(live, held.leaves, target))
+            return _with(state, self._folded(live, result, _merge_program(self._rule.merge, _kinds(live))))
 
         return fold
 
@@ -422,11 +479,13 @@ class Foreground(Synchroniser):
         """Takes part in rounds until all trainers are done; returns what `Shadow.finish` does.
 
         Raises:
-          ValueError: outside of the `with` block, or again.
-          Left: another trainer has left or is overdue.
+          ValueError: outside of the `with` block, or again, even after an interrupt; parameters do not fit or are not
+            finite.
+          Left: another trainer has left or is overdue, or this one has been dropped.
         """
         self._check_open("finish")
         live = self._live(state)
+        self._phase = "begun to finish before"
         final = self._last_rounds(_to_host(live))
         self._phase = "finished"
         return _with(state, _place(_from_host(final, live), live.leaves))
@@ -454,7 +513,7 @@ def _on_device(leaf):
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
     if not isinstance(leaf, jax.Array):
-        placed = jnp.asarray(leaf)
+        placed = jnp.asarray(np.array(leaf))  # a copy: on the host JAX would share the caller's memory
         if placed.dtype != getattr(leaf, "dtype", placed.dtype):
             raise ValueError(
                 f"JAX would turn a leaf of {leaf.dtype} into {placed.dtype}: give that dtype, or set jax_enable_x64."

@@ -30,11 +30,15 @@ import numpy as np
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.shadow import Foreground, spread
+from jaxrec.interrupts import uninterrupted
+from jaxrec.shadowsync.rules import checked_number
+from jaxrec.shadowsync.shadow import Foreground, Synchroniser, spread
 from jaxrec.shadowsync.transport import Left
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Batch, DenseState, TrainState
+
+_END = object()  # of a stream; one that gives None is wrong
 
 
 class Figures(NamedTuple):
@@ -70,7 +74,8 @@ def train_freely(
     """Trains n = len(streams) trainers until their streams are exhausted.
 
     A failing trainer stops all, unless its synchroniser's transport has `on_failure='drop'`: then it is dropped with a
-    warning, its error is in `Figures.failures`, and the others go on to their ends. Ctrl-C, and anything else that is
+    warning, its error is in `Figures.failures`, and the others go on to their ends. So is one that the transport has
+    dropped because it was overdue; a thread of it that is blocked is left behind. Ctrl-C, and anything else that is
     no `Exception`, stops all in either case.
 
     Args:
@@ -83,27 +88,28 @@ def train_freely(
       workers_per_trainer: m.
       devices: trainer i trains on device i modulo their number; all local devices if None.
       hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
-      leave_timeout_s: seconds that leaving early waits for threads that are blocked by a stream or a hook, and as long
-        again for those that are blocked by a transport. Those that have not ended by then are left behind, and named.
+      leave_timeout_s: seconds that leaving waits for threads that are blocked by a stream, a hook or a transport;
+        another Ctrl-C ends the wait. Those that have not ended by then are left behind, and named.
 
     Returns:
       The dense state of every trainer, leaves with a leading axis of one replica (of a dropped trainer as it was), and
       the figures.
 
     Raises:
-      ValueError: no streams, or one iterator for two trainers; workers_per_trainer < 1; tables that are not on the
-        host; a synchroniser that is no function; leave_timeout_s is not a number of at least 0.
+      ValueError: no streams, no list of them, or one iterator for two trainers; workers_per_trainer < 1; tables that
+        are not on the host; a synchroniser that is no function, or returns no synchroniser; a hook that is no function;
+        leave_timeout_s is not a number of at least 0.
       KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left behind.
       Exception: the first of any thread, with trainer and worker named, and likewise all threads have ended; of the
         trainer that failed, not of those that it left.
     """
-    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s)
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
     devices = jax.local_devices() if devices is None else devices
     shared = _Shared(spec, loss, optimizer, row_optimizer, tables, hook)
     trainers = []
     for number, stream in enumerate(streams):
         state = init_state(params, optimizer, tables, make_mesh(devices=[devices[number % len(devices)]]))
-        sync = synchroniser(number) if synchroniser else None
+        sync = _made(synchroniser, number) if synchroniser else None
         trainers.append(_Trainer(shared, number, state.dense, stream, sync, workers_per_trainer))
     start = time.perf_counter()
     _run(shared, trainers, leave_timeout_s)
@@ -111,9 +117,22 @@ def train_freely(
     return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
 
 
-def _check(streams, tables, synchroniser, workers, leave_timeout_s):
-    if not streams or workers < 1:
-        raise ValueError(f"{len(streams)} streams, workers_per_trainer={workers}: both must be 1 or more.")
+def _made(synchroniser, number):
+    sync = synchroniser(number)
+    if not isinstance(sync, Synchroniser):
+        raise ValueError(
+            f"the function given as synchroniser has returned a {type(sync).__name__} for trainer {number}: return a "
+            "Shadow or a Foreground, as lambda i: Shadow(rule, transport, i), or give synchroniser=None."
+        )
+    return sync
+
+
+def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
+    if not isinstance(streams, Sequence) or isinstance(streams, str):
+        raise ValueError(f"streams is a {type(streams).__name__}: give a list with one stream for each trainer.")
+    if not streams:
+        raise ValueError("there are 0 streams, which must be 1 or more: each is a trainer.")
+    checked_number("workers_per_trainer", workers, "1 or more", lambda m: m >= 1, whole=True)
     iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
     if len(set(iterators)) < len(iterators):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
@@ -124,8 +143,11 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s):
         raise ValueError(
             f"synchroniser is a {kind}: give a function of the trainer's number, as lambda i: {kind}(..., i)."
         )
-    if not 0 <= leave_timeout_s < float("inf"):
-        raise ValueError(f"leave_timeout_s={leave_timeout_s} must be a number of seconds, 0 or more.")
+    checked_number(
+        "leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", lambda s: 0 <= s < float("inf")
+    )
+    if hook is not None and not callable(hook):
+        raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
 
 
 def _run(shared, trainers, leave_timeout_s):
@@ -134,18 +156,18 @@ def _run(shared, trainers, leave_timeout_s):
         try:
             for trainer in trainers:
                 trainer.enter()
-            for trainer in trainers:
-                shared.start(trainer.run, trainer.name)
-            while not (shared.stopped or all(trainer.ended or trainer.failed for trainer in trainers)):
-                _pause()
+            with uninterrupted() as asked:  # Ctrl-C ends the loop, and can at no instant skip the leaving
+                try:
+                    for trainer in trainers:
+                        shared.start(trainer.run, trainer.name)
+                    while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
+                        _pause()
+                finally:
+                    _leave(shared, trainers)
         finally:
-            shared.stopped = True  # first: from now on nobody begins anything
-            for trainer in trainers:
-                trainer.leave()
-            _wait(shared, leave_timeout_s)
-            for trainer in trainers:  # all at once, as a transport may block each
-                shared.start(trainer.exit, f"synchronisation-{trainer.number}")
-            _wait(shared, leave_timeout_s)
+            with uninterrupted() as asked:
+                _leave(shared, trainers)  # of trainers that could not all be entered
+                _wait(shared, leave_timeout_s, asked)
     except BaseException as error:
         if shared.running:
             error.add_note(_left_behind(shared, leave_timeout_s))
@@ -154,10 +176,21 @@ def _run(shared, trainers, leave_timeout_s):
         shared.notes.append(_left_behind(shared, leave_timeout_s))
 
 
-def _wait(shared, seconds):
-    """Until all threads have ended, but not longer."""
-    end = time.monotonic() + seconds
-    while shared.running and time.monotonic() < end:
+def _leave(shared, trainers):
+    """Begins to leave, once: nobody begins anything any more, who waits wakes, and synchronisers are left."""
+    shared.stopped = True  # first
+    if shared.left_at is not None:
+        return
+    shared.left_at = time.monotonic()
+    for trainer in trainers:
+        trainer.leave()
+    for trainer in trainers:  # all at once, as a transport may block each
+        shared.start(trainer.exit, f"synchronisation-{trainer.number}")
+
+
+def _wait(shared, seconds, asked):
+    """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
+    while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
         _pause()
 
 
@@ -168,9 +201,12 @@ def _pause():
 
 
 def _left_behind(shared, seconds):
+    names, waited = ", ".join(sorted(shared.running)), time.monotonic() - shared.left_at
+    if waited < seconds:
+        return f"{names} had not ended after {waited:.2g} s, when Ctrl-C came again. They write nothing more."
     return (
-        f"{', '.join(sorted(shared.running))} did not end within {seconds:g} s and were left behind: a stream, a hook "
-        "or a transport blocks them. They write nothing more."
+        f"{names} did not end within {seconds:g} s and were left behind: a stream, a hook or a transport blocks them. "
+        "They write nothing more."
     )
 
 
@@ -197,7 +233,7 @@ class _Shared:
         self.spec, self.tables, self.hook = spec, tables, hook
         self.lock = threading.Lock()
         # Flags and sets of Python's own, read and written without a lock: Ctrl-C must not leave one held.
-        self.stopped = False
+        self.stopped, self.left_at = False, None
         self.running: set[str] = set()  # names of threads
         self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
         self.notes: list[str] = []
@@ -264,6 +300,12 @@ class _Trainer:
             self.synchroniser.__enter__()
             self.entered = True
 
+    def is_over(self) -> bool:
+        """Whether it has come to its end, or failed; it has failed when the others go on without it."""
+        if not self.ended and not self.failed and self.entered and (why := self.synchroniser.why_gone):
+            self._stop(Left(f"trainer {self.number} {why}"), f"of trainer {self.number}")
+        return self.ended or self.failed
+
     def exit(self) -> None:
         """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
         if not self.entered:
@@ -275,10 +317,14 @@ class _Trainer:
             if not echo and not any(error is known for _, known in self.shared.failures):
                 self._fail(error, f"in the synchronisation of trainer {self.number}")
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """Wakes those who wait for this trainer, or in it, if it has not come to its end."""
-        if self.entered and not self.ended:
-            self.synchroniser.leave()
+        if not self.entered or self.ended:
+            return
+        try:
+            self.synchroniser.leave(error)
+        except Exception as failure:  # of a transport of the user's; the others are still to be left
+            self._fail(failure, f"in leaving the transport of trainer {self.number}")
 
     def run(self):
         """Trains to the end of the stream, then takes part in rounds until all trainers are done."""
@@ -301,8 +347,8 @@ class _Trainer:
         try:
             while not self.over:
                 with self.reading:
-                    batch = None if self.over else next(self.stream, None)
-                if batch is None or self.over:
+                    batch = _END if self.over else next(self.stream, _END)
+                if batch is _END or self.over:
                     return
                 if not hasattr(batch, "ids"):
                     raise ValueError(f"a stream gives Batch after Batch, and this has given a {type(batch).__name__}.")
@@ -314,7 +360,7 @@ class _Trainer:
         """Keeps the error, unless it only says that training is over, and wakes those who wait for this trainer."""
         if not self.over:
             self._fail(error, note)
-        self.leave()
+        self.leave(error)
 
     def _fail(self, error, note):
         with contextlib.suppress(AttributeError):  # of an exception that takes no notes

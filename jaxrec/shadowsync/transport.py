@@ -1,12 +1,14 @@
 """Where the trainers of one process meet: rounds of all of them, or a centre that each visits when it likes.
 
-A trainer joins once, makes rounds, and is done or leaves. Nobody waits for ever: who is awaited for longer than
-`timeout_s` is overdue. With on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each
+A trainer joins once, makes rounds, and is done or leaves. Nobody waits for ever: who is awaited and has not been heard
+of for longer than `timeout_s` is overdue. A trainer is heard of by its rounds, by each call of `exchange`, and while it
+is in a transfer. With on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each
 gets `Left` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
 
 Legend: R replicas of a trainer, n trainers.
 """
 
+import functools
 import math
 import threading
 import time
@@ -16,8 +18,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import Template, floating, initial_leaves, replicas_in, with_floating
-from jaxrec.shadowsync.rules import Rule, mean_of, wide
+from jaxrec.shadowsync.rules import Rule, checked_number, mean_of, wide
 from jaxrec.types import PyTree
 
 LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
@@ -37,7 +40,10 @@ class Transport(Protocol):
       template: of the parameters of one replica.
       timeout_s: the longest that it waits for a trainer.
 
-    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early.
+    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early. Three methods
+    more are used if a transport has them: `alive(trainer)`, called by every `exchange`; `last_seen(trainer)`, when
+    `alive` or `meet` was last at work for it, in seconds of `time.monotonic`; `why_gone(trainer)`, empty for one that
+    takes part.
     """
 
     rule: Rule
@@ -83,7 +89,7 @@ class _Meeting:
           ValueError: there is no such place, or it was taken before.
           Left: the others have stopped.
         """
-        with self._changed:
+        with uninterrupted(), self._changed:
             member = self._member(trainer)
             if member.state in ("here", "done"):
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
@@ -98,11 +104,24 @@ class _Meeting:
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
         """This trainer goes; nothing happens if it has finished or gone before."""
-        with self._changed:
+        with uninterrupted(), self._changed:
             member = self._member(trainer)
             if member.state not in ("finished", "gone"):
                 because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
-                self._lose({trainer: f"left after its round {member.rounds}{because}"})
+                without = "" if because or member.state == "expected" else " without `finish`"
+                self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
+
+    def alive(self, trainer: int) -> None:
+        """This trainer is heard of: one write without a lock, for every step."""
+        self._member(trainer).seen = time.monotonic()
+
+    def last_seen(self, trainer: int) -> float:
+        """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
+        return self._member(trainer).seen
+
+    def why_gone(self, trainer: int) -> str:
+        """Why this trainer takes no part any more; empty if it does, or has finished."""
+        return self._member(trainer).why
 
     def _member(self, trainer):
         if not isinstance(trainer, int | np.integer) or not 0 <= trainer < len(self._members):
@@ -145,19 +164,40 @@ class _Meeting:
         """What is due once nobody is awaited any more."""
         raise NotImplementedError
 
+    def _count(self, trainer):
+        with uninterrupted(), self._changed:
+            member = self._members[trainer]
+            member.rounds, member.seen = member.rounds + 1, time.monotonic()
+
     def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
-        """Until it is over; those who were awaited since then, or since they were last seen, for too long are lost."""
-        while not over():
-            self._present(trainer)
-            self._raise_failure(trainer)
-            now = time.monotonic()
-            due = {i: max(since, self._members[i].seen) + self.timeout_s for i in awaited() if i != trainer}
-            if overdue := {i: self._overdue(i, now) for i, at in due.items() if at <= now}:
-                self._lose(overdue)
-            else:
-                self._changed.wait(min(due.values(), default=now + self.timeout_s) - now)
-        if self._members[trainer].state == "gone":
-            self._present(trainer)
+        """Until it is over; those who were awaited since then, or since they were last seen, for too long are lost.
+
+        Nobody holds the lock when it is called, as Ctrl-C ends the wait.
+        """
+        is_over = functools.partial(self._is_over, trainer, since, over, awaited)
+        while not wait(self._changed, is_over, min([self._nap, *self._due(trainer, since, awaited).values()])):
+            pass
+
+    @property
+    def _nap(self):
+        return self.timeout_s / 2  # a trainer that waits is heard of at least so often
+
+    def _due(self, trainer, since, awaited):
+        """In how many seconds each of the others that are awaited is overdue."""
+        due = since + self.timeout_s - time.monotonic()
+        return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
+
+    def _is_over(self, trainer, since, over, awaited):
+        if over() and self._members[trainer].state != "gone":
+            return True
+        self._present(trainer)
+        self._raise_failure(trainer)
+        self._members[trainer].seen = now = time.monotonic()
+        overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
+        if not overdue:
+            return False
+        self._lose({i: self._overdue(i, now) for i in overdue})
+        return self._is_over(trainer, since, over, awaited)
 
     def _overdue(self, trainer, now):
         member = self._members[trainer]
@@ -174,7 +214,8 @@ class AllToAll(_Meeting):
       rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
       parameters: the initial ones of one replica, without a replica axis; BMUF begins from them.
       trainers: n; a round waits for all of them, as long as not all are done.
-      timeout_s: how long a round waits for a trainer: more than its longest step, compilation included.
+      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest time between two of
+        its calls of `exchange`, compilation included. Rounds may be rarer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
 
     Raises:
@@ -199,19 +240,21 @@ class AllToAll(_Meeting):
           Left: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        with self._changed:
-            member, number = self._present(trainer), self._round
-            self._raise_failure(trainer)
-            self._brought[trainer] = leaves, done
-            self._settle()
-            missing = lambda: set(self._awaited()) - set(self._brought)
-            try:
-                self._wait(trainer, time.monotonic(), lambda: self._round > number, missing)
-            finally:
-                if self._round == number:  # an interrupt: what it has brought goes with it
+        round_ = self._round  # none ends without this trainer
+        missing = lambda: set(self._awaited()) - set(self._brought)
+        try:
+            with uninterrupted(), self._changed:
+                self._present(trainer)
+                self._raise_failure(trainer)
+                self._brought[trainer] = leaves, done
+                self._settle()
+            self._wait(trainer, time.monotonic(), lambda: self._round > round_, missing)
+        finally:
+            with uninterrupted(), self._changed:
+                target, last = self._target, self._last
+                if self._round == round_:  # an error or an interrupt: what it has brought goes with it
                     self._brought.pop(trainer, None)
-            member.rounds, member.seen = member.rounds + 1, time.monotonic()
-            target, last = self._target, self._last
+        self._count(trainer)
         return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
 
     def _settle(self):
@@ -241,7 +284,8 @@ class Centre(_Meeting):
       trainers: n; a trainer that is done waits for all of them.
       servers: how many.
       bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for one that it neither sees nor hears of.
+      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the longest time between
+        two of its calls of `exchange`. Rounds and transfers may take longer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
 
     Raises:
@@ -255,13 +299,13 @@ class Centre(_Meeting):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        if servers < 1 or (bytes_per_s is not None and not bytes_per_s > 0):
-            raise ValueError(f"servers={servers} must be at least 1, bytes_per_s={bytes_per_s} above 0 or None.")
-        self._tree, self._told_to_ask_again = jax.tree.map(lambda leaf: leaf, parameters), set[int]()
-        self._centre = [rule.init(leaf) for leaf in self._initial]
-        self._server_of = pack([leaf.nbytes for leaf in self._initial], servers)
-        self._locks = [threading.Lock() for _ in range(servers)]
-        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
+        checked_number("servers", servers, "1 or more", lambda x: x >= 1, whole=True)
+        if bytes_per_s is not None:
+            checked_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
+        self._tree, self._told_to_ask_again = with_floating(_on_host(parameters), self._initial), set[int]()
+        self._centre, self._turn = [rule.init(leaf) for leaf in self._initial], threading.Lock()
+        self._server_of, self._free_at = pack([leaf.nbytes for leaf in self._initial], servers), [0.0] * servers
+        self._bytes_per_s = bytes_per_s
 
     @property
     def parameters(self) -> PyTree:
@@ -269,14 +313,14 @@ class Centre(_Meeting):
         return with_floating(self._tree, [x.astype(i.dtype) for x, i in zip(self._now(), self._initial, strict=True)])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other.
+        """Moves the centre towards every replica brought, one after the other: all of the centre, or nothing of it.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
           Left: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        with self._changed:
+        with uninterrupted(), self._changed:
             # The others may have come to their end after it was told to ask again, and before it does.
             last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
             self._told_to_ask_again.discard(trainer)
@@ -286,34 +330,40 @@ class Centre(_Meeting):
         if done:
             last = last or self._wait_for_the_others(trainer)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
-        targets: list[list[np.ndarray]] = [[] for _ in leaves]
-        for replica in range(rows):
+        for _ in range(rows):
             self._transfer(trainer)
-            for number, server in enumerate(self._server_of):
-                with self._locks[server]:
-                    self._centre[number], target = self.rule.combine(self._centre[number], leaves[number][replica])
-                targets[number].append(target)
-        self._seen(trainer)
-        return with_floating(before, [np.stack(target) for target in targets]), False
+        targets = self._move(trainer, leaves, rows)
+        self._count(trainer)
+        return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
+
+    def _move(self, trainer, leaves, rows):
+        """The targets of each replica; the new centre is kept when all of it is there, by one who still takes part."""
+        with uninterrupted(), self._turn:
+            centre, targets = self._centre, []
+            for replica in range(rows):
+                pairs = [self.rule.combine(c, leaf[replica]) for c, leaf in zip(centre, leaves, strict=True)]
+                centre = [moved for moved, _ in pairs]
+                targets.append([target for _, target in pairs])
+            with self._changed:
+                self._present(trainer)
+                self._raise_failure(trainer)
+                self._centre = centre
+        return targets
 
     def _now(self):
         return [np.array(leaf) for leaf in self._centre]
 
-    def _seen(self, trainer):
-        with self._changed:
-            member = self._member(trainer)
-            member.rounds, member.seen = member.rounds + 1, time.monotonic()
-            self._changed.notify_all()
-
     def _wait_for_the_others(self, trainer):
         """Whether all are done; at most `timeout_s`, so that a caller hears that this still goes on."""
-        with self._changed:
+        with uninterrupted(), self._changed:
             member, now = self._present(trainer), time.monotonic()
             if member.state == "here":
                 member.state, member.seen = "done", now
                 self._settle()
-            over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
-            self._wait(trainer, member.seen, over, self._awaited)
+            since = member.seen
+        over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
+        self._wait(trainer, since, over, self._awaited)
+        with uninterrupted(), self._changed:
             if member.state != "finished":
                 self._told_to_ask_again.add(trainer)
             return member.state == "finished"
@@ -328,16 +378,28 @@ class Centre(_Meeting):
         """Waits until the slowest server has got and sent its tensors, behind what it had to do already."""
         if self._bytes_per_s is None:
             return
-        sizes = [0] * len(self._locks)
+        sizes = [0] * len(self._free_at)
         for leaf, server in zip(self._initial, self._server_of, strict=True):
             sizes[server] += 2 * leaf.nbytes
-        with self._changed:
-            now = time.monotonic()
-            self._free_at = queued(self._free_at, sizes, self._bytes_per_s, now)
+        with uninterrupted(), self._changed:
+            self._free_at = queued(self._free_at, sizes, self._bytes_per_s, time.monotonic())
             until = max(self._free_at)
-            while (left := until - time.monotonic()) > 0:
-                self._present(trainer)  # it may leave meanwhile
-                self._changed.wait(min(left, LONGEST_TIMEOUT_S))
+        while (left := until - time.monotonic()) > 0:
+            wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
+
+    def _is_hindered(self, trainer):
+        """Raises what a trainer in a transfer must hear; it may leave meanwhile."""
+        self._present(trainer)
+        self._raise_failure(trainer)
+        self._members[trainer].seen = time.monotonic()
+        return False
+
+
+def _on_host(tree):
+    """A tree that keeps no array on a device but keys, whom a step could donate."""
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    copied = lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
+    return jax.tree.map(copied, tree)
 
 
 def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
@@ -375,7 +437,7 @@ def _check_meeting(rule, trainers, timeout_s, on_failure):
         raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
     if isinstance(trainers, bool) or not isinstance(trainers, int | np.integer) or trainers < 1:
         raise ValueError(f"trainers={trainers!r} must be a whole number from 1.")
-    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-        raise ValueError(f"timeout_s={timeout_s} must be above 0 and at most {LONGEST_TIMEOUT_S:g} seconds.")
+    fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
+    checked_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
     if on_failure not in ("raise", "drop"):
         raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")

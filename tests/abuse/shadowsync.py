@@ -353,7 +353,7 @@ def _(directory):
     together(trainer(transport, 0, steps=10**6), trainer(transport, 1, error=OSError("the disk is gone")))
 
 
-@situation("a trainer that leaves without finish", Left, "trainer 1 left after its round 3")
+@situation("a trainer that leaves without finish", Left, "trainer 1 left without `finish` after its round 3")
 def _(directory):
     transport = meeting(trainers=2, timeout_s=20.0)
     together(trainer(transport, 0, steps=4), _without_finish(transport, 1))
@@ -466,3 +466,46 @@ def _(directory):
 )
 def _(directory):
     exchanged({f"other_{name}": leaf for name, leaf in params_of(0.0).items()})
+
+
+@situation("initial parameters that are not finite", ValueError, r"the leaf \['bias'\] holds nan or inf")
+def _(directory):
+    AllToAll(MEAN, PARAMS | {"bias": np.array([0.0, np.nan], np.float32)})
+
+
+@situation("a trainer that has diverged", ValueError, r"of trainer 0 cannot .*the leaf \['bias'\] holds nan or inf")
+def _(directory):
+    exchanged(params_of(float("inf")))
+
+
+@situation("a trainer whose last state has diverged", ValueError, "state of trainer 0 cannot be synchronised")
+def _(directory):
+    with Shadow(EASGD, meeting(EASGD)) as shadow:
+        shadow.finish(params_of(float("nan")))
+
+
+@situation("a rule with another merge than the transport's", ValueError, "is not that of the transport")
+def _(directory):
+    Shadow(MEAN._replace(merge=lambda live, before, target: target), meeting())
+
+
+BAD_NUMBERS = {
+    "every_steps='5'": lambda: Foreground(MEAN, meeting(), every_steps="5"),
+    "every_steps=2.5": lambda: Foreground(MEAN, meeting(), every_steps=2.5),
+    "every_steps=True": lambda: Foreground(MEAN, meeting(), every_steps=True),
+    "every_seconds='1'": lambda: Foreground(MEAN, meeting(), every_seconds="1"),
+    "pace_seconds='1'": lambda: Shadow(MEAN, meeting(), 0, "1"),
+    "pace_seconds=True": lambda: Shadow(MEAN, meeting(), 0, True),
+    "timeout_s='60'": lambda: meeting(timeout_s="60"),
+    "timeout_s=None": lambda: meeting(timeout_s=None),
+    "servers=1.5": lambda: meeting(EASGD, servers=1.5),
+    "servers='2'": lambda: meeting(EASGD, servers="2"),
+    "bytes_per_s='fast'": lambda: meeting(EASGD, bytes_per_s="fast"),
+    "bytes_per_s=nan": lambda: meeting(EASGD, bytes_per_s=float("nan")),
+    "alpha='0.5'": lambda: easgd("0.5"),
+    "alpha=True": lambda: model_averaging(True),
+    "eta='1'": lambda: bmuf(eta="1"),
+    "momentum=None": lambda: bmuf(momentum=None),
+}
+for _words, _act in BAD_NUMBERS.items():
+    situation(f"{_words} is no such number", ValueError, f"{_words} must be")(lambda directory, act=_act: act())

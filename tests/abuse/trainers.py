@@ -215,3 +215,39 @@ def _(directory):
     for dense in emulation.dense:
         np.testing.assert_array_equal(dense.params["w"], 1)
     assert emulation.average_sync_gap == float("inf")
+
+
+@situation("None in a stream", ValueError, "has given a NoneType")
+def _(directory):
+    train([iter([*stream(2), None, *stream(5)]), stream(5)], shadows(2))
+
+
+@situation("a generator of streams", ValueError, "streams is a generator: give a list with one stream for each")
+def _(directory):
+    train(stream(3) for _ in range(2))
+
+
+@situation("half a worker", ValueError, "workers_per_trainer=2.5 must be 1 or more, a whole number")
+def _(directory):
+    train([stream(1)], workers=2.5)
+
+
+@situation("the number of workers as text", ValueError, "workers_per_trainer='2' must be")
+def _(directory):
+    train([stream(1)], workers="2")
+
+
+@situation("a hook that is no function", ValueError, "hook is a int: give a function")
+def _(directory):
+    train([stream(1)], hook=3)
+
+
+@situation("a synchroniser's function that returns nothing for one", ValueError, "a NoneType for trainer 1: return a")
+def _(directory):
+    make = shadows(2)
+    train([stream(2), stream(2)], lambda number: None if number else make(0))
+
+
+@situation("a synchroniser's function that returns a rule", ValueError, "returned a Rule for trainer 0: return a")
+def _(directory):
+    train([stream(2)], lambda number: RULE)
