@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import os
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_oac import ROWS, SPEC, Broken, make_batches, make_state, no_threads_left, update_of
+from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, no_threads_left, update_of
 from test_oac import ctrl_c as ctrl_c  # a fixture
 from test_oac_exits import Blocking, Failing, all_notes, chain, equal, states_of, to_host
 
@@ -377,6 +379,12 @@ def test_cuts_are_warned_of_once_and_those_that_lie_behind_are_forgotten():
     assert len([w for w in caught if "cuts announced for steps [50]" in str(w.message)]) == 1
 
 
+@pytest.mark.parametrize("hooks", [None, 3, [None], lambda *args: args[0]])
+def test_what_are_no_hooks_is_refused(hooks):
+    with pytest.raises(ValueError, match=r"hooks must be a list of functions .*hooks=\[hook\]"):
+        pipeline_of().run(make_batches(2), hooks)
+
+
 # ---- updates
 
 
@@ -449,3 +457,93 @@ def test_the_failure_is_in_the_context_of_a_body_s_error_that_has_a_cause():
         error = error.__context__
     assert Broken in contexts and raised.value.__cause__ is cause
     assert any(isinstance(found, OSError) for found in chain(raised.value))
+
+
+# ---- the end of the process
+
+
+SCRIPT = """
+import sys, time
+import numpy as np, jax
+from test_oac import ROWS, SPEC, make_batches, make_state, update_of
+from jaxrec.embedding import HostTables
+from jaxrec.oac import Pipeline
+
+def fetch(tree):
+    time.sleep(0.02)
+    if sys.argv[2] == "fails" and pipeline.step == 6:
+        raise OSError("the link is down")
+    return jax.tree.map(np.asarray, tree)
+
+state = make_state()._replace(tables=HostTables.create(SPEC, ROWS, sys.argv[1]))
+pipeline = Pipeline(state, update_of(SPEC), window=3, fetch=fetch)
+running = pipeline.run(make_batches(12))
+for _ in range(6):
+    next(running)
+kept = [running, pipeline]
+kept.append(kept)
+sys.kept = kept  # nothing of it is ever collected
+if sys.argv[2] == "exits":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("way", ["ends", "exits", "fails"])
+def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "tables"), way]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == (3 if way == "exits" else 0), done.stderr
+    tables = HostTables.attach(SPEC, ROWS, tmp_path / "tables")
+    if way == "fails":
+        assert "the link is down" in done.stderr
+    else:
+        assert tables.step == 6 and done.stderr == ""
+        jax.tree.map(np.testing.assert_array_equal, tables.shards, states_of(make_batches(12))[6].tables.shards)
+
+
+# ---- what hangs
+
+
+@pytest.mark.parametrize("stage", ["send", "fetch"])
+def test_ctrl_c_gives_up_what_hangs_once_it_was_said(stage, ctrl_c):
+    """Two real signals: one leaves the loop, the other, after the warning, what hangs."""
+    batches, go, hangs, calls = make_batches(12), threading.Event(), threading.Event(), itertools.count()
+
+    def hang(tree, *placement):
+        if next(calls) == 9:
+            hangs.set()
+            assert go.wait(60)
+        return jax.device_put(tree, *placement) if placement else to_host(tree)
+
+    class Telling(Flow):
+        def wait_for_threads(self, enough=lambda: False):
+            waits.append(self)
+            if len(waits) == 2:  # the warning was said
+                interrupt_soon()
+            super().wait_for_threads(enough)
+
+    def interrupt_soon():
+        thread = threading.Thread(target=lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+        thread.start()
+
+    waits: list = []
+    pipeline = pipeline_of(**{stage: hang})
+    pipeline.flow_type, pipeline.patience_seconds = Telling, 0.05
+    try:
+        with pytest.warns(UserWarning, match=f"oac-{'load' if stage == 'send' else stage} at batch"):
+            with pytest.raises(KeyboardInterrupt), pipeline:
+                for _ in pipeline.run(batches):
+                    if hangs.is_set():
+                        interrupt(None)
+        with pytest.raises(BrokenPipeline, match="gave up what did not end"):
+            pipeline.drain()
+        assert pipeline.tables.step is not None
+        held = frozen(jaxrec.TrainState((), pipeline.tables))
+    finally:
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        go.set()
+        for thread in left:
+            thread.join(60)
+    assert len(left) == 1 and no_threads_left()
+    assert equal(jaxrec.TrainState((), pipeline.tables), held)  # who woke up touched nothing

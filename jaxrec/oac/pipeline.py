@@ -10,11 +10,14 @@ update, append to the ring (`ring`). Writers put final rows in batch order, each
 Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K slot width.
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
 import functools
 import threading
+import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -87,6 +90,15 @@ class Pipeline:
         BrokenPipeline, which says at which steps the dense state and each shard stand.
       the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
 
+    A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that comes in the
+    commit waits for the hooks of the step, in which a second one is not put off, and the cut of the step is saved
+    though a hook raised or was interrupted. What leaving by `break` without `with` has found is printed, and raised by
+    the next call. A process that ends within a run writes what is committed.
+
+    A `send` or `fetch` that never returns keeps the run from being left: after 10 seconds a warning says which threads
+    are awaited, at which batch. From then on Ctrl-C gives up those that are in `send` or `fetch`, which breaks the
+    pipeline. The save of a cut is never given up.
+
     Args:
       state: TrainState with HostTables; its dense half is donated.
       update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
@@ -116,6 +128,7 @@ class Pipeline:
     """
 
     flow_type = Flow
+    patience_seconds = 10.0  # how long leaving waits before it says what it waits for
 
     def __init__(
         self,
@@ -176,6 +189,7 @@ class Pipeline:
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
         self._streams, self._stream = Streams(), Stream(iter(()))
         self._threads: list[threading.Thread] = []
+        self._at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # thread -> the batch it is at
         adds = mode in ("async", "semisync")
         self._standing = Standing(self.tables, exact=not adds and not skip_rewritten, whole=not skip_rewritten)
         self._flow: Any = None
@@ -207,8 +221,10 @@ class Pipeline:
 
         Args:
           batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what is committed, and
-            copied. An iterator that an earlier run has left begins with what was taken from it and not trained.
-          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates.
+            copied. An iterator that an earlier run has left begins with what was taken from it and not trained; what
+            was taken from one that cannot be watched (`map`, `zip`) is kept as long as the pipeline.
+          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates; they may change
+            the values of the dense state.
           check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
 
         Yields:
@@ -225,7 +241,7 @@ class Pipeline:
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
         check_every_steps = whole_number("check_every_steps", check_every_steps, 1)
-        hooks = tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
+        hooks = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
         if not all(map(callable, hooks)):
             raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
         self._refuse()
@@ -318,14 +334,15 @@ class Pipeline:
                 return  # the collector has dropped the run in here: the next call waits for the threads
             failed = caught(self._begin_cut)  # of the last step, if its hooks raised or were interrupted
             flow.finish()
-            flow.wait_for_threads()
+            self._wait_for_threads(asked)
             for thread in self._threads:
-                if not (flow.alive["plan"] and thread is self._threads[0]):
+                behind = flow.given_up and thread.name in ("oac-load", "oac-fetch")
+                if not behind and not (flow.alive["plan"] and thread is self._threads[0]):
                     thread.join()
             self._keep_untrained()
             if not flow.broken:
                 self._write_all_rest()
-            else:
+            elif not flow.given_up:
                 flow.dense_gone |= isinstance(caught(lambda: jax.block_until_ready(self.state.dense)), BaseException)
             turns.end(flow)
             self.compilations += self._programs_compiled() - self._compiled_before
@@ -339,6 +356,25 @@ class Pipeline:
             if postpone and asked:
                 self._interrupted = [*asked]
                 asked.clear()
+
+    def _wait_for_threads(self, asked):
+        flow, late = self._flow, time.monotonic() + self.patience_seconds
+        flow.wait_for_threads(lambda: time.monotonic() > late)
+        if flow.over():
+            return
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        awaited = ", ".join(f"{thread.name} at batch {self._at[thread][0] - flow.first}" for thread in alive)
+        with contextlib.suppress(UserWarning):  # where warnings are errors the run is to be left all the same
+            warnings.warn(
+                f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
+                "`send` or `fetch`, and breaks the pipeline.",
+                stacklevel=4,
+            )
+        before = len(asked)  # who saves or writes has the tables in hand, and is never given up
+        flow.wait_for_threads(lambda: len(asked) > before and flow.alive["load"] + flow.alive["fetch"] > 0)
+        if not flow.over():
+            flow.give_up(InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
+            flow.wait_for_threads()
 
     def _keep_untrained(self):
         """What was planned and not committed comes first if the iterator comes again."""
@@ -405,6 +441,16 @@ class Pipeline:
         finally:
             self._within -= 1
         return self._take_untold()
+
+    def leave_at_exit(self) -> None:
+        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it belongs to.
+
+        Raises:
+          As `close`.
+        """
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
 
     def _refuse_close(self, generator):
         here, iterating = threading.current_thread(), self._iterating
@@ -810,8 +856,9 @@ class Pipeline:
     def _start(self, stage, body, *args):
         flow = self._flow
 
+        at = [flow.first]
+
         def guarded():
-            at = [flow.first]
             try:
                 body(at, *args)
             except BaseException as error:
@@ -820,6 +867,7 @@ class Pipeline:
                 flow.leave(stage)
 
         thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
+        self._at[thread] = at
         self._threads.append(thread)  # before it can ask whether it is one of them
         try:
             flow.start(stage, thread)
@@ -838,6 +886,16 @@ class Pipeline:
 
     def _where(self, stage, number):
         return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
+
+
+@atexit.register
+def _leave_all():
+    """Interpreters end in the middle of threads: what is committed is written first, and what went wrong is said."""
+    for pipeline in turns.pipelines():
+        try:
+            pipeline.leave_at_exit()
+        except Exception:
+            traceback.print_exc()
 
 
 @functools.lru_cache

@@ -26,13 +26,11 @@ class BrokenPipeline(RuntimeError):
             tables = f"the tables {_at(table_steps[0])}"
         else:
             tables = "of the tables " + ", ".join(f"shard {s} {_at(step)}" for s, step in enumerate(table_steps))
-        dense = (
-            "is gone (it was given to the update that failed)" if dense_step is None else f"stands at step {dense_step}"
-        )
+        gone = "is gone (it was given to the update that failed)"
         super().__init__(
-            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state {dense}, "
-            f"{tables:.400}. Restore the last image, into `pipeline.tables` or new tables, and "
-            "make a new Pipeline."
+            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
+            f"{gone if dense_step is None else 'stands ' + _at(dense_step)}, {tables:.400}. Restore the last image, "
+            "into `pipeline.tables` or new tables, and make a new Pipeline."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
 
