@@ -241,11 +241,11 @@ class Pipeline:
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
         check_every_steps = whole_number("check_every_steps", check_every_steps, 1)
-        hooks = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
-        if not all(map(callable, hooks)):
+        once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
+        if not all(map(callable, once)):
             raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
         self._refuse()
-        generator = self._iterate(self._streams.of(batches), hooks, check_every_steps)
+        generator = self._iterate(self._streams.of(batches), once, check_every_steps)
         self._running = weakref.ref(generator)
         return generator
 
