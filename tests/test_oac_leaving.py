@@ -463,7 +463,7 @@ def test_the_failure_is_in_the_context_of_a_body_s_error_that_has_a_cause():
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time, warnings
 import numpy as np, jax
 from test_oac import ROWS, SPEC, make_batches, make_state, update_of
 from jaxrec.embedding import HostTables
@@ -485,10 +485,25 @@ kept.append(kept)
 sys.kept = kept  # nothing of it is ever collected
 if sys.argv[2] == "exits":
     sys.exit(3)
+if sys.argv[2] == "forks":
+    warnings.simplefilter("ignore")
+    child = os.fork()
+    if child == 0:
+        pipeline.leave_at_exit()  # not the whole exit, in which others may wait for threads that a fork lacks
+        os._exit(0)
+    else:
+        for _ in range(3000):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.01)
+        else:
+            os.kill(child, 9)
+        assert done and status == 0, status
 """
 
 
-@pytest.mark.parametrize("way", ["ends", "exits", "fails"])
+@pytest.mark.parametrize("way", ["ends", "exits", "fails", "forks"])
 def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "tables"), way]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import time
 import traceback
@@ -194,7 +195,7 @@ class Pipeline:
         self._standing = Standing(self.tables, exact=not adds and not skip_rewritten, whole=not skip_rewritten)
         self._flow: Any = None
         self._begin_flow()
-        self._left = True
+        self._left, self._process = True, os.getpid()
 
     def _begin_flow(self):
         # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
@@ -273,7 +274,7 @@ class Pipeline:
     def _begin_run(self, stream):
         with uninterrupted():
             self._refuse()
-            compiled, self._left = self._programs_compiled(), False
+            compiled, self._left, self._process = self._programs_compiled(), False, os.getpid()
             self._begin_flow()
             self._stream, self._compiled_before = stream, compiled
             stream.busy, self._threads, self._iterating = True, [], threading.current_thread()
@@ -327,7 +328,7 @@ class Pipeline:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm."""
         flow = self._flow
         with uninterrupted() as asked:
-            if self._left:
+            if self._left or self._process != os.getpid():  # a fork has the run without its threads
                 return
             if threading.current_thread() in self._threads:
                 flow.finish()
