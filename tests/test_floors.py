@@ -25,7 +25,14 @@ FLOORS = [
     [""],
 ]  # fmt: skip
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
-HOST_FILES += ["shadowsync.shadow", "shadowsync.transport", "shadowsync.trainers", "cpr.traces", "cpr.recovery"]
+HOST_FILES += [
+    "oac.turns",
+    "shadowsync.shadow",
+    "shadowsync.transport",
+    "shadowsync.trainers",
+    "cpr.traces",
+    "cpr.recovery",
+]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 
 
