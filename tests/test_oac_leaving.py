@@ -445,11 +445,12 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
 
 
 def test_the_failure_is_in_the_context_of_a_body_s_error_that_has_a_cause():
-    fetch, cause = Failing(2, to_host), OSError("the cause")
+    fetch, cause = Failing(2, to_host, may=threading.Event()), OSError("the cause")
     with pytest.raises(KeyError) as raised, pipeline_of(fetch=fetch) as pipeline:
-        for _ in pipeline.run(make_batches(12)):
-            assert pipeline.step < 6 or fetch.failed.wait(60)
-            if fetch.failed.is_set():
+        for number, _ in enumerate(pipeline.run(make_batches(12)), 1):
+            if number == 5:
+                fetch.may.set()
+                assert fetch.failed.wait(60)
                 raise KeyError("the body's") from cause
     error, contexts = raised.value, []
     while error is not None:
