@@ -1,6 +1,7 @@
 """What a pipeline is given: state, update, mesh and window fit each other, or an error names what does not."""
 
 import inspect
+import operator
 from typing import Any
 
 import jax
@@ -63,6 +64,22 @@ def check_window(mode: str, window: int | None) -> int:
             )
         return fixed[mode]
     window = 8 if window is None else window
-    if not isinstance(window, int) or window < 0:
-        raise ValueError(f"window={window} must be 0 (one batch after the other) or more.")
-    return window
+    try:
+        return whole_number("window", window, 0)
+    except ValueError:
+        raise ValueError(f"window={window!r} must be 0 (one batch after the other) or more.") from None
+
+
+def whole_number(name: str, value, least: int) -> int:
+    """A whole number, perhaps one of numpy.
+
+    Raises:
+      ValueError: it is none, or less than the least.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be a whole number from {least}.")
+    return number

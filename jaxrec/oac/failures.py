@@ -20,17 +20,26 @@ def first(failures: Sequence[BaseException]) -> BaseException:
 def note(error: BaseException, failures: Sequence[BaseException]) -> None:
     """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in its context."""
     for failure in failures:
-        if failure in (behind := _chain(error)):
+        if _among(failure, _behind(error)):
             continue
         said = " ".join([f"{type(failure).__name__}: {failure!s:.300}", *getattr(failure, "__notes__", [])])
         error.add_note(f"the pipeline had a failure of its own: {said}")
-        if error not in _chain(failure):
-            behind[-1].__context__ = failure
+        if not _among(error, _behind(failure)):
+            last, seen = error, [error]
+            while last.__context__ is not None and not _among(last.__context__, seen):
+                last = last.__context__
+                seen.append(last)
+            last.__context__ = failure
 
 
-def _chain(error):
-    """An error, what it was raised from, and so on."""
+def _behind(error):
+    """An error, and all causes and contexts behind it."""
     found = [error]
-    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
-        found.append(cause)
+    for known in found:  # it grows
+        more = [other for other in (known.__cause__, known.__context__) if other is not None]
+        found += [other for other in more if not _among(other, found)]
     return found
+
+
+def _among(error, errors):
+    return any(other is error for other in errors)

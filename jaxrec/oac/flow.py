@@ -47,6 +47,9 @@ class Flow:
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
         self.stopped = self.finished = False
+        self.left = False  # all is written that was to be written
+        self.dense_gone = False  # the dense state died with the update that failed
+        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
         self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
         self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
@@ -278,6 +281,19 @@ class Flow:
                 self.hold = None  # of a cut that was interrupted before its thread began
             self.changed.notify_all()
 
-    def wait_for_threads(self) -> None:
-        """Waits until all threads have ended; not for the planner while it is inside the caller's stream."""
-        self._wait(lambda: self.alive.total() == (self.in_stream and self.alive["plan"]))
+    def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all threads have ended, or it is enough; not for the planner inside the caller's stream."""
+        self._wait(lambda: self._ended() or enough())
+
+    def _ended(self):
+        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
+        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
+
+    def give_up(self, error: BaseException) -> None:
+        """Breaks the pipeline, as loaders or fetchers do not come back: when they do, they touch nothing."""
+        self.fail_behind(self.watermark(), error)
+        self.given_up = True
+
+    def over(self) -> bool:
+        """Whether no batch will be committed any more and no thread is at work."""
+        return self.finished and self._ended()

@@ -10,12 +10,15 @@ update, append to the ring (`ring`). Writers put final rows in batch order, each
 Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K slot width.
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
 import functools
-import signal
+import os
 import threading
+import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -28,10 +31,12 @@ import numpy as np
 from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.host import without_gaps
+from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac import ring as rings
-from jaxrec.oac.arguments import check_update, check_window, mesh_for, state_itself
+from jaxrec.oac import turns
+from jaxrec.oac.arguments import check_update, check_window, mesh_for, state_itself, whole_number
 from jaxrec.oac.failures import caught, first, note
-from jaxrec.oac.flow import Flow, uninterrupted
+from jaxrec.oac.flow import Flow
 from jaxrec.oac.sizes import VALIDATIONS, Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
 from jaxrec.oac.stream import END, Stream, Streams
@@ -39,10 +44,6 @@ from jaxrec.oac.view import LaggingTables, Standing
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.step import check_finite, run_hooks
 from jaxrec.types import Batch, Plan, TrainState
-
-# Tables that a pipeline runs over: {id of their counters: its flow}. Views of tables share the counters.
-_in_use: dict[int, Flow] = {}
-_in_use_lock = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -91,6 +92,15 @@ class Pipeline:
         BrokenPipeline, which says at which steps the dense state and each shard stand.
       the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
 
+    A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that comes in the
+    commit waits for the hooks of the step, in which a second one is not put off, and the cut of the step is saved
+    though a hook raised or was interrupted. What leaving by `break` without `with` has found is printed, and raised by
+    the next call. A process that ends within a run writes what is committed.
+
+    A `send` or `fetch` that never returns keeps the run from being left: after 10 seconds a warning says which threads
+    are awaited, at which batch. From then on Ctrl-C gives up those that are in `send` or `fetch`, which breaks the
+    pipeline. The save of a cut is never given up.
+
     Args:
       state: TrainState with HostTables; its dense half is donated.
       update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
@@ -122,6 +132,7 @@ class Pipeline:
     """
 
     flow_type = Flow
+    patience_seconds = 10.0  # how long leaving waits before it says what it waits for
 
     def __init__(
         self,
@@ -144,9 +155,8 @@ class Pipeline:
         state = state_itself(state)
         check_update(update)
         self.mode, self.window = mode, check_window(mode, window)
-        for name, number in {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}.items():
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number} must be a whole number from 1.")
+        counts = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
+        loaders, fetchers, writers, ahead = (whole_number(name, count, 1) for name, count in counts.items())
         if writers > state.tables.spec.shards:
             raise ValueError(f"writers={writers} must not be more than the shards, {state.tables.spec.shards}.")
         if validation not in VALIDATIONS:
@@ -179,14 +189,16 @@ class Pipeline:
         self._running: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
         self._untold: list[BaseException] = []
-        self._interrupted = False  # by Ctrl-C, while a finalizer left the run
+        self._interrupted: list[int] = []  # signals that came while a finalizer left the run
+        self._iterating: threading.Thread | None = None  # who takes the batches of the run
         self._streams, self._stream = Streams(), Stream(iter(()))
         self._threads: list[threading.Thread] = []
+        self._at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # thread -> the batch it is at
         adds = mode in ("async", "semisync")
         self._standing = Standing(self.tables, exact=not adds and not skip_rewritten, whole=not skip_rewritten)
         self._flow: Any = None
         self._begin_flow()
-        self._left = True
+        self._left, self._process = True, os.getpid()
 
     def _begin_flow(self):
         # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
@@ -194,7 +206,7 @@ class Pipeline:
         one_stale, ahead = self.mode == "semisync", self._ahead + self._lookahead
         self._flow = self.flow_type(self.window, ahead, self._writers, first, one_stale)
         self._items: dict[int, _Item] = {}
-        self._losses: list = []  # not looked at yet
+        self._losses: list = []  # (step, loss), not looked at yet
         self._standing.begin(self._flow, int(self.state.dense.step))
 
     def _programs_compiled(self):
@@ -213,8 +225,10 @@ class Pipeline:
 
         Args:
           batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what is committed, and
-            copied. An iterator that an earlier run has left begins with what was taken from it and not trained.
-          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates.
+            copied. An iterator that an earlier run has left begins with what was taken from it and not trained; what
+            was taken from one that cannot be watched (`map`, `zip`) is kept as long as the pipeline.
+          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates; they may change
+            the values of the dense state.
           check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
 
         Yields:
@@ -230,12 +244,12 @@ class Pipeline:
         """
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
-        if not isinstance(check_every_steps, int) or check_every_steps < 1:
-            raise ValueError(f"check_every_steps={check_every_steps} must be a whole number from 1.")
-        if callable(hooks) or not all(map(callable, hooks)):
+        check_every_steps = whole_number("check_every_steps", check_every_steps, 1)
+        once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
+        if not all(map(callable, once)):
             raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
         self._refuse()
-        generator = self._iterate(self._streams.of(batches), hooks, check_every_steps)
+        generator = self._iterate(self._streams.of(batches), once, check_every_steps)
         self._running = weakref.ref(generator)
         return generator
 
@@ -246,10 +260,11 @@ class Pipeline:
                 metrics = self._train(number, hooks, check_every_steps)
                 yield self.state, metrics
             self._check_losses()
-        except GeneratorExit:  # perhaps from a finalizer, in which Python drops whatever is raised
+        except GeneratorExit:  # perhaps from a finalizer, where Python prints what is raised, and drops it
             self._leave(postpone=self._within > 0)
-            if self._within:  # `with` or `close` will tell
-                return
+            if self._untold and not self._within:  # else `with` or `close` will tell
+                raise first(self._untold) from None  # and it stays untold for the next call
+            return
         except BaseException as error:
             self._leave()
             note(error, self._take_untold())
@@ -262,13 +277,11 @@ class Pipeline:
     def _begin_run(self, stream):
         with uninterrupted():
             self._refuse()
-            compiled, self._left = self._programs_compiled(), False
+            compiled, self._left, self._process = self._programs_compiled(), False, os.getpid()
             self._begin_flow()
             self._stream, self._compiled_before = stream, compiled
-            stream.busy, self._threads = True, []
-            with _in_use_lock:
-                if _in_use.setdefault(id(self.tables.steps), self._flow) is not self._flow:
-                    raise ValueError("another pipeline has begun to run over these tables at the same time.")
+            stream.busy, self._threads, self._iterating = True, [], threading.current_thread()
+            self._standing.turn = turns.begin(self.tables, self._flow, self)
             self._start("plan", self._plan_all, stream)
             for _ in range(self._loaders):
                 self._start("load", self._load_all)
@@ -280,56 +293,92 @@ class Pipeline:
     def _train(self, number, hooks, check_every_steps):
         if self._flow.paused:
             raise ValueError("`exclusive` is not left yet: take the next batch after its block.")
-        item = self._items[number]
+        item, self._iterating = self._items[number], threading.current_thread()
         try:
-            metrics = self._commit(item)
-            state = run_hooks(hooks, self.state, self.step, item.plan, metrics)
-            if not isinstance(state, TrainState) or state.tables not in (self.state.tables, self.tables):
-                raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-            self.state = state._replace(tables=self.state.tables)
-            self._begin_cut()
+            with uninterrupted(again=False) as asked:
+                metrics = self._commit(item)
+                if "loss" in metrics:
+                    self._losses.append((self.step, metrics["loss"]))
+            try:  # a Ctrl-C in the commit waits for the hooks of its step, in which another one is not put off
+                self._run_hooks(hooks, item.plan, metrics)
+                self._begin_cut()
+            finally:
+                raise_again(asked)
         except Exception as error:
             error.add_note(self._where("commit", number))
             raise
-        if "loss" in metrics:
-            self._losses.append(metrics["loss"])
         if len(self._losses) >= check_every_steps:
             self._check_losses()
         return metrics
 
+    def _run_hooks(self, hooks, plans, metrics):
+        state = run_hooks(hooks, self.state, self.step, plans, metrics)
+        if not isinstance(state, TrainState) or state.tables not in (self.state.tables, self.tables):
+            raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+        if state.dense is not self.state.dense and _shapes(state.dense) != _shapes(self.state.dense):
+            raise ValueError(
+                f"a hook returned a dense state of other shapes: {_shapes(state.dense)} in place of "
+                f"{_shapes(self.state.dense)}. A hook may change its values alone."
+            )
+        self.state = state._replace(tables=self.state.tables)
+
     def _check_losses(self):
         losses, self._losses = self._losses, []
-        check_finite(losses, self.step)
+        if losses:
+            check_finite([loss for _, loss in losses], losses[-1][0])
 
     def _leave(self, postpone: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm."""
         flow = self._flow
         with uninterrupted() as asked:
-            if self._left:
+            if self._left or self._process != os.getpid():  # a fork has the run without its threads
                 return
-            flow.finish()
             if threading.current_thread() in self._threads:
+                flow.finish()
                 return  # the collector has dropped the run in here: the next call waits for the threads
-            flow.wait_for_threads()
+            failed = caught(self._begin_cut)  # of the last step, if its hooks raised or were interrupted
+            flow.finish()
+            self._wait_for_threads(asked)
             for thread in self._threads:
-                if not (flow.alive["plan"] and thread is self._threads[0]):
+                behind = flow.given_up and thread.name in ("oac-load", "oac-fetch")
+                if not behind and not (flow.alive["plan"] and thread is self._threads[0]):
                     thread.join()
             self._keep_untrained()
             if not flow.broken:
                 self._write_all_rest()
-            with _in_use_lock:
-                if _in_use.get(id(self.tables.steps)) is flow:
-                    del _in_use[id(self.tables.steps)]
+            elif not flow.given_up:
+                flow.dense_gone |= isinstance(caught(lambda: jax.block_until_ready(self.state.dense)), BaseException)
+            turns.end(flow)
             self.compilations += self._programs_compiled() - self._compiled_before
             self._threads, self._left = [], True
-            self._untold += [failure for failure in (flow.lost, flow.unsaved, flow.failure) if failure is not None]
+            failures = (flow.lost, flow.unsaved, flow.failure, failed)
+            self._untold += [failure for failure in failures if failure is not None]
             try:
                 self._check_losses()
             except FloatingPointError as error:
                 self._untold.append(error)
             if postpone and asked:
-                self._interrupted = True
+                self._interrupted = [*asked]
                 asked.clear()
+
+    def _wait_for_threads(self, asked):
+        flow, late = self._flow, time.monotonic() + self.patience_seconds
+        flow.wait_for_threads(lambda: time.monotonic() > late)
+        if flow.over():
+            return
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        awaited = ", ".join(f"{thread.name} at batch {self._at[thread][0] - flow.first}" for thread in alive)
+        with contextlib.suppress(UserWarning):  # where warnings are errors the run is to be left all the same
+            warnings.warn(
+                f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
+                "`send` or `fetch`, and breaks the pipeline.",
+                stacklevel=4,
+            )
+        before = len(asked)  # who saves or writes has the tables in hand, and is never given up
+        flow.wait_for_threads(lambda: len(asked) > before and flow.alive["load"] + flow.alive["fetch"] > 0)
+        if not flow.over():
+            flow.give_up(InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
+            flow.wait_for_threads()
 
     def _keep_untrained(self):
         """What was planned and not committed comes first if the iterator comes again."""
@@ -363,12 +412,7 @@ class Pipeline:
         self._standing.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        with _in_use_lock:
-            user = _in_use.get(id(self.tables.steps), self._flow)
-        if user is not self._flow:
-            raise ValueError(
-                "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
-            )
+        turns.refuse(self.tables, self._flow)
 
     @property
     def running(self) -> bool:
@@ -380,7 +424,7 @@ class Pipeline:
         """Ends a run: what is committed is written, what is not comes first when the same iterator is given to `run`.
 
         Raises:
-          ValueError: in a hook, which leaves a run by an exception.
+          ValueError: in a hook, which leaves a run by an exception; in another thread than the one that iterates.
           Whatever a stage raised, unless it was raised before.
         """
         if failures := self._end():
@@ -391,17 +435,38 @@ class Pipeline:
         generator, self._within = self._running(), self._within + 1
         try:
             with uninterrupted() as asked:
-                if generator is not None and generator.gi_running:
-                    raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+                if self.running:
+                    self._refuse_close(generator)
                 if generator is not None:
                     generator.close()
                 self._leave()
-                if self._interrupted:
-                    self._interrupted = False
-                    asked.append(signal.SIGINT)
+                asked += self._interrupted
+                self._interrupted = []
         finally:
             self._within -= 1
         return self._take_untold()
+
+    def leave_at_exit(self) -> None:
+        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it belongs to.
+
+        Raises:
+          As `close`.
+        """
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
+
+    def _refuse_close(self, generator):
+        here, iterating = threading.current_thread(), self._iterating
+        if here in self._threads:
+            raise ValueError("close was called by a thread of the pipeline (a cut's save, send, fetch): raise there.")
+        if iterating is not None and iterating is not here and iterating.is_alive() and not self._left:
+            raise ValueError(
+                f"close was called in another thread than {iterating.name!r}, which iterates over the run: leave the "
+                "loop there."
+            )
+        if generator.gi_running:
+            raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
 
     def __enter__(self) -> "Pipeline":
         self._within += 1
@@ -435,6 +500,9 @@ class Pipeline:
         self._flow.drain()
         self._standing.refuse_broken()
         self._refuse_unsaved()
+        if self._skip_writes:
+            self._flow.wait_for_cut()  # which writes the same rest
+            self._refuse_unsaved()
         with uninterrupted():
             if not self._left:  # else it was written, and others may have trained over the tables since
                 self._write_rest(self._ring)
@@ -526,7 +594,8 @@ class Pipeline:
 
     def _warn_of_cuts(self):
         steps = [step for step, (_, unreached) in self._cuts.items() if unreached == "warn"]
-        if steps and self._left:
+        self._cuts = {step: (save, "ignore") for step, (save, _) in self._cuts.items() if step > self.step}  # said once
+        if steps:
             warnings.warn(
                 f"cuts announced for steps {sorted(steps)} were not taken: the run was left at step {self.step}. Those "
                 "of later steps stay announced for the next run.",
@@ -664,6 +733,7 @@ class Pipeline:
             return self._update(self.state.dense, rows, plans, batch)
         except BaseException as error:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state.dense) if isinstance(leaf, jax.Array)):
+                self._flow.dense_gone = True
                 self._flow.fail_behind(item.number, error)
             raise
 
@@ -731,7 +801,8 @@ class Pipeline:
     def _write_rest(self, ring):
         """Writes what was not written back because a later batch would."""
         if self._skip_writes and ring is not None:
-            self.tables.put(*newest_rows(ring, self.tables.spec, self._flow.floor))
+            with self.tables.overwriting(step=self.tables.step):  # it is no step of its own
+                self.tables.put(*newest_rows(ring, self.tables.spec, self._flow.floor))
 
     def _without_gaps(self, direction, plans, keep):
         """`without_gaps` of every stack, in sizes C of few; None if that would save nothing."""
@@ -773,13 +844,18 @@ class Pipeline:
     def _check_shapes(self, item):
         """Refuses an update that returns other shapes than it was given, before anything is donated to it."""
         capacity = capacity_of(item.plan)
-        if (key := tuple(sorted(capacity.items()))) in self._checked:
+        batch = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(item.inputs[1]))
+        if (key := (*sorted(capacity.items()), *batch)) in self._checked:
             return
         whole = lambda name: lambda leaf: jax.ShapeDtypeStruct((len(leaf), capacity[name], leaf.shape[2]), leaf.dtype)
         rows = {name: jax.tree.map(whole(name), stack_rows) for name, stack_rows in item.rows[0].items()}
-        dense, new, _ = jax.eval_shape(self._pure_update, self.state.dense, rows, *item.inputs)
+        dense, new, metrics = jax.eval_shape(self._pure_update, self.state.dense, rows, *item.inputs)
+        if not isinstance(metrics, dict):
+            raise ValueError(
+                f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is wanted."
+            )
         for what, before, after in [("dense state", self.state.dense, dense), ("rows", rows, new)]:
-            shapes = [jax.tree.map(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), tree) for tree in (before, after)]
+            shapes = [_shapes(tree) for tree in (before, after)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
                     f"the update changes the shapes of the {what}: from {shapes[0]} to {shapes[1]}. A step must return "
@@ -790,8 +866,9 @@ class Pipeline:
     def _start(self, stage, body, *args):
         flow = self._flow
 
+        at = [flow.first]
+
         def guarded():
-            at = [flow.first]
             try:
                 body(at, *args)
             except BaseException as error:
@@ -800,6 +877,7 @@ class Pipeline:
                 flow.leave(stage)
 
         thread = threading.Thread(target=guarded, name=f"oac-{stage}", daemon=True)
+        self._at[thread] = at
         self._threads.append(thread)  # before it can ask whether it is one of them
         try:
             flow.start(stage, thread)
@@ -818,6 +896,16 @@ class Pipeline:
 
     def _where(self, stage, number):
         return f"in stage '{stage}' of the pipeline, batch {number - self._flow.first} of this run"
+
+
+@atexit.register
+def _leave_all():
+    """Interpreters end in the middle of threads: what is committed is written first, and what went wrong is said."""
+    for pipeline in turns.pipelines():
+        try:
+            pipeline.leave_at_exit()
+        except Exception:
+            traceback.print_exc()
 
 
 @functools.lru_cache
@@ -840,6 +928,11 @@ def _fetch(tree):
     for leaf in jax.tree.leaves(tree):
         leaf.copy_to_host_async()
     return jax.tree.map(np.asarray, tree)
+
+
+def _shapes(tree):
+    """The shape and dtype of every leaf."""
+    return jax.tree.map(lambda leaf: (np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))), tree)
 
 
 def _used(p: Plan) -> np.ndarray:

@@ -55,14 +55,14 @@ class Stream:
         self.iterator = iterator
         return True
 
-    def forgotten(self) -> bool:
-        """Whether nobody can come back with the iterator."""
-        return self._weak is not None and self._weak() is None
+    def may_come_back(self) -> bool:
+        """Whether it matters that somebody comes back with the iterator."""
+        return bool(self.busy or self.waiting) if self._weak is None else self._weak() is not None
 
 
 class Streams:
-    """The streams of a pipeline's runs that may come back: of iterators that live, and the last of those that do not
-    tell (of `map`, `zip`, a list)."""
+    """The streams of a pipeline's runs that may come back: of iterators that live, and of those that do not tell
+    whether they live (of `map`, `zip`, a list) the last, and all of which batches wait or in which a planner does."""
 
     def __init__(self):
         self._known: list[Stream] = []
@@ -77,16 +77,15 @@ class Streams:
             raise ValueError("run wants an iterable of batches, and was given one Batch: run([batch]).")
         try:
             iterator = iter(batches)
-        except TypeError:
-            raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from None
+        except TypeError as error:
+            raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from error
         stream = next((known for known in self._known if known.is_of(iterator)), None) or Stream(iterator)
         if stream.busy:
             raise ValueError(
                 "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
                 "first (nothing of it is lost then), or give another one."
             )
-        telling = [known for known in self._known if known._weak is not None and not known.forgotten()]
-        self._known = [*(known for known in telling if known is not stream), stream]
+        self._known = [*(known for known in self._known if known is not stream and known.may_come_back()), stream]
         return stream
 
 

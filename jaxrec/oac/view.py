@@ -8,27 +8,29 @@ import contextlib
 import numpy as np
 
 from jaxrec.embedding import HostTables
+from jaxrec.oac import turns
 
 
 class BrokenPipeline(RuntimeError):
     """Rows that were committed are lost: the dense state and the tables stand at different steps for good.
 
     Attributes:
-      dense_step: steps that the dense state has seen.
+      dense_step: steps that the dense state has seen; None if it is gone with the update that failed.
       table_steps: for each shard the step at which it stands; None where it stands at none (a write that was cut
         short, rows that were left for a later batch to write).
     """
 
-    def __init__(self, dense_step: int, table_steps: list[int | None], why: BaseException):
+    def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
         where = {*table_steps}
         if len(where) == 1:
             tables = f"the tables {_at(table_steps[0])}"
         else:
             tables = "of the tables " + ", ".join(f"shard {s} {_at(step)}" for s, step in enumerate(table_steps))
+        gone = "is gone (it was given to the update that failed)"
         super().__init__(
-            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state stands "
-            f"at step {dense_step}, {tables:.400}. Restore the last image, into `pipeline.tables` or new tables, and "
-            "make a new Pipeline."
+            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
+            f"{gone if dense_step is None else 'stands ' + _at(dense_step)}, {tables:.400}. Restore the last image, "
+            "into `pipeline.tables` or new tables, and make a new Pipeline."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
 
@@ -55,6 +57,7 @@ class Standing:
         self.half: set[int] = set()  # shards that a write was cut short in
         self.puts = self.tables.steps[:, 1].copy()  # of each shard, when its last batch was written
         self.settled = step  # where tables and dense state stood together last
+        self.turn = turns.last(self.tables)  # whoever begins a run later changes the tables
 
     @property
     def step(self) -> int:
@@ -72,7 +75,8 @@ class Standing:
     def refuse_broken(self) -> None:
         """Raises BrokenPipeline, from what broke it, if rows were lost."""
         if self.flow.lost is not None:
-            raise BrokenPipeline(self.step, self.table_steps(), self.flow.lost) from self.flow.lost
+            dense_step = None if self.flow.dense_gone else self.step
+            raise BrokenPipeline(dense_step, self.table_steps(), self.flow.lost) from self.flow.lost
 
     def table_steps(self) -> list[int | None]:
         """For each shard the step at which it stands."""
@@ -85,21 +89,36 @@ class Standing:
             steps.append(None if torn else written + ahead)
         return steps
 
-    def refuse_lag(self, step: int) -> None:
+    def refuse_lag(self, step: int, puts: np.ndarray | None = None) -> None:
         """Raises if tables of a state of this step cannot be read.
+
+        Args:
+          step: of the state.
+          puts: i64[S], of each shard when the holder of the state has put rows of its own last; None if it never has.
 
         Raises:
           BrokenPipeline: rows are lost.
           ValueError: the tables lag behind the state, or are ahead of it.
         """
         self.refuse_broken()
-        if step == self.settled:
-            return
         if step != self.step:
             raise ValueError(
                 f"these tables stood at step {step}, and the pipeline is at step {self.step}: use the newest state, "
                 "and call pipeline.drain() before reading, evaluating or saving."
             )
+        if turns.last(self.tables) != self.turn:
+            raise ValueError(
+                f"these tables stood at step {step}, and another run has begun over these tables since: use the state "
+                "of that one."
+            )
+        if step == self.settled:
+            own = self.puts if puts is None else puts
+            if not self.flow.paused and not np.array_equal(self.tables.steps[:, 1], own):
+                raise ValueError(
+                    f"these tables stood at step {step}, and their rows were changed since: use the state of whoever "
+                    "changed them."
+                )
+            return
         lag = max(1, self.flow.committed - self.flow.watermark())
         raise ValueError(
             f"these tables lag {lag} batch{'es' * (lag > 1)} behind the dense state: call pipeline.drain() before "
@@ -118,17 +137,24 @@ class LaggingTables(HostTables):
 
     _standing: Standing
     _step: int
+    _puts: np.ndarray | None
 
     def __init__(self, standing: Standing, step: int):
         tables = standing.tables
         self.__dict__.update(  # the class is frozen, and `shards` and `directory` are guarded
-            spec=tables.spec, layout=tables.layout, steps=tables.steps, _standing=standing, _step=step
-        )
+            spec=tables.spec, layout=tables.layout, steps=tables.steps, _standing=standing, _step=step,
+            _puts=None,
+        )  # fmt: skip
 
     def themselves(self) -> HostTables:
         """The tables without a guard; refused while they lag."""
-        self._standing.refuse_lag(self._step)
+        self._standing.refuse_lag(self._step, self._puts)
         return self._standing.tables
+
+    def _keep_puts(self):
+        """What is put through this view makes it the newest; those of earlier states see that the rows were changed."""
+        self.__dict__["_puts"] = self.steps[:, 1].copy()
+        return self
 
     @property
     def shards(self):
@@ -146,7 +172,7 @@ class LaggingTables(HostTables):
 
     def put(self, plans, rows, shards=None):
         self.themselves().put(plans, rows, shards)
-        return self
+        return self._keep_puts()
 
     def add(self, plans, rows, old, shards=None):
         self.themselves().add(plans, rows, old, shards)
@@ -154,8 +180,10 @@ class LaggingTables(HostTables):
 
     @contextlib.contextmanager
     def overwriting(self, shards=None, step=None):
-        with self.themselves().overwriting(shards, step):
-            yield self
+        tables = self.themselves()
+        with tables.overwriting(shards, step):
+            yield tables
+        self._keep_puts()
 
     def __repr__(self) -> str:
         return f"LaggingTables(of the state of step {self._step})"

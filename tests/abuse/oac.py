@@ -257,6 +257,37 @@ def _(directory):
     train(pipeline, hook=at_step(2, lambda state: pipeline.close()), steps=2)
 
 
+@situation("no hooks said as None", ValueError, r"hooks=\[hook\]")
+def _(directory):
+    pipeline_of().run(batches_of(), None)
+
+
+@situation("close in the save of a cut", ValueError, "close was called by a thread of the pipeline")
+def _(directory):
+    pipeline = pipeline_of(window=8)
+    pipeline.cut(6, lambda state: pipeline.close())
+    train(pipeline)
+
+
+@situation("close in another thread, which then raises here", ValueError, "in another thread than 'MainThread'")
+def _(directory):
+    failed, pipeline = [], pipeline_of()
+
+    def close():
+        try:
+            pipeline.close()
+        except ValueError as error:
+            failed.append(error)
+
+    def elsewhere(state):
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(60)
+
+    train(pipeline, hook=at_step(2, elsewhere))
+    raise failed[0]
+
+
 @situation("drain in the save of a cut", ValueError, "a thread of the pipeline cannot wait for it")
 def _(directory):
     pipeline = pipeline_of(window=8)
