@@ -639,7 +639,7 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
                 waiting.set()
             super()._wait(ready)
 
-    wanted = {"drain": "drain", "exclusive": "drain", "cut": "hold_writes", "commit": "wait_to_commit"}
+    wanted = {"drain": "drain", "exclusive": "drain", "cut": "wait_for_release", "commit": "wait_to_commit"}
     wanted = {wanted.get(place, "wait_for_threads")}
 
     def fetch(tree):
@@ -671,25 +671,23 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
 
 
 def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
-    """The hold is there and the thread that would end it is not: leaving lets the writers go."""
+    """The hold is there and the thread that will end it is not: Ctrl-C waits for that thread, and leaving for the save."""
+    saved = []
 
     class Telling(Flow):
         def hold_writes(self):
-            super().hold_writes()
+            held = super().hold_writes()
             signal.raise_signal(signal.SIGINT)
-
-        def finish(self):
-            super().finish()
-            assert self.hold is None, "writers wait for a cut that nobody saves"
+            return held
 
     batches = make_batches(12)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
     pipeline.flow_type = Telling
-    pipeline.cut(5, print, unreached="ignore")
+    pipeline.cut(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(batches):
             pass
-    assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
+    assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])
 
 
 def name_of_caller():

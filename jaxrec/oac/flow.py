@@ -210,9 +210,12 @@ class Flow:
             self.paused = False
             self.changed.notify_all()
 
-    def hold_writes(self) -> int:
-        """Lets writers go up to what is committed now, and no further; waits for the hold before it to end."""
+    def wait_for_release(self) -> None:
+        """Waits until nobody holds the writes."""
         self._wait(lambda: self.broken or self.hold is None)
+
+    def hold_writes(self) -> int:
+        """Lets writers go up to what is committed now, and no further; after `wait_for_release`."""
         with uninterrupted(), self.changed:
             self.hold = self.committed
             return self.hold

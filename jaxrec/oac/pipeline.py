@@ -573,8 +573,9 @@ class Pipeline:
     def _begin_cut(self):
         if self.step not in self._cuts:
             return
-        number = self._flow.hold_writes()
-        with uninterrupted():
+        self._flow.wait_for_release()
+        with uninterrupted():  # whoever holds the writes has a thread that lets them go
+            number = self._flow.hold_writes()
             try:
                 copy = jax.tree.map(jnp.copy, (self.state.dense, self._ring if self._skip_writes else None))
                 self._threads = [*self._threads[:1], *(t for t in self._threads[1:] if t.is_alive())]
