@@ -671,7 +671,7 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
 
 
 def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
-    """The hold is there and the thread that will end it is not: Ctrl-C waits for that thread, and leaving for the save."""
+    """The hold is there, the thread that will end it is not: Ctrl-C waits for that thread, leaving for the save."""
     saved = []
 
     class Telling(Flow):

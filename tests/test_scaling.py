@@ -91,7 +91,8 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert all(key.startswith("emulated_sleep_") for key in found if key.startswith("emulated"))
     assert not [key for key in found if "efficiency" in key and not key.startswith("measured")]
     assert found["command"] == "python experiments/shadowsync_scaling.py --preset smoke"
-    many = "trainers_24_servers_2"  # what sleeping trainers reach on a busy machine is no law; the simulation's figures are
+    many = "trainers_24_servers_2"
+    # What sleeping trainers reach on a busy machine is no law; the figures of the simulation are.
     shadow, foreground = (found[f"simulated_examples_per_s_{way}_{many}"] for way in ("s_easgd", "fr_easgd_5"))
     assert shadow > 1.1 * foreground and found[f"simulated_average_sync_gap_s_easgd_{many}"] > 1.5
     for kind in ("emulated_sleep", "simulated"):
