@@ -5,6 +5,7 @@ block that would release it. A second one comes while the first is dealt with.
 """
 
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -63,19 +64,22 @@ def raise_again(asked: Sequence[int]) -> None:
             raise_again([other for other in asked if other != number])
 
 
-def wait(changed: threading.Condition, over: Callable[[], bool], seconds: float) -> bool:
+def wait(
+    changed: threading.Condition, over: Callable[[], bool], seconds: float = math.inf, by_the_clock: bool = False
+) -> bool:
     """Waits for a condition, whose lock nobody holds, until something is over; Ctrl-C ends it with the lock free.
 
     Args:
       changed: notified when `over` may have become true.
       over: looked at under the lock.
       seconds: the longest wait.
+      by_the_clock: whether it may be over without anybody's notice, so that every thread looks now and then.
 
     Returns:
       Whether it was over.
     """
-    main = threading.current_thread() is threading.main_thread()
-    longest = _GLANCE_SECONDS if main else threading.TIMEOUT_MAX
+    looks = by_the_clock or threading.current_thread() is threading.main_thread()
+    longest = _GLANCE_SECONDS if looks else threading.TIMEOUT_MAX
     end = time.monotonic() + seconds
     while True:
         with uninterrupted() as asked, changed:

@@ -17,10 +17,7 @@ import collections
 import threading
 from collections.abc import Callable
 
-from jaxrec.interrupts import uninterrupted
-
-# How often the committing thread looks whether a signal came: its handler runs on that thread and cannot notify it.
-_GLANCE_SECONDS = 0.05
+from jaxrec.interrupts import uninterrupted, wait
 
 
 class Flow:
@@ -47,7 +44,6 @@ class Flow:
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
         self.stopped = self.finished = False
-        self.left = False  # all is written that was to be written
         self.dense_gone = False  # the dense state died with the update that failed
         self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
@@ -180,14 +176,8 @@ class Flow:
     # For the committing thread. Ctrl-C ends its waits, and never finds it between two lines of the lock.
 
     def _wait(self, ready):
-        if ready():  # only this thread undoes what it waits for: no lock, and no handler, which takes 20 microseconds
-            return
-        while True:
-            with uninterrupted() as asked, self.changed:
-                while not ready() and not asked:
-                    self.changed.wait(_GLANCE_SECONDS)
-                if ready():
-                    return
+        if not ready():  # only this thread undoes what it waits for: else no lock, and no handler, which takes 20 us
+            wait(self.changed, ready, by_the_clock=True)
 
     def drain(self) -> None:
         """Waits until all that is committed, and not lost, is written."""

@@ -40,7 +40,6 @@ def begin(tables: HostTables, flow: Flow, pipeline: Any) -> int:
 def end(flow: Flow) -> None:
     """A run has ended, and all that it committed is written."""
     with _lock:
-        flow.left = True
         for key in [key for key, (user, _) in list(_running.items()) if user is flow]:
             _running.pop(key, None)
 
