@@ -27,6 +27,7 @@ FLOORS = [
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
 HOST_FILES += [
     "interrupts",
+    "oac.stream",
     "oac.turns",
     "shadowsync.shadow",
     "shadowsync.transport",

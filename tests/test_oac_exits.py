@@ -357,6 +357,7 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
         return
     assert equal(pipeline.state, states_of(batches)[done])
     if stream.blocked.is_set():
+        pipeline.patience_seconds = 0.05
         with pytest.raises(ValueError, match="still waits inside this iterator"):
             pipeline.run(stream)
     bad = None

@@ -117,6 +117,7 @@ def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
     assert blocking.blocked.wait(60)
     running.close()
     list(pipeline.run(make_batches(2)))
+    pipeline.patience_seconds = 0.05
     try:
         with pytest.raises(ValueError, match="still waits inside this iterator"):
             pipeline.run(stream)
@@ -126,6 +127,26 @@ def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
             if thread.name == "oac-plan":
                 thread.join(60)
     assert len(list(pipeline.run(stream))) == 8
+
+
+def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
+    blocking, left = Blocking(make_batches(12), 7), threading.Event()
+
+    class Patient(Pipeline):
+        @property
+        def patience_seconds(self):  # asked for when a run is left, and when the iterator comes again
+            if left.is_set():
+                blocking.let_go.set()
+            return 60
+
+    pipeline = Patient(make_state(), update_of(SPEC))
+    running = pipeline.run(blocking)
+    for _ in range(4):
+        next(running)
+    assert blocking.blocked.wait(60)
+    running.close()
+    left.set()
+    assert len(list(pipeline.run(blocking))) == 8
 
 
 # ---- one run at a time

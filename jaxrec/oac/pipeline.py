@@ -132,7 +132,7 @@ class Pipeline:
     """
 
     flow_type = Flow
-    patience_seconds = 10.0  # how long leaving waits before it says what it waits for
+    patience_seconds = 10.0  # how long leaving waits before it says what it waits for, and `run` for an iterator in use
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class Pipeline:
         if not all(map(callable, once)):
             raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
         self._refuse()
-        generator = self._iterate(self._streams.of(batches), once, check_every_steps)
+        generator = self._iterate(self._streams.of(batches, self.patience_seconds), once, check_every_steps)
         self._running = weakref.ref(generator)
         return generator
 
@@ -280,7 +280,8 @@ class Pipeline:
             compiled, self._left, self._process = self._programs_compiled(), False, os.getpid()
             self._begin_flow()
             self._stream, self._compiled_before = stream, compiled
-            stream.busy, self._threads, self._iterating = True, [], threading.current_thread()
+            self._threads, self._iterating = [], threading.current_thread()
+            stream.free.clear()
             self._standing.turn = turns.begin(self.tables, self._flow, self)
             self._start("plan", self._plan_all, stream)
             for _ in range(self._loaders):
@@ -385,7 +386,8 @@ class Pipeline:
         flow, stream = self._flow, self._stream
         left = [self._items[number].batch for number in range(flow.committed, flow.planned)]
         stream.waiting.extendleft(reversed(left))
-        stream.busy = stream.busy and bool(self._threads)  # if no thread could be started, none will say so
+        if not self._threads:  # no thread could be started, so none will say so
+            stream.free.set()
         stream.rest()
         self._stream, self._items = Stream(iter(())), {}
 
@@ -621,7 +623,7 @@ class Pipeline:
                     return
                 self._plan(taken, at[0])
         finally:
-            stream.busy = False
+            stream.free.set()
 
     def _plan(self, batch, number):
         flow = self._flow
@@ -693,17 +695,17 @@ class Pipeline:
         return self._send_counted((read, item.source, place), "rows", whole)
 
     def _commit(self, item):
-        with uninterrupted():
-            self._check_shapes(item)
-            # By a call, so that nothing here holds the batch any more when another one may take its place.
-            dense, new, metrics = self._computed(item)
-            self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
-            item.back, item.rows, item.inputs = (item.plan, new), None, None
-            del new
-            with self._flow.changed:
-                self._flow.loaded.discard(item.number)
-                self._flow.committed += 1
-                self._flow.changed.notify_all()
+        """The step of one batch, whole or not at all: the caller puts signals off."""
+        self._check_shapes(item)
+        # By a call, so that nothing here holds the batch any more when another one may take its place.
+        dense, new, metrics = self._computed(item)
+        self.state = TrainState(dense, LaggingTables(self._standing, self.step + 1))
+        item.back, item.rows, item.inputs = (item.plan, new), None, None
+        del new
+        with self._flow.changed:
+            self._flow.loaded.discard(item.number)
+            self._flow.committed += 1
+            self._flow.changed.notify_all()
         return metrics
 
     def _computed(self, item):

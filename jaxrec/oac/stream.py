@@ -1,6 +1,7 @@
 """The stream of a run: the caller's iterator, and what was taken from it and not trained."""
 
 import collections
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ class Stream:
         self.iterator: Any = iterator
         self._weak = _weak(iterator)
         self.waiting: collections.deque = collections.deque()
-        self.busy = False  # a planner has not ended yet
+        self.free = threading.Event()  # no planner is inside
+        self.free.set()
 
     def take(self) -> Any:
         """The next batch, with arrays of its own; END when there is none."""
@@ -45,7 +47,7 @@ class Stream:
 
     def rest(self) -> None:
         """No run uses the stream: what waits is kept as long as somebody else keeps the iterator."""
-        if self._weak is not None or not (self.waiting or self.busy):
+        if self._weak is not None or (self.free.is_set() and not self.waiting):
             self.iterator = None
 
     def is_of(self, iterator: Iterator) -> bool:
@@ -57,7 +59,7 @@ class Stream:
 
     def may_come_back(self) -> bool:
         """Whether it matters that somebody comes back with the iterator."""
-        return bool(self.busy or self.waiting) if self._weak is None else self._weak() is not None
+        return self._weak() is not None if self._weak is not None else bool(self.waiting) or not self.free.is_set()
 
 
 class Streams:
@@ -67,8 +69,12 @@ class Streams:
     def __init__(self):
         self._known: list[Stream] = []
 
-    def of(self, batches: Iterable) -> Stream:
+    def of(self, batches: Iterable, patience_seconds: float) -> Stream:
         """The stream of an iterable; the one of before, if it is the same iterator again.
+
+        Args:
+          batches: an iterable of Batch.
+          patience_seconds: how long a planner that was left inside the iterator may take to come out of it.
 
         Raises:
           ValueError: no iterable of batches; a planner that was left still waits inside the iterator.
@@ -80,7 +86,7 @@ class Streams:
         except TypeError as error:
             raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from error
         stream = next((known for known in self._known if known.is_of(iterator)), None) or Stream(iterator)
-        if stream.busy:
+        if not stream.free.wait(patience_seconds):
             raise ValueError(
                 "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
                 "first (nothing of it is lost then), or give another one."
