@@ -191,7 +191,7 @@ class Job:
             with (
                 tempfile.TemporaryDirectory() as directory,
                 Recovery(
-                    directory, spec, self.rows, save_every_steps, self.data.steps, scheme=SCHEMES[scheme](),
+                    directory, spec, save_every_steps, self.data.steps, scheme=SCHEMES[scheme](),
                     fraction=self.config.fraction, failures=failures,
                     whole=self.whole if scheme in ("mfu", "ssu") else (),  # SCAR compares all rows
                     pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second

@@ -139,9 +139,7 @@ class Work:
         """Real training with a prioritised save every so many steps; a step's and a save's share of the time."""
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
-        with Recovery(
-            path, self.spec, self.row_optimizer, steps / fraction, total, scheme=mfu(), fraction=fraction
-        ) as recovery:
+        with Recovery(path, self.spec, steps / fraction, total, scheme=mfu(), fraction=fraction) as recovery:
             state = recovery.begin(self.state._replace(dense=self.state.dense._replace(step=np.int32(0))))
             for number in range(1, total + 1):
                 at = number % len(self.batches)
@@ -198,12 +196,12 @@ class Work:
         """One full save of ours."""
         if blocking:
             path = self.fresh("full_blocking")
-            stall, _ = clock(lambda: write_image(path / "step_1", snapshot(self.state, self.spec)))
+            stall, _ = clock(lambda: write_image(path / "step_1", snapshot(self.state)))
             found = self.measured("full_blocking", stall, path, lambda: None)
             shutil.rmtree(path)
             return found
         path = self.fresh("full")
-        with Checkpointer(path, self.spec) as saver:
+        with Checkpointer(path) as saver:
             stall = saver.save(self.state)
             return self.measured("full", stall, path, saver.wait)
 
@@ -211,7 +209,7 @@ class Work:
         """Prioritised saves over the image of `save_full`, and restores of it, whole and by shard."""
         path, found, sums = self.directory / "full", [], {}
         (base,) = images(path)
-        with RowCheckpointer(path, self.spec, base, most_deltas=number) as saver:
+        with RowCheckpointer(path, base, most_deltas=number) as saver:
             for _ in range(number):
                 self.train()
                 os.sync()

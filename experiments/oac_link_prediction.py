@@ -38,7 +38,7 @@ from oac_work import turn
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan, read
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.loop import every, keep_memory
 from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, summarize
@@ -160,7 +160,7 @@ class Ranker:
         nothing = np.zeros((0, 1), np.int32)
         ids = {"head": np.arange(self.triples.entities, dtype=np.int32), "tail": nothing, "negative": nothing}
         plans = plan(self.job.spec, ids)
-        values = {name: rows.value for name, rows in read(state.tables, plans).items()}
+        values = {name: rows.value for name, rows in state.tables.read(plans).items()}
         return activations(self.job.spec, values, plans)["head"]
 
 

@@ -136,10 +136,12 @@ class JaxSide:
         """Median milliseconds of plan, read, update and put, each waited for, on the same batches."""
         import jax
 
-        from jaxrec.embedding import plan, put, read
+        from jaxrec.embedding import DeviceTables, plan
 
-        on_device = not hasattr(self.state.tables, "reset_shard")
-        reader, putter = (jax.jit(read), jax.jit(put, donate_argnums=0)) if on_device else (read, put)
+        on_device = isinstance(self.state.tables, DeviceTables)
+        reader, putter = (lambda tables, plans: tables.read(plans)), (lambda tables, plans, new: tables.put(plans, new))
+        if on_device:
+            reader, putter = jax.jit(reader), jax.jit(putter, donate_argnums=0)
         tables, times = self.state.tables, {name: list[float]() for name in ("plan", "read", "update", "put")}
         for i in range(repeats):
             batch, marks = self.batches[i % BATCHES], [time.perf_counter()]

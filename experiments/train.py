@@ -259,7 +259,7 @@ def resumed(run: Run, job: Job) -> tuple[Job, Past]:
         if run.resumed:
             say(f"{run.directory} has not saved anything yet: this run begins at step 0")
         return job, Past([], {})
-    state, image = restore(directory, job.state, job.spec)
+    state, image = restore(directory, job.state)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
     kept = [row for row in history if row["step"] <= image.step]
@@ -275,7 +275,7 @@ def train(config: Config, run: Run, asked: Asked) -> dict:
     say(f"test AUC to expect: {data.expectation}")
     job, past = resumed(run, make_job(config, data))
     recorder, first = Recorder(run, data, job, past, asked, config.evaluations), int(job.state.dense.step)
-    with Checkpointer(run.directory / "checkpoints", job.spec, run=run.id) as checkpointer, asked.held():
+    with Checkpointer(run.directory / "checkpoints", run=run.id) as checkpointer, asked.held():
         saves = Saves(checkpointer, config.save_every_steps, recorder.extra, past.extra.get("saving"))
 
         def test(state, step, plan, step_metrics):

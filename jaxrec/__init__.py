@@ -6,11 +6,9 @@ from jaxrec.embedding import (
     HostTables,
     Lookup,
     Table,
+    Tables,
     activations,
-    add,
     plan,
-    put,
-    read,
 )  # fmt: skip
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_eval_step, make_train_step, make_update, run_hooks, update
@@ -20,6 +18,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch", "DenseState", "DeviceTables", "EmbeddingSpec", "HostTables", "Lookup", "Plan", "RowOptimizer", "Rows",
-    "Slot", "Table", "TrainState", "activations", "add", "init_state", "make_eval_step", "make_mesh",
-    "make_train_step", "make_update", "plan", "put", "read", "run_hooks", "update",
+    "Slot", "Table", "Tables", "TrainState", "activations", "init_state", "make_eval_step", "make_mesh",
+    "make_train_step", "make_update", "plan", "run_hooks", "update",
 ]  # fmt: skip

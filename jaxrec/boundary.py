@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from jaxrec.embedding.device import DeviceTables
-from jaxrec.embedding.host import HostTables, is_plan_of
-from jaxrec.embedding.spec import ARRAYS, EmbeddingSpec
+from jaxrec.embedding.planning import is_plan_of
+from jaxrec.embedding.spec import ARRAYS, EmbeddingSpec, Layout
 from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, Plan, RowOptimizer, TrainState
 
@@ -41,8 +40,8 @@ def check_optimizer(optimizer) -> None:
 
 
 def check_tables(tables) -> None:
-    """Refuses what is neither home of the rows."""
-    if not isinstance(tables, DeviceTables | HostTables):
+    """Refuses what is no home of rows."""
+    if not hasattr(tables, "on_shards"):
         raise ValueError(
             f"tables are a {type(tables).__name__}: make them with DeviceTables.create(spec, row_optimizer, mesh) or "
             "HostTables.create(spec, row_optimizer)."
@@ -50,7 +49,7 @@ def check_tables(tables) -> None:
 
 
 def check_state(spec: EmbeddingSpec, state) -> None:
-    """Refuses a state that is none, that an earlier step has used up, or whose host tables are of another spec."""
+    """Refuses a state that is none, that an earlier step has used up, or whose tables are of another spec."""
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a step takes "
@@ -58,10 +57,19 @@ def check_state(spec: EmbeddingSpec, state) -> None:
         )
     check_tables(state.tables)
     check_not_donated(state)
-    if isinstance(state.tables, HostTables) and state.tables.spec.digest != spec.digest:
-        theirs = state.tables.spec  # another seed is fine: it decides how rows begin, not where they lie
-        if (list(theirs.tables.items()), theirs.shards) != (list(spec.tables.items()), spec.shards):
-            raise ValueError("the tables were made with another spec than the step: make both with the same tables.")
+    check_spec(spec, state.tables.spec)
+
+
+def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
+    """Refuses tables of another spec than a step's; another seed is fine, as it decides how rows begin."""
+    if theirs is spec or theirs.digest == spec.digest:
+        return
+    if (list(theirs.tables.items()), theirs.shards) != (list(spec.tables.items()), spec.shards):
+        wanted, found = ({name: (t.rows, t.width) for name, t in s.tables.items()} for s in (spec, theirs))
+        raise ValueError(
+            f"the tables were made with another spec than the step: they have {found!s:.200} in {theirs.shards} "
+            f"shards, and the step wants {wanted!s:.200} in {spec.shards}. Make both with one spec."
+        )
 
 
 def check_not_donated(state) -> None:
@@ -208,42 +216,50 @@ def _kinds(opt_state):
     return type(opt_state).__name__
 
 
-def check_rows(spec: EmbeddingSpec, rows, row_optimizer: RowOptimizer | None = None) -> None:
-    """Refuses rows or device tables of another spec or row optimizer, by shapes alone.
+def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer | None = None) -> None:
+    """Refuses rows of another spec or row optimizer, by shapes alone.
 
     Args:
       spec: the tables.
-      rows: {stack: Rows} f32[S, U, E], or DeviceTables.
+      rows: {stack: Rows} f32[S, U, E].
       row_optimizer: of the step; slots are not looked at if None.
     """
-    if isinstance(rows, DeviceTables):
-        slots, found = rows.slots, {name: list(table.shape) for name, table in rows.value.items()}
-        wanted = {name: [s.shards, s.rows_per_shard, s.width] for name, s in spec.stacks.items()}
-    else:
-        slots = {name: stack_rows.slots for name, stack_rows in rows.items()}
-        found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
-        wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
+    found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
+    wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
     if found != wanted:
         raise ValueError(
-            f"the tables have stacks {found}, but the step's spec wants {wanted}: make tables and step with one spec."
+            f"the rows are of stacks {found}, but the step's spec wants {wanted}: make tables and step with one spec."
         )
-    if row_optimizer is None:
-        return
-    for name, layout in spec.slot_layout(row_optimizer).items():
-        widths = {slot: array.shape[-1] for slot, array in slots[name].items()}
-        if widths != {slot: s.width for slot, s in layout.items()}:
+    if row_optimizer is not None:
+        widths = {name: {slot: array.shape[-1] for slot, array in r.slots.items()} for name, r in rows.items()}
+        _check_slots(widths, spec.layout(row_optimizer))
+
+
+def check_layout(layout: Layout, row_optimizer: RowOptimizer, spec: EmbeddingSpec) -> None:
+    """Refuses tables whose slots are not those that a step's row optimizer wants; their initial values may differ."""
+    _check_slots(_slot_widths(layout), spec.layout(row_optimizer))
+
+
+def _slot_widths(layout):
+    return {
+        name: {slot: part.width for slot, part in parts.items() if slot != "value"} for name, parts in layout.items()
+    }
+
+
+def _check_slots(found, layout):
+    for name, wanted in _slot_widths(layout).items():
+        if found[name] != wanted:
             raise ValueError(
-                f"the tables have slots {widths} in {name!r}, but the step's row optimizer wants "
-                f"{ ({slot: s.width for slot, s in layout.items()}) }: give tables and step the same row optimizer."
+                f"the tables have slots {found[name]} in {name!r}, but the step's row optimizer wants {wanted}: give "
+                "tables and step the same row optimizer."
             )
 
 
 def check_placement(state, mesh) -> None:
     """Refuses a state that lies on other devices than a mesh's, or lies there in another way."""
     check_context(mesh)
-    device_tables = isinstance(state.tables, DeviceTables)
     for tree, place in (((state.dense.params, state.dense.opt_state), PER_REPLICA), (state.tables, SPLIT)):
-        for leaf in jax.tree.leaves(tree) if place is PER_REPLICA or device_tables else ():
+        for leaf in jax.tree.leaves(tree):  # tables in host memory are one leaf, and no array
             if not isinstance(leaf, jax.Array) or not leaf.committed:
                 continue
             if not leaf.sharding.is_equivalent_to(shardings(place, mesh), leaf.ndim):

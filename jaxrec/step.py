@@ -245,7 +245,7 @@ def make_train_step(
     put_rows = jax.shard_map(lambda t, p, r: t.put(p, r), mesh=mesh, in_specs=(SPLIT, plans, SPLIT), out_specs=SPLIT)
 
     def fused(state, plan, batch):
-        boundary.check_rows(spec, state.tables, row_optimizer)
+        boundary.check_layout(state.tables.layout, row_optimizer, spec)
         dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plan), plan, batch)
         return TrainState(dense, put_rows(state.tables, plan, rows)), metrics
 
@@ -308,7 +308,6 @@ def make_eval_step(spec: EmbeddingSpec, predict: Callable, mesh=None, replica: i
         return mapped(jax.tree.map(lambda leaf: leaf[replica], params), rows, plan, batch)
 
     def on_tables(params, tables, plan, batch):
-        boundary.check_rows(spec, tables)
         return on_rows(params, read_rows(tables, plan), plan, batch)
 
     of_rows = jax.jit(on_rows, in_shardings=shardings((PER_REPLICA, SPLIT, plans, BATCH), mesh))

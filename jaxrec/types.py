@@ -44,6 +44,14 @@ class Slot(NamedTuple):
     fill: float
 
 
+class Part(NamedTuple):
+    """One part of a row, the embedding itself or a slot, as tables hold it."""
+
+    width: int
+    dtype: str
+    fill: float | None  # of a row never touched; None for the embedding, whose initial rows are drawn
+
+
 class RowOptimizer(NamedTuple):
     """A sparse optimizer as a pair of pure functions, applied to the touched rows only.
 
@@ -63,7 +71,7 @@ class DenseState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that training changes: the dense half and the tables (`DeviceTables` or `HostTables`)."""
+    """All that training changes: the dense half and the tables, see `embedding.Tables`."""
 
     dense: DenseState
     tables: Any

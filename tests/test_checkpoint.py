@@ -61,10 +61,7 @@ def assert_same(a, b, spec):
 
 
 def read_slots(state, stack):
-    tables = state.tables
-    return (
-        [p for p in tables.shards[stack][0] if p != "value"] if isinstance(tables, HostTables) else tables.slots[stack]
-    )
+    return [part for part in state.tables.layout[stack] if part != "value"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -75,12 +72,12 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
     home, devices, shards = source
     spec = spec_of(shards)
     state = make(home, spec, optimizer, devices, seed=1)
-    write_image(tmp_path / "step_00000012", snapshot(state, spec, {"position": 99}))
+    write_image(tmp_path / "step_00000012", snapshot(state, {"position": 99}))
     for target, devices_there, shards_there in [
         ("device", 1, 8), ("device", 2, 8), ("device", 4, 16), ("device", 8, 8), ("host", 1, 8), ("host", 1, 5),
     ]:  # fmt: skip
         other = spec_of(shards_there)
-        found, image = restore(tmp_path / "step_00000012", make(target, other, optimizer, devices_there), other)
+        found, image = restore(tmp_path / "step_00000012", make(target, other, optimizer, devices_there))
         assert_same(state, found, spec)
         assert image.step == 12 and image.extra == {"position": 99}
         if target == "device":
@@ -92,16 +89,16 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
 def test_one_shard_is_restored_alone(tmp_path):
     spec = spec_of()
     state = make("host", spec, seed=1)
-    write_image(tmp_path / "step_1", snapshot(state, spec))
+    write_image(tmp_path / "step_1", snapshot(state))
     other = make("host", spec, seed=2).tables
-    before = snapshot(jaxrec.TrainState(state.dense, other), spec)
+    before = snapshot(jaxrec.TrainState(state.dense, other))
     # All files of other shards may be gone: they are neither verified nor read.
     for leaf in (tmp_path / "step_1" / "arrays.0000").glob("rows.*"):
         if ".0003." not in leaf.name:
             shutil.rmtree(leaf)
     restore_shard(tmp_path / "step_1", other, 3)
-    after = snapshot(jaxrec.TrainState(state.dense, other), spec)
-    expected = snapshot(state, spec)
+    after = snapshot(jaxrec.TrainState(state.dense, other))
+    expected = snapshot(state)
     for name, array in after.arrays.items():
         source = expected if ".0003." in name or "dense" in name else before
         np.testing.assert_array_equal(array, source.arrays[name])
@@ -115,7 +112,7 @@ def _save_attached(directory, path):
     """What a process does that has the table files and the spec, but no mesh and no dense state."""
     tables = HostTables.attach(spec_of(), OPTIMIZERS["rowwise_adagrad"], directory)
     state = jaxrec.TrainState(jaxrec.DenseState(np.int32(12), {}, {}), tables)
-    write_image(path, snapshot(state, spec_of()))
+    write_image(path, snapshot(state))
 
 
 def test_table_files_of_another_process_are_saved_and_restored_without_a_mesh(tmp_path):
@@ -162,14 +159,14 @@ def _parts(tables):
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_an_image_of_something_else_is_refused(tmp_path, home, change, message):
     spec = spec_of()
-    write_image(tmp_path / "step_1", snapshot(make("device", spec), spec))
+    write_image(tmp_path / "step_1", snapshot(make("device", spec)))
     tables = change.pop("tables", None) if (change := dict(change)) else None
     other = spec_of(tables=tables)
     template = make(home, other, seed=5, **change)
-    before = snapshot(template, other)
+    before = snapshot(template)
     with pytest.raises(ValueError, match=message):
-        restore(tmp_path / "step_1", template, other)
-    jax.tree.map(np.testing.assert_array_equal, before.arrays, snapshot(template, other).arrays)
+        restore(tmp_path / "step_1", template)
+    jax.tree.map(np.testing.assert_array_equal, before.arrays, snapshot(template).arrays)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +174,7 @@ def whole(tmp_path_factory):
     """Two images of one run."""
     directory, spec = tmp_path_factory.mktemp("images"), spec_of(2)
     for step in (1, 2):
-        write_image(directory / f"step_{step:08d}", snapshot(make("host", spec, seed=step), spec))
+        write_image(directory / f"step_{step:08d}", snapshot(make("host", spec, seed=step)))
     return directory
 
 
@@ -195,7 +192,7 @@ def flip_and_restore(whole, place, bit):
     file.write_bytes(content)
     try:
         with pytest.raises(ValueError, match="damaged|no readable manifest") as caught:
-            restore(image, make("host", spec), spec)
+            restore(image, make("host", spec))
         assert str(whole / "step_00000001") in str(caught.value)
     finally:
         file.write_bytes(original)
@@ -222,10 +219,10 @@ def test_a_missing_file_is_named(whole, tmp_path):
             content = file.read_bytes()
             file.unlink()
             with pytest.raises(ValueError, match="missing|no readable manifest") as caught:
-                restore(copy / "step_00000002", make("host", spec), spec)
+                restore(copy / "step_00000002", make("host", spec))
             assert file.name in str(caught.value) or "manifest" in str(caught.value)
             file.write_bytes(content)
-    restore(copy / "step_00000002", make("host", spec), spec)
+    restore(copy / "step_00000002", make("host", spec))
 
 
 def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
@@ -251,7 +248,7 @@ def _save_for_ever(directory, start, die_at):
     kill_at_call(die_at)
     spec = spec_of(2)
     state = make("host", spec, seed=start)
-    with Checkpointer(directory, spec, keep=2, run="killed often") as checkpointer:
+    with Checkpointer(directory, keep=2, run="killed often") as checkpointer:
         for step in range(start, start + 4):
             for shards in state.tables.shards.values():
                 for parts in shards:
@@ -269,7 +266,7 @@ def kill_often(tmp_path, instants):
         if newest:
             assert found and read_manifest(found[0]).step >= newest
         if found:
-            state, image = restore(found[0], make("host", spec), spec)
+            state, image = restore(found[0], make("host", spec))
             newest = image.step
             assert image.extra == {"step": newest}
             assert (dense_table(state.tables, "width_4")[:35] == newest).all()
@@ -288,16 +285,16 @@ def test_kill_9_at_100_instants(tmp_path):
 def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
     spec = spec_of()
     state = make("host", spec)
-    with Checkpointer(tmp_path, spec, keep=2) as checkpointer:
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in range(5):
             checkpointer.save(state._replace(dense=state.dense._replace(step=jnp.asarray(step))))
         assert checkpointer.save(state._replace(dense=state.dense._replace(step=jnp.asarray(4)))) >= 0
     assert [path.name for path in images(tmp_path)] == ["step_00000004", "step_00000003"]
     assert not list(tmp_path.glob("*.partial"))
     with pytest.raises(ValueError, match="exists already"):
-        write_image(tmp_path / "step_00000004", snapshot(state, spec))
+        write_image(tmp_path / "step_00000004", snapshot(state))
     with pytest.raises(ValueError, match="keep=0"):
-        Checkpointer(tmp_path, spec, keep=0)
+        Checkpointer(tmp_path, keep=0)
 
 
 def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monkeypatch):
@@ -305,12 +302,12 @@ def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monke
     state, rename, saved = make("host", spec), os.rename, tmp_path / "step_00000000"
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        Checkpointer(tmp_path / "file" / "below", spec)
+        Checkpointer(tmp_path / "file" / "below")
 
     def fail(source, target):
         raise OSError(28, "No space left on device")
 
-    with Checkpointer(tmp_path, spec) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(os, "rename", fail)
         checkpointer.save(state)
         with pytest.warns(UserWarning, match="a save failed, and the next one tries again.*No space left"):
@@ -322,9 +319,9 @@ def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monke
         checkpointer.wait()
         assert saved.exists() and len(checkpointer.failures) == 2
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path / "other", spec) as checkpointer:
+    with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path / "other") as checkpointer:
         checkpointer.save(state)
-    with pytest.raises(KeyError) as caught, Checkpointer(tmp_path / "third", spec) as checkpointer:
+    with pytest.raises(KeyError) as caught, Checkpointer(tmp_path / "third") as checkpointer:
         checkpointer.save(state)
         raise KeyError("the body")
     assert "And a save failed: [Errno 28] No space left on device" in caught.value.__notes__
@@ -333,7 +330,7 @@ def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monke
 def test_a_snapshot_shares_no_memory_with_the_state():
     spec = spec_of()
     state = make("host", spec, seed=1)
-    image = snapshot(state, spec)
+    image = snapshot(state)
     before = {name: array.copy() for name, array in image.arrays.items()}
     for parts in state.tables.shards["width_4"]:
         parts["value"][:] = -1
@@ -367,7 +364,7 @@ def flushed(monkeypatch):
 def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, flushed):
     """A power cut finds all files on disk once the name is there, and the name once training goes on."""
     directory, spec = tmp_path / "made" / "on the way", spec_of(2)
-    write_image(directory / "step_1", snapshot(make("host", spec), spec))
+    write_image(directory / "step_1", snapshot(make("host", spec)))
     renamed, partial = flushed.index(("rename", str(directory / "step_1"))), directory / "step_1.partial"
     files = [partial / path.relative_to(directory / "step_1") for path in (directory / "step_1").rglob("*")]
     assert {("fsync", str(path)) for path in [*files, partial]} <= set(flushed[:renamed])
@@ -391,10 +388,10 @@ def _extra_memory(directory, copy, connection):
     spec = EmbeddingSpec({"t": Table(4 * SHARD_ROWS, 32)}, {"t": Lookup("t")}, shards=4)
     state = jaxrec.TrainState(jaxrec.DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
     small = EmbeddingSpec({"t": Table(8, 32)}, {"t": Lookup("t")}, shards=4)
-    write_image(directory / "warm", snapshot(state._replace(tables=HostTables.create(small, sgd(0.1))), small))
+    write_image(directory / "warm", snapshot(state._replace(tables=HostTables.create(small, sgd(0.1)))))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = _memory_kb("VmRSS")
-    with Checkpointer(directory / copy, spec, copy=copy) as checkpointer:
+    with Checkpointer(directory / copy, copy=copy) as checkpointer:
         checkpointer.save(state)
         done = checkpointer.done()
     connection.send(((_memory_kb("VmHWM") - before) * 1024 / (SHARD_ROWS * 32 * 4), done))
@@ -422,9 +419,9 @@ def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_
 def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
     spec, state = spec_of(), make(home, spec_of(), devices=1 if home == "host" else 4, seed=1)
     for copy in ("whole", "shards"):
-        with Checkpointer(tmp_path / copy, spec, copy=copy) as checkpointer:
+        with Checkpointer(tmp_path / copy, copy=copy) as checkpointer:
             checkpointer.save(state)
-        found, _ = restore(tmp_path / copy, make("device", spec), spec)
+        found, _ = restore(tmp_path / copy, make("device", spec))
         assert_same(state, found, spec)
     tables = make("host", spec, seed=3).tables
     restore_shard(tmp_path / "shards", tables, 3)

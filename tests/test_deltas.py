@@ -40,10 +40,7 @@ HOMES = {"host": ("host", 1), "device": ("device", 1), "device4": ("device", 4)}
 
 def parts_of(tables, spec):
     """{(stack, part): f32[V, width]} of all rows, in order."""
-    slots = {
-        name: tables.layout[name] if isinstance(tables, HostTables) else tables.slots[name] for name in spec.stacks
-    }
-    return {(n, p): dense_table(tables, n, p).copy() for n in spec.stacks for p in ("value", *slots[n])}
+    return {(n, p): dense_table(tables, n, p).copy() for n in spec.stacks for p in tables.layout[n]}
 
 
 def initial(spec):
@@ -88,7 +85,7 @@ class Saved:
         if base:
             state = self.state(0)
             self.path = directory / "step_00000000"
-            write_image(self.path, snapshot(state, self.spec))
+            write_image(self.path, snapshot(state))
             self.expected = parts_of(state.tables, self.spec)
 
     def state(self, step):
@@ -103,7 +100,7 @@ class Saved:
 
     def save(self, step):
         tables, rows = self.state(step).tables, draw_rows(self.spec, step)
-        self.path = save_rows(self.directory, self.path, rows, tables, step, self.spec)
+        self.path = save_rows(self.directory, self.path, rows, tables, step)
         self.note(tables, rows)
 
     def check(self, path=None, home="host", without=(), shards=None):
@@ -111,7 +108,7 @@ class Saved:
         for shard in range(self.spec.shards) if shards is None else shards:
             tables = random_tables(home, self.spec, 99)
             before = parts_of(tables, self.spec)
-            tables, _ = restore_shard(path or self.path, tables, shard, self.spec, ROWS, without)
+            tables, _ = restore_shard(path or self.path, tables, shard, without)
             for key, rows in parts_of(tables, self.spec).items():
                 mine = np.arange(len(rows)) % self.spec.shards == shard
                 np.testing.assert_array_equal(rows[mine], self.expected[key][mine])
@@ -137,7 +134,7 @@ def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
 @given(shards=st.sampled_from([1, 3, 8]), steps=st.integers(0, 4), base=st.booleans(), most=st.integers(1, 3))
 def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most):
     run = Saved(tmp_path_factory.mktemp("chain"), base=base, shards=shards)
-    with RowCheckpointer(run.directory, run.spec, run.path, most_deltas=most) as saver:
+    with RowCheckpointer(run.directory, run.path, most_deltas=most) as saver:
         for step in range(1, steps + 1):
             tables, rows = run.state(step).tables, draw_rows(run.spec, step)
             assert saver.save(tables, rows, step) >= 0
@@ -193,7 +190,7 @@ def test_a_delta_holds_the_rows_of_the_moment_it_was_taken(tmp_path):
     run = Saved(tmp_path, base=False)
     tables, rows = run.state(1).tables, draw_rows(run.spec, 1)
     run.note(tables, rows)
-    with RowCheckpointer(tmp_path, run.spec) as saver:
+    with RowCheckpointer(tmp_path) as saver:
         saver.save(tables, rows, 1)
         for shards in tables.shards.values():
             for parts in shards:
@@ -257,7 +254,7 @@ def test_a_deleted_image_is_named_and_all_else_can_be_had(four, tmp_path, lost):
     other.check(tip, without=[lost])
     merged = compact(tip, without=[lost])
     other.check(merged)
-    with RowCheckpointer(directory, four.spec, merged) as saver:
+    with RowCheckpointer(directory, merged) as saver:
         saver.save(other.state(7).tables, draw_rows(four.spec, 7), 7)
     other.note(other.state(7).tables, draw_rows(four.spec, 7))
     other.check(directory)
@@ -266,7 +263,7 @@ def test_a_deleted_image_is_named_and_all_else_can_be_had(four, tmp_path, lost):
 def test_a_full_disk_is_told_and_tried_again_and_loses_nothing(tmp_path, monkeypatch):
     run = Saved(tmp_path)
     run.save(1)
-    saver = RowCheckpointer(tmp_path, run.spec, run.path)
+    saver = RowCheckpointer(tmp_path, run.path)
     tables, rows = run.state(2).tables, draw_rows(run.spec, 2)
     for name, error in (("fsync", errno.ENOSPC), ("rename", errno.EROFS)):
 
@@ -301,13 +298,13 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    saver = RowCheckpointer(tmp_path, run.spec)
+    saver = RowCheckpointer(tmp_path)
     monkeypatch.setattr(Path, "mkdir", fail)
     saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
     with pytest.raises(OSError, match="Read-only"):
         saver.close()
     with pytest.raises(OSError, match="Read-only"):
-        RowCheckpointer(tmp_path / "new", run.spec)
+        RowCheckpointer(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -335,14 +332,10 @@ def test_what_does_not_fit_is_refused(four, tmp_path):
         restore_shard(four.path, random_tables("host", spec_of(8), 0), 1)
     with pytest.raises(ValueError, match="other row optimizer slots"):
         restore_shard(four.path, HostTables.create(four.spec, OPTIMIZERS["sgd"]), 1)
-    with pytest.raises(ValueError, match="give spec"):
-        restore_shard(four.path, random_tables("device", four.spec, 0), 1)
-    with pytest.raises(ValueError, match="give row_optimizer"):
-        restore_shard(four.path, random_tables("device", four.spec, 0), 1, four.spec)
     with pytest.raises(ValueError, match="must lie in"):
         save_rows(tmp_path, four.path, {}, tables, 1)
     with pytest.raises(ValueError, match="most_deltas=0"):
-        RowCheckpointer(tmp_path, four.spec, most_deltas=0)
+        RowCheckpointer(tmp_path, most_deltas=0)
     with pytest.raises(ValueError, match="leaves no delta"):
         compact(four.path, without=[path.name for path in deltas(four.directory)])
     assert save_rows(four.directory, four.path, {}, tables, 9) == four.path  # nothing to save
@@ -350,10 +343,10 @@ def test_what_does_not_fit_is_refused(four, tmp_path):
 
 def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
     run = Saved(tmp_path, base=False)
-    with Checkpointer(tmp_path, run.spec, keep=1) as whole:
+    with Checkpointer(tmp_path, keep=1) as whole:
         whole.save(run.state(1))
         whole.wait()
-        with RowCheckpointer(tmp_path, run.spec, newest(tmp_path)) as small:
+        with RowCheckpointer(tmp_path, newest(tmp_path)) as small:
             assert small.run == whole.run
             small.save(run.state(2).tables, draw_rows(run.spec, 2), 2)
             small.wait()
@@ -378,7 +371,7 @@ def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
 
 def test_a_base_that_is_gone_is_not_saved_over(tmp_path):
     run = Saved(tmp_path)
-    saver = RowCheckpointer(tmp_path, run.spec, run.path)
+    saver = RowCheckpointer(tmp_path, run.path)
     shutil.rmtree(run.path)
     saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
     with pytest.raises(ValueError, match="step_00000000.* are gone.*save a whole image"):
@@ -395,7 +388,7 @@ def _save_rows_for_ever(directory, die_at):
     spec, base = spec_of(2), newest(directory)
     tables = HostTables.create(spec, ROWS)
     first = 1 + (chain(base)[-1].step if base else 0)
-    with RowCheckpointer(directory, spec, base, most_deltas=2, run="killed often") as saver:
+    with RowCheckpointer(directory, base, most_deltas=2, run="killed often") as saver:
         for step in range(first, first + 6):
             for shards in tables.shards.values():
                 for parts in shards:
@@ -437,4 +430,4 @@ def test_kill_9_at_100_instants(tmp_path):
 
 def test_a_delta_is_no_image_of_the_whole_state(four):
     with pytest.raises(ValueError, match="delta_000003 was saved without its dense state"):
-        restore(four.path, make("host", four.spec), four.spec)
+        restore(four.path, make("host", four.spec))

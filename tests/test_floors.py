@@ -13,9 +13,10 @@ FLOORS = [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
-    ["embedding.mapped", "shadowsync.leaves"],
+    ["embedding.tables", "embedding.planning", "shadowsync.leaves"],
+    ["embedding.mapped"],
     [
-        "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
+        "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
         "shadowsync.transport", "cpr.emulate", "cpr.traces", "cpr.listed",
     ],
@@ -93,7 +94,7 @@ def test_imports_point_down():
     ("path", "line"),
     [
         ("types.py", "from jaxrec import step"),
-        ("embedding/plan.py", "from jaxrec.embedding.device import DeviceTables"),
+        ("embedding/planning.py", "from jaxrec.embedding.device import DeviceTables"),
         ("embedding/spec.py", "import jaxrec.embedding.initial"),
         ("models/dlrm.py", "from jaxrec.step import update"),
         ("data/loader.py", "from jaxrec.data.synthetic import SyntheticClicks"),

@@ -128,7 +128,7 @@ def refuses_everything(pipeline, dense_step, table_steps):
         "cut": lambda: pipeline.cut(100, print),
         "read": lambda: pipeline.state.tables.read({}),
         "shards": lambda: pipeline.state.tables.shards,
-        "save": lambda: snapshot(pipeline.state, SPEC),
+        "save": lambda: snapshot(pipeline.state),
     }
     for ask, act in asks.items():
         with pytest.raises(BrokenPipeline, match="make a new Pipeline") as raised:
@@ -384,7 +384,7 @@ def ask_all(state, check):
         lambda: tables.reset_shard("width_4", 0),
         lambda: tables.overwriting().__enter__(),
         lambda: evaluate(state, plans, batch),
-        lambda: snapshot(state, SPEC),
+        lambda: snapshot(state),
     ]:
         check(act)
 

@@ -58,13 +58,8 @@ def fresh(home):
 
 def rows_of(state, shard):
     """Copies of all rows and slots of one shard."""
-    tables = state.tables
-    if isinstance(tables, HostTables):
-        return {
-            (name, part): array.copy() for name in SPEC.stacks for part, array in tables.shards[name][shard].items()
-        }
-    every = {name: {"value": tables.value[name], **tables.slots[name]} for name in SPEC.stacks}
-    return {(name, part): np.array(array[shard]) for name in SPEC.stacks for part, array in every[name].items()}
+    every = {name: state.tables.parts(name) for name in SPEC.stacks}
+    return {(name, part): np.array(rows[shard]) for name in SPEC.stacks for part, rows in every[name].items()}
 
 
 def same(a, b):
@@ -85,7 +80,7 @@ def oac(window):
 
 def make(directory, scheme="vanilla", **more):
     given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
-    return Recovery(directory, SPEC, ROWS, **given)
+    return Recovery(directory, SPEC, **given)
 
 
 BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
@@ -161,7 +156,7 @@ def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds
     plans, saved = plan(spec, {"a": np.arange(46), "b": np.arange(20)}), []
     tables = HostTables.create(spec, ROWS)
     state = TrainState(DenseState(np.int32(0), {}, ()), tables)
-    with Recovery(tmp_path, spec, ROWS, 8, 100, scheme=SCHEMES[scheme], fraction=0.25, pick_ahead_steps=0) as recovery:
+    with Recovery(tmp_path, spec, 8, 100, scheme=SCHEMES[scheme], fraction=0.25, pick_ahead_steps=0) as recovery:
         recovery.begin(state)
         copy = recovery._deltas.save
         recovery._deltas.save = lambda t, rows, *more: saved.append(rows) or copy(t, rows, *more)
@@ -466,7 +461,7 @@ def test_a_plan_without_some_rows_reads_all_others():
 )
 def test_bad_input_is_refused(tmp_path, changed, message):
     with pytest.raises(ValueError, match=message):
-        Recovery(tmp_path, SPEC, ROWS, **({"save_every_steps": 8, "total_steps": 40} | changed))
+        Recovery(tmp_path, SPEC, **({"save_every_steps": 8, "total_steps": 40} | changed))
     with make(tmp_path) as recovery, pytest.raises(ValueError, match="call state = recovery.begin"):
         fit(fresh("host"), planned(SPEC, batches(0, 1), CAPACITY), STEP, [recovery.hook])
     with make(tmp_path) as recovery, pytest.raises(ValueError, match="must be distinct"):

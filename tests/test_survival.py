@@ -22,7 +22,7 @@ TOTAL, EVERY = 400, 16
 
 def recovery_in(directory, scheme, **more):
     given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5} | more
-    return Recovery(directory, SPEC, ROWS, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
+    return Recovery(directory, SPEC, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
 
 
 def all_rows(state):
@@ -47,7 +47,7 @@ def go_on(directory, scheme, steps, home="host", hooks=(), **more):
     """Restores what is there and trains some steps more; returns the state and the recovery."""
     state, image = fresh(home), None
     if newest_first(directory):
-        state, image = restore(directory, state, SPEC, ROWS)
+        state, image = restore(directory, state)
     first = image.step if image else 0
     with recovery_in(directory, scheme, **more) as recovery:
         state = recovery.begin(state, image)
@@ -100,7 +100,7 @@ def kill_often(tmp_path, scheme, instants):
         if not newest_first(directory):
             continue
         copied = shutil.copytree(directory, tmp_path / f"copy{number}")
-        state, tip = restore(copied, fresh("host"), SPEC, ROWS)
+        state, tip = restore(copied, fresh("host"))
         assert tip.step >= step  # what was committed stays
         rows, dense = replayed(notes, tip.step, scheme)
         assert same(all_rows(state), rows)
@@ -139,7 +139,7 @@ def test_what_is_restored_is_what_one_call_gives_in_any_home(tmp_path, home, sch
     _, recovery = go_on(tmp_path, scheme, 41, home, pick_ahead_steps=0)
     found = {}
     for other in ("host", "device"):
-        restored, image = restore(tmp_path, fresh(other), SPEC, ROWS)
+        restored, image = restore(tmp_path, fresh(other))
         found[other] = all_rows(restored)
         assert image.step == (40 if SCHEMES[scheme] else 32) and image.run
     assert same(found["host"], found["device"])
@@ -161,7 +161,7 @@ def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
 
     train(fresh("host"), None, 0, 30, tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    state, image = restore(tmp_path / "a", fresh("host"), SPEC, ROWS)
+    state, image = restore(tmp_path / "a", fresh("host"))
     found, first = train(state, image, image.step, 50, tmp_path / "a")
     wanted, second = go_on(tmp_path / "b", "mfu", 50 - image.step, pick_ahead_steps=0)
     assert same(all_rows(found), all_rows(wanted)) and first.pls == second.pls > 0
@@ -171,7 +171,7 @@ def test_trackers_go_on_where_they_were(tmp_path):
     """Round-robin knows whose turn it is, SSU which batch it samples; all else a saved row has forgotten."""
     for scheme, known in (("round_robin", "turn"), ("ssu", "batch")):
         _, recovery = go_on(tmp_path / scheme, scheme, 40, pick_ahead_steps=0)
-        _, image = restore(tmp_path / scheme, fresh("host"), SPEC, ROWS)
+        _, image = restore(tmp_path / scheme, fresh("host"))
         with recovery_in(tmp_path / scheme, scheme) as again:
             again.begin(fresh("host")._replace(dense=fresh("host").dense._replace(step=np.int32(image.step))), image)
             for name, tracker in again._trackers.items():
@@ -186,7 +186,7 @@ def bytes_of(directory, scheme, saves, rows, **more):
         DenseState(np.int32(0), {"w": np.zeros((1, 100), np.float32)}, ()), HostTables.create(spec, optimizer)
     )
     plans = [host_plan(spec, {"t": rng.integers(0, rows, rows // 4, dtype=np.int32)}) for _ in range(8)]
-    with Recovery(directory, spec, optimizer, 8, 8 * saves, scheme=SCHEMES[scheme], **more) as recovery:
+    with Recovery(directory, spec, 8, 8 * saves, scheme=SCHEMES[scheme], **more) as recovery:
         state = recovery.begin(state)
         for step in range(1, 8 * saves + 1):
             state = recovery.hook(state, step, plans[step % len(plans)], {})

@@ -30,6 +30,7 @@ from jaxrec.embedding import (
     sgd,
 )  # fmt: skip
 from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.tables import is_initial
 from jaxrec.types import Rows
 
 OPTIMIZERS = {
@@ -52,10 +53,7 @@ def create(home, spec, row_optimizer, tmp_path):
 
 def dense_table(tables, stack, part="value"):
     """All rows of a stack in order, f32[V, width]."""
-    if isinstance(tables, HostTables):
-        shards = np.stack([shard[part] for shard in tables.shards[stack]])
-    else:
-        shards = np.asarray(tables.value[stack] if part == "value" else tables.slots[stack][part])
+    shards = np.stack([np.asarray(rows) for rows in tables.parts(stack)[part]])
     return shards.transpose(1, 0, 2).reshape(-1, shards.shape[-1])
 
 
@@ -76,7 +74,7 @@ def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
     for step in range(3):
         ids = draw_ids(spec, 12, seed=step)
         plans = plan(spec, ids)
-        rows = jaxrec.read(tables, plans)
+        rows = tables.read(plans)
         weights = {
             k: np.random.default_rng(step).standard_normal(
                 (*np.shape(v), spec.tables[spec.lookups[k].columns[0]].width), np.float32
@@ -92,7 +90,7 @@ def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
         new = {n: Rows(*row_optimizer.update(gradients[n], r.value, r.slots, step)) for n, r in rows.items()}
         before = {n: dense_table(tables, n).copy() for n in spec.stacks}
         slots = {n: {s: dense_table(tables, n, s).copy() for s in rows[n].slots} for n in spec.stacks}
-        tables = jaxrec.put(tables, plans, new)
+        tables = tables.put(plans, new)
         for n in spec.stacks:
             gradient = np.zeros_like(before[n])
             for k in spec.lookups_of(n):
@@ -120,15 +118,15 @@ def test_read_put_add_equal_a_dense_table(spec, seed):
     both = HostTables.create(spec, row_optimizer), DeviceTables.create(spec, row_optimizer, mesh)
     plans = plan(spec, draw_ids(spec, 5, seed))
     for tables in both:
-        rows = jaxrec.read(tables, plans)
+        rows = tables.read(plans)
         for name, p in plans.items():
             valid = p.unique < spec.stacks[name].rows
             expected = dense_table(tables, name)[p.unique[valid]]
             np.testing.assert_array_equal(np.asarray(rows[name].value)[valid], expected)
             assert not np.asarray(rows[name].value)[~valid].any()
         new = jax.tree.map(lambda x: np.asarray(x) * 2 + 1, rows)
-        tables = jaxrec.put(tables, plans, new)
-        tables = jaxrec.add(tables, plans, new, rows)
+        tables = tables.put(plans, new)
+        tables = tables.add(plans, new, rows)
         for name, p in plans.items():
             valid = p.unique < spec.stacks[name].rows
             expected = 2 * np.asarray(new[name].value)[valid] - np.asarray(rows[name].value)[valid]
@@ -409,3 +407,94 @@ def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
     assert found.count("created") == 1
     assert all("locked" in text or "holds tables already" in text for text in found if text != "created")
     HostTables.attach(FILES, sgd(0.1), tmp_path / "tables")
+
+
+# ---- what a technique does to rows where they are, in every home
+
+
+def trained(home, tmp_path):
+    """Tables of random rows and slots."""
+    spec = small_spec()
+    tables, rng = create(home, spec, rowwise_adagrad(0.1), tmp_path), np.random.default_rng(0)
+    for name, stack in spec.stacks.items():
+        for shard in range(spec.shards):
+            shapes = {part: (stack.rows_per_shard, one.width) for part, one in tables.layout[name].items()}
+            drawn = {part: rng.normal(size=shape).astype(np.float32) for part, shape in shapes.items()}
+            tables = tables.with_shard(name, shard, drawn)
+    return tables
+
+
+def shards_of(tables):
+    copied = tables.on_shards(lambda stack, shard, parts: {part: np.array(rows) for part, rows in parts.items()})
+    return copied, {
+        stack: {p: np.array([*map(np.array, rows)]) for p, rows in tables.parts(stack).items()}
+        for stack in tables.spec.stacks
+    }
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_shards_are_the_same_in_every_home(home, tmp_path):
+    wanted, _ = shards_of(trained("host", None))
+    found, parts = shards_of(trained(home, tmp_path))
+    assert found.keys() == wanted.keys()
+    for (stack, shard), mine in wanted.items():
+        jax.tree.map(np.testing.assert_array_equal, mine, found[stack, shard])
+        jax.tree.map(np.testing.assert_array_equal, mine, {part: rows[shard] for part, rows in parts[stack].items()})
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_picked_rows_are_copies_of_those_rows(home, tmp_path):
+    tables = trained(home, tmp_path)
+    shards = tables.spec.shards
+    every, _ = shards_of(tables)
+    rng = np.random.default_rng(1)
+    picked = {key: np.flatnonzero(rng.random(len(parts["value"])) < 0.5) for key, parts in every.items()}
+    rows = {(s, shard): (at * shards + shard).astype(np.int32) for (s, shard), at in picked.items() if shard != 2}
+    taken = tables.take(rows)
+    assert taken.keys() == rows.keys()
+    for key, parts in taken.items():
+        jax.tree.map(np.testing.assert_array_equal, parts, {p: a[picked[key]] for p, a in every[key].items()})
+    key = next(iter(taken))
+    tables.reset_shard(*key)
+    jax.tree.map(np.testing.assert_array_equal, taken[key], {p: a[picked[key]] for p, a in every[key].items()})
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_one_shard_changes_alone(home, tmp_path):
+    tables, stack, shard = trained(home, tmp_path), "width_4", 3
+    before, _ = shards_of(tables)
+    new = {part: rows[:1] + 1 for part, rows in before[stack, shard].items()}
+    tables = tables.with_shard(stack, shard, new)
+    wanted = before | {(stack, shard): {p: np.concatenate([new[p], a[1:]]) for p, a in before[stack, shard].items()}}
+    jax.tree.map(np.testing.assert_array_equal, wanted, shards_of(tables)[0])
+    initial, _ = shards_of(create("host", small_spec(), rowwise_adagrad(0.1), None))
+    tables = tables.reset_shard(stack, shard)
+    wanted |= {(stack, shard): initial[stack, shard]}
+    jax.tree.map(np.testing.assert_array_equal, wanted, shards_of(tables)[0])
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_initial_rows_are_known_as_such(home, tmp_path):
+    tables = create(home, small_spec(), rowwise_adagrad(0.1), tmp_path)
+    assert is_initial(tables)
+    last = {part: np.array(rows)[:1] + 1 for part, rows in tables.on_shards(lambda *a: a[2])["width_4", 7].items()}
+    assert not is_initial(tables.with_shard("width_4", 7, last))
+
+
+def test_a_spec_and_a_layout_of_equal_content_are_one_to_jit():
+    traced = []
+
+    @jax.jit
+    def values(tables):
+        traced.append(1)
+        return tables.value
+
+    for _ in range(3):
+        values(DeviceTables.create(small_spec(), adagrad(0.1)))
+    assert len(traced) == 1
+    values(DeviceTables.create(small_spec(), adagrad(0.1, initial_accumulator=0.5)))
+    assert len(traced) == 2
+    spec = small_spec()
+    swapped = EmbeddingSpec(spec.tables, dict(reversed(spec.lookups.items())), spec.shards)
+    assert spec == small_spec() and hash(spec) == hash(small_spec())
+    assert spec != swapped  # rows are numbered in the order of the lookups

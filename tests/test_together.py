@@ -42,7 +42,7 @@ def averaging(kind, **more):
 
 
 def recovery_in(directory, **more):
-    return Recovery(directory, SPEC, ROWS, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
+    return Recovery(directory, SPEC, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
 
 
 def run(directory, synchroniser, failures=FAILURES):
@@ -89,7 +89,7 @@ def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_s
     dense = state.dense._replace(params={"w": state.dense.params["w"] + jnp.array([[0.0], [1.0]])})  # replicas differ
     for replica in range(2):
         alone = jax.tree.map(lambda leaf, r=replica: leaf[r : r + 1] if jnp.ndim(leaf) else leaf, dense)
-        write_image(tmp_path / f"step_{replica}", snapshot(state._replace(dense=alone), SPEC))
-        restored, _ = restore(tmp_path / f"step_{replica}", fresh(), SPEC)
+        write_image(tmp_path / f"step_{replica}", snapshot(state._replace(dense=alone)))
+        restored, _ = restore(tmp_path / f"step_{replica}", fresh())
         np.testing.assert_array_equal(restored.dense.params["w"], np.repeat(alone.params["w"], 2, axis=0))
     assert not np.array_equal(dense.params["w"][0], dense.params["w"][1])  # else any replica would do

@@ -23,6 +23,7 @@ from sides import Failed, Side
 
 from accelerator.measure import Task, interval, last_line, over, words
 from jaxrec.embedding import HostTables
+from jaxrec.embedding.tables import empty_parts
 
 COUNTED = 10  # batches of a turn that count
 FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
@@ -119,12 +120,10 @@ def memory_available() -> int:
 
 def filled_tables(spec, row_optimizer) -> HostTables:
     """Host tables of random rows, made by a core a shard: `HostTables.create` draws them on one."""
-    layout = {name: row_optimizer.init(stack.width) for name, stack in spec.stacks.items()}
-    shards: dict[str, list[dict[str, np.ndarray]]] = {name: [] for name in layout}
-    for name, stack in spec.stacks.items():
-        widths = {"value": stack.width} | {slot: one.width for slot, one in layout[name].items()}
-        for _ in range(spec.shards):
-            shards[name].append({part: np.empty((stack.rows_per_shard, w), np.float32) for part, w in widths.items()})
+    layout = spec.layout(row_optimizer)
+    shards = {
+        name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)] for name, stack in spec.stacks.items()
+    }
 
     def fill(number, parts, rows=1 << 12):
         rng = np.random.default_rng(number)

@@ -76,7 +76,7 @@ class Saves:
         shutil.rmtree(self.directory / str(self.number), ignore_errors=True)
         self.number += 1
         self.images = self.directory / str(self.number)
-        with Checkpointer(self.images, self.spec) as saver:
+        with Checkpointer(self.images) as saver:
             return self._save(saver, functools.partial(saver.save, self.trainer.state))
 
     def rows(self) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Saves:
             for shard in range(stack.shards)
         }
         rows = {key: ids[ids < self.spec.stacks[key[0]].rows] for key, ids in rows.items()}
-        with RowCheckpointer(self.images, self.spec, images(self.images)[0]) as saver:
+        with RowCheckpointer(self.images, images(self.images)[0]) as saver:
             step = int(self.trainer.state.dense.step)
             return self._save(saver, functools.partial(saver.save, self.trainer.state.tables, rows, step))
 
@@ -114,7 +114,7 @@ class Saves:
         """One shard, with nothing beside it."""
         start = time.perf_counter()
         path, shard = images(self.images)[0], self.number % self.spec.shards
-        self.target, _ = restore_shard(path, self.target, shard, self.spec, self.row_optimizer)
+        self.target, _ = restore_shard(path, self.target, shard)
         if self.trainer.job.tables == "device":
             jax.block_until_ready(self.target)
         return {"seconds": time.perf_counter() - start}

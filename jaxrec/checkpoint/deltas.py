@@ -13,10 +13,8 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of 
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrec.checkpoint.image import (
@@ -30,20 +28,11 @@ from jaxrec.checkpoint.image import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.state import (
-    ROW_IDS,
-    dense_leaves,
-    layout_of,
-    leaf_name,
-    manifest_of,
-)
-from jaxrec.embedding import HostTables, bucket
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.checkpoint.state import ROW_IDS, dense_leaves, leaf_name, manifest_of
+from jaxrec.embedding import Tables
+from jaxrec.embedding.tables import RowIds
 from jaxrec.files import Lock, local_path, make_directory
-from jaxrec.types import DenseState, Plan
-
-RowIds = Mapping[tuple[str, int], np.ndarray]  # {(stack, shard): i32[n] rows of the stack, all of that shard}
-_THREADS = 4
+from jaxrec.types import DenseState
 
 
 def newest_first(directory: str | Path) -> list[Path]:
@@ -145,16 +134,15 @@ def _torn(path):
 
 
 def copy_rows(
-    tables, rows: RowIds, step: int, spec: EmbeddingSpec | None = None, below: Mapping[str, str] | None = None,
-    extra=None, run: str = "", dense: DenseState | None = None,
+    tables: Tables, rows: RowIds, step: int, below: Mapping[str, str] | None = None, extra=None, run: str = "",
+    dense: DenseState | None = None,
 ) -> Snapshot:  # fmt: skip
     """Copies some rows and their slots to the host; the only part of saving them that training waits for.
 
     Args:
-      tables: either home.
+      tables: in any home.
       rows: {(stack, shard): i32[n]}, rows of the stack as in `Plan.unique`; shards may be left out.
       step: steps trained.
-      spec: of device tables, which do not know it.
       below: {name: digest} of the images that the delta goes over, oldest first.
       extra: JSON values to save along.
       run: id of the run.
@@ -166,23 +154,14 @@ def copy_rows(
     Raises:
       ValueError: a row is of another shard or outside its stack.
     """
-    spec = spec_of(tables, spec)
     rows = {key: np.asarray(ids, np.int32) for key, ids in rows.items() if len(ids)}
-    described, arrays = dense_leaves(dense)
-    with ThreadPoolExecutor(_THREADS) as pool:  # training waits: its cores are free
-        list(pool.map(functools.partial(_check_rows, spec), rows, rows.values()))
-        copy = functools.partial(_copy_host, pool) if isinstance(tables, HostTables) else _copy_device
-        arrays |= {leaf_name(*key, ROW_IDS): ids.copy() for key, ids in rows.items()} | copy(tables, rows)
-    return Snapshot(arrays, manifest_of(spec, layout_of(tables, spec), step, extra, run, described, below))
-
-
-def spec_of(tables, spec: EmbeddingSpec | None) -> EmbeddingSpec:
-    """The spec of tables of either home; device tables do not know it."""
-    if isinstance(tables, HostTables):
-        return tables.spec
-    if spec is None:
-        raise ValueError("device tables do not know their spec: give spec=...")
-    return spec
+    for key, ids in rows.items():
+        _check_rows(tables.spec, key, ids)
+    leaves, arrays = dense_leaves(dense)
+    for key, parts in tables.take(rows).items():
+        arrays[leaf_name(*key, ROW_IDS)] = rows[key].copy()
+        arrays |= {leaf_name(*key, part): array for part, array in parts.items()}
+    return Snapshot(arrays, manifest_of(tables, step, extra, run, leaves, below))
 
 
 def _check_rows(spec, key, ids):
@@ -196,51 +175,12 @@ def _check_rows(spec, key, ids):
         )
 
 
-def _copy_host(pool, tables, rows):
-    arrays = {}  # allocated on this thread, to which glibc gives back what it freed (see `keep_memory`)
-    for (name, shard), ids in rows.items():
-        for part, table in tables.shards[name][shard].items():
-            arrays[leaf_name(name, shard, part)] = np.empty((len(ids), table.shape[1]), np.float32)
-
-    def copy(key):
-        name, shard = key
-        local = rows[key] // tables.spec.shards
-        for part, table in tables.shards[name][shard].items():
-            table.take(local, axis=0, out=arrays[leaf_name(name, shard, part)], mode="clip")
-
-    list(pool.map(copy, rows))
-    return arrays
-
-
-def _copy_device(tables, rows):
-    """Reads a stack's rows of all shards in one gather, padded to one of few sizes."""
-    arrays, shards = {}, tables.shards
-    for name in {name: None for name, _ in rows}:
-        mine = [rows.get((name, shard), np.zeros(0, np.int32)) for shard in range(shards)]
-        absent = tables.value[name].shape[1] * shards
-        unique = np.full((shards, bucket(max(map(len, mine)))), absent, np.int32)
-        for shard, ids in enumerate(mine):
-            unique[shard, : len(ids)] = ids
-        count = np.array([len(ids) for ids in mine], np.int32)
-        read = _read(tables, {name: Plan(unique, {}, count, np.int32(0))})[name]
-        for part, array in {"value": read.value, **read.slots}.items():
-            host = np.asarray(array)
-            for shard, ids in enumerate(mine):
-                if len(ids):
-                    arrays[leaf_name(name, shard, part)] = host[shard, : len(ids)]
-    return arrays
-
-
-_read = jax.jit(lambda tables, plans: tables.read(plans))
-
-
 def save_rows(
     directory: str | Path,
     base: str | Path | None,
     rows: RowIds,
-    tables,
+    tables: Tables,
     step: int,
-    spec: EmbeddingSpec | None = None,
     extra=None,
 ) -> Path | None:
     """Saves rows as a new delta and waits until it is committed; `RowCheckpointer` does so while training goes on.
@@ -249,9 +189,8 @@ def save_rows(
       directory: of the run's images.
       base: what the delta goes over: an image or a delta in that directory; None for initial rows.
       rows: {(stack, shard): i32[n]} rows of the stack; without any, nothing is written.
-      tables: either home.
+      tables: in any home.
       step: steps trained.
-      spec: of device tables, which do not know it.
       extra: JSON values to save along.
 
     Returns:
@@ -264,7 +203,7 @@ def save_rows(
     directory = local_path(directory)
     below = images_below(directory, base)
     run = below[-1].run if below else ""
-    image = copy_rows(tables, rows, step, spec, {b.path.name: b.digest for b in below}, extra, run)
+    image = copy_rows(tables, rows, step, {b.path.name: b.digest for b in below}, extra, run)
     if not image.arrays:
         return None if base is None else Path(base)
     make_directory(directory)

@@ -6,14 +6,12 @@ damaged is skipped with a warning that names it.
 Legend: S shards, V rows of a stack, E embedding width, K slot width.
 """
 
-import contextlib
 import functools
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import jax
 import numpy as np
 
 from jaxrec.checkpoint.deltas import (
@@ -24,7 +22,6 @@ from jaxrec.checkpoint.deltas import (
     is_delta,
     newest,
     newest_first,
-    spec_of,
 )
 from jaxrec.checkpoint.image import (
     DamagedImage,
@@ -38,27 +35,24 @@ from jaxrec.checkpoint.image import (
 from jaxrec.checkpoint.state import (
     ROW_IDS,
     check_dense,
-    layout_of,
+    described,
     leaf_name,
     place_dense,
     refuse_other,
-    replace_part,
     tables_of,
 )
-from jaxrec.embedding import DeviceTables, HostTables
-from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding import Tables
+from jaxrec.embedding.tables import empty_parts, fill_initial, initial_parts
 from jaxrec.files import local_path
-from jaxrec.types import RowOptimizer, TrainState
+from jaxrec.types import TrainState
 
 _THREADS, _TRIES = 4, 3
+Home = TypeVar("Home", bound=Tables)
 
 
 def restore(
     path: str | Path,
     template: TrainState,
-    spec: EmbeddingSpec,
-    row_optimizer: RowOptimizer | None = None,
     cast: bool = False,
 ) -> tuple[TrainState, Image]:
     """Loads a whole state into any home, mesh and number of shards, value for value.
@@ -69,9 +63,8 @@ def restore(
     Args:
       path: an image, a delta, or a directory of them: then the newest from which a whole state can be had, with a
         warning that names what was skipped because it is damaged.
-      template: a freshly made state of the wanted placement; host tables are filled in place, all else is replaced.
-      spec: of the template; its tables must be those of the image, shards and lookups need not.
-      row_optimizer: of device tables, for rows that were never saved; only deltas without a base have any.
+      template: a freshly made state of the wanted placement, whose tables must be those of the image; shards and
+        lookups need not. Host tables are filled in place, those of devices are donated.
       cast: accept dense leaves of another dtype, and cast them to the template's.
 
     Returns:
@@ -85,19 +78,20 @@ def restore(
     """
     path = local_path(path)
     if is_image(path):
-        return _restore(_whole_chain(path), template, spec, row_optimizer, cast)
+        return _restore(_whole_chain(path), template, cast)
     for _ in range(_TRIES - 1):
         found = _newest_whole(path)
         try:
-            return _restore(found, template, spec, row_optimizer, cast)
+            return _restore(found, template, cast)
         except DamagedImage:  # it was whole: it has been removed since
             continue
-    return _restore(_newest_whole(path), template, spec, row_optimizer, cast)
+    return _restore(_newest_whole(path), template, cast)
 
 
-def _restore(found, template, spec, row_optimizer, cast):
+def _restore(found, template, cast):
     """The state of a verified chain; the template changes only when all of it is read."""
-    image, layout = found[-1], layout_of(template.tables, spec)
+    image, tables = found[-1], template.tables
+    spec, layout = tables.spec, described(tables.layout)
     for other in found:
         refuse_other(other, "tables", tables_of(spec), other.tables)
         refuse_other(other, "row optimizer slots", layout, other.layout)
@@ -109,19 +103,21 @@ def _restore(found, template, spec, row_optimizer, cast):
             "it (restore_shard), or an image of the whole state."
         )
     check_dense(image, template.dense, cast)
-    rows = _initial_parts(found[0], template.tables, spec, row_optimizer)
+    rows = _rows_below(found[0], tables)
     dense = load_arrays(image, leaves_of(image, "dense."))
     for other in found:
         arrays = load_arrays(other, leaves_of(other, "rows."))
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
-    tables = template.tables
-    host = isinstance(tables, HostTables)
-    with tables.overwriting(step=image.step) if host else contextlib.nullcontext():  # mapped files are torn meanwhile
-        for (name, part), table in rows.items():
-            tables = replace_part(tables, name, part, table[: spec.stacks[name].offsets[-1]])
-    return TrainState(place_dense(image, template.dense, dense, cast), tables), image
+    placed = place_dense(image, template.dense, dense, cast)
+    with tables.overwriting(step=image.step):  # files say that they are torn meanwhile
+        for name, stack in spec.stacks.items():
+            used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
+            for shard in range(spec.shards):
+                mine = {part: table[shard :: spec.shards] for part, table in used.items()}
+                tables = tables.with_shard(name, shard, mine)
+    return TrainState(placed, tables), image
 
 
 def _whole_chain(path) -> list[Image]:
@@ -151,34 +147,27 @@ def _newest_whole(directory) -> list[Image]:
     raise ValueError(f"{directory} holds no image of a whole state: give the directory of a run that has saved one.")
 
 
-def _initial_parts(base, tables, spec, row_optimizer):
+def _rows_below(base, tables):
     """{(stack, part): array [V of the image, width]} to write a chain over; initial rows if it begins with a delta."""
-    rows = {}
-    for name, stack in spec.stacks.items():
+    rows: dict[tuple[str, str], np.ndarray] = {}
+    for name, stack in tables.spec.stacks.items():
         padded = -(-stack.offsets[-1] // base.shards) * base.shards
-        for part, (width, dtype) in base.layout[name].items():
-            rows[name, part] = np.empty((padded, width), dtype)
         if is_delta(base.path.name):
-            scales = {table: t.scale for table, t in spec.tables.items()}
-            if (base.seed, base.scales) != (spec.seed, scales):
-                raise ValueError(
-                    f"{base.path} goes over initial rows of seed {base.seed} and scales {base.scales}, not of seed "
-                    f"{spec.seed} and {scales}: use the spec of that run."
-                )
-            row = np.arange(padded)
-            rows[name, "value"][:] = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
-            for slot, fill in _fills(tables, name, stack, row_optimizer).items():
-                rows[name, slot][:] = fill
+            _refuse_other_initial_rows(base, tables.spec)
+            parts = initial_parts(tables.spec, tables.layout, name, np.arange(padded))
+        else:
+            parts = {part: np.empty((padded, width), dtype) for part, (width, dtype) in base.layout[name].items()}
+        rows |= {(name, part): array for part, array in parts.items()}
     return rows
 
 
-def _fills(tables, name, stack, row_optimizer):
-    """{slot: value of a row never touched} of a stack."""
-    if isinstance(tables, HostTables):
-        return {slot: layout.fill for slot, layout in tables.layout[name].items()}
-    if row_optimizer is None:
-        raise ValueError("device tables do not know their initial slots: give row_optimizer=...")
-    return {slot: layout.fill for slot, layout in row_optimizer.init(stack.width).items()}
+def _refuse_other_initial_rows(base, spec):
+    scales = {table: t.scale for table, t in spec.tables.items()}
+    if (base.seed, base.scales) != (spec.seed, scales):
+        raise ValueError(
+            f"{base.path} goes over initial rows of seed {base.seed} and scales {base.scales}, not of seed "
+            f"{spec.seed} and {scales}: use the spec of that run."
+        )
 
 
 def _write_over(table, arrays, name, shard, part, shards):
@@ -191,22 +180,18 @@ def _write_over(table, arrays, name, shard, part, shards):
 
 def restore_shard(
     path: str | Path | None,
-    tables,
+    tables: Home,
     shard: int,
-    spec: EmbeddingSpec | None = None,
-    row_optimizer: RowOptimizer | None = None,
     without: Collection[str] = (),
-) -> tuple[Any, list[Image]]:
+) -> tuple[Home, list[Image]]:
     """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved; reads nothing else.
 
     All is read and verified before the first row changes.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
-      tables: of the number of shards it was saved with. Host tables change in place and need no mesh; device tables
-        are donated.
+      tables: of the number of shards it was saved with. Host tables change in place, those of devices are donated.
       shard: from 0 to S - 1.
-      spec, row_optimizer: of device tables, which do not know them; host tables do.
       without: names of images of the chain to leave out.
 
     Returns:
@@ -217,27 +202,21 @@ def restore_shard(
       ValueError: an image is of another spec; there is no such shard.
     """
     path = None if path is None else local_path(path)
-    host, spec = isinstance(tables, HostTables), spec_of(tables, spec)
-    if not (host or row_optimizer):
-        raise ValueError("device tables do not know their initial slots: give row_optimizer=...")
+    spec = tables.spec
     if not 0 <= shard < spec.shards:
         raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
     path = _resolve(path)
     found = [] if path is None else chain(path, without)
-    load = functools.partial(_load_shard, path, spec, layout_of(tables, spec), shard)
+    load = functools.partial(_load_shard, path, spec, described(tables.layout), shard)
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
-    if host:
-        with tables.overwriting([shard]):
-            for name in spec.stacks:
-                if not found or is_delta(found[0].path.name):
-                    tables.reset_shard(name, shard)
-                _overlay(spec, name, shard, tables.shards[name][shard], loaded)
-        return tables, found
-    for name in spec.stacks:
-        parts = _initial_shard(spec, row_optimizer, name, shard)
-        _overlay(spec, name, shard, parts, loaded)
-        tables = _replace_shard(tables, name, shard, parts)
+    with tables.overwriting([shard]):
+        for name, stack in spec.stacks.items():
+            parts = empty_parts(stack, tables.layout[name])
+            if not found or is_delta(found[0].path.name):
+                fill_initial(spec, tables.layout, name, shard, parts)
+            _overlay(spec, name, shard, parts, loaded)
+            tables = tables.with_shard(name, shard, parts)
     return tables, found
 
 
@@ -306,25 +285,3 @@ def _overlay(spec, name, shard, parts, loaded):
     for arrays in loaded:
         for part, table in parts.items():
             _write_over(table, arrays, name, shard, part, spec.shards)
-
-
-def _initial_shard(spec, row_optimizer, name, shard):
-    stack = spec.stacks[name]
-    row = np.arange(stack.rows_per_shard) * spec.shards + shard
-    value = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
-    fills = row_optimizer.init(stack.width).items()
-    return {"value": value} | {
-        slot: np.full((len(row), layout.width), layout.fill, np.float32) for slot, layout in fills
-    }
-
-
-def _replace_shard(tables, name, shard, parts):
-    old = {"value": tables.value[name], **tables.slots[name]}
-    new = {part: _set_shard(table, shard, parts[part], table.sharding) for part, table in old.items()}
-    value = {**tables.value, name: new.pop("value")}
-    return DeviceTables(value, {**tables.slots, name: new}, tables.shards)
-
-
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _set_shard(table, shard, rows, sharding):
-    return jax.lax.with_sharding_constraint(table.at[shard].set(rows), sharding)

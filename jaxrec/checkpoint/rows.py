@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxrec.checkpoint.deltas import (
-    RowIds,
     advise_leaving_out,
     chain,
     chain_is_whole,
@@ -36,7 +35,8 @@ from jaxrec.checkpoint.image import (
 )
 from jaxrec.checkpoint.state import ROW_IDS
 from jaxrec.checkpoint.whole import Saver
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding import Tables
+from jaxrec.embedding.tables import RowIds
 from jaxrec.files import Lock, local_path, remove_directory, write_json
 from jaxrec.types import DenseState
 
@@ -117,7 +117,6 @@ class RowCheckpointer(Saver):
 
     Args:
       directory: of the run's images; the deltas go beside them. Made if it does not exist.
-      spec: the tables.
       base: where the chain goes on: `newest(directory)`, an image, a delta, or None for initial rows.
       most_deltas: more of them than that in the chain are merged into one, which writes up to all rows once more. On
         disk are then at most the base and so many deltas, and while merging one of up to all rows.
@@ -131,7 +130,6 @@ class RowCheckpointer(Saver):
     def __init__(
         self,
         directory: str | Path,
-        spec: EmbeddingSpec,
         base: str | Path | None = None,
         most_deltas: int = 128,
         run: str | None = None,
@@ -140,7 +138,7 @@ class RowCheckpointer(Saver):
             raise ValueError(f"most_deltas={most_deltas} must be at least 1.")
         found = images_below(local_path(directory), base)
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
-        self._spec, self._most = spec, most_deltas
+        self._most = most_deltas
         try:
             self._refuse_lost(found)
             self._reserve(found)
@@ -185,7 +183,7 @@ class RowCheckpointer(Saver):
 
     def save(
         self,
-        tables,
+        tables: Tables,
         rows: RowIds,
         step: int,
         extra: Mapping[str, Any] | None = None,
@@ -204,7 +202,7 @@ class RowCheckpointer(Saver):
         start = time.perf_counter()
         self._refuse_closed()
         self.settle()
-        image = copy_rows(tables, rows, step, self._spec, self._chain, extra, self.run, dense)
+        image = copy_rows(tables, rows, step, self._chain, extra, self.run, dense)
         if image.arrays:
             self._begin(self._commit, image)
         stall = time.perf_counter() - start

@@ -11,21 +11,17 @@ import jax
 import numpy as np
 
 from jaxrec.checkpoint.image import Image, Snapshot
-from jaxrec.embedding import DeviceTables, HostTables
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.types import DenseState, TrainState
 
 ROW_IDS = "row_ids"
 
 
-def snapshot(
-    state: TrainState, spec: EmbeddingSpec, extra: Mapping[str, Any] | None = None, run: str = "", copy: bool = True
-) -> Snapshot:
+def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str = "", copy: bool = True) -> Snapshot:
     """Copies a training state to the host; the only part of saving that training waits for.
 
     Args:
-      state: TrainState with either home.
-      spec: the tables.
+      state: TrainState.
       extra: JSON values to save along.
       run: id of the run.
       copy: without it the rows are taken shard by shard while they are written; nobody may change them until then.
@@ -33,26 +29,28 @@ def snapshot(
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.
     """
-    described, arrays = dense_leaves(state.dense)
-    manifest = manifest_of(spec, layout_of(state.tables, spec), int(state.dense.step), extra, run, described)
+    leaves, arrays = dense_leaves(state.dense)
+    manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy:
-        return Snapshot(arrays, manifest, _shard_by_shard(state.tables, spec))
-    for name in spec.stacks:
-        for part, shards in _parts(state.tables, name).items():
-            arrays |= {leaf_name(name, shard, part): np.array(array) for shard, array in enumerate(shards)}
+        return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
+    for name in state.tables.spec.stacks:
+        for part, shards in state.tables.parts(name).items():
+            # Device rows come in one piece, from which each shard is cut.
+            shards = np.asarray(shards) if isinstance(shards, jax.Array) else shards
+            arrays |= {leaf_name(name, shard, part): np.array(rows) for shard, rows in enumerate(shards)}
     return Snapshot(arrays, manifest)
 
 
 def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]:
     """[[path, shape, dtype]] of the leaves of a dense state and copies of them, {name: array}."""
-    described, arrays = [], {}
+    leaves, arrays = [], {}
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(dense)):
         shape, dtype = _kind(leaf)
-        described.append([jax.tree_util.keystr(path), shape, dtype])
+        leaves.append([jax.tree_util.keystr(path), shape, dtype])
         array = np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         if array.size:  # Orbax refuses empty arrays
             arrays[_dense_name(number)] = array
-    return described, arrays
+    return leaves, arrays
 
 
 def _dense_name(number):
@@ -69,7 +67,7 @@ def _kind(leaf):
     return list(leaf.shape), str(leaf.dtype)
 
 
-def manifest_of(spec: EmbeddingSpec, layout, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
+def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
     """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written.
 
     Raises:
@@ -81,8 +79,9 @@ def manifest_of(spec: EmbeddingSpec, layout, step: int, extra=None, run="", dens
         raise ValueError(
             f"extra={extra!r} must be JSON values ({error}): turn arrays and numpy numbers into plain ones."
         ) from error
+    spec = tables.spec
     return {
-        "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": layout,
+        "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": described(tables.layout),
         "seed": spec.seed, "scales": {name: table.scale for name, table in spec.tables.items()}, "spec": spec.digest,
         "dense": list(dense), "extra": dict(extra or {}), "parents": dict(parents or {}),
     }  # fmt: skip
@@ -145,56 +144,20 @@ def leaf_name(stack: str, shard: int, part: str) -> str:
     return f"rows.{stack}.{shard:04d}.{part}"
 
 
-def _parts(tables, name):
-    """{part: its rows, one array a shard} of a stack on the host; of host tables they are views."""
-    if isinstance(tables, HostTables):
-        return {part: [shard[part] for shard in tables.shards[name]] for part in tables.shards[name][0]}
-    return {part: np.asarray(array) for part, array in {"value": tables.value[name], **tables.slots[name]}.items()}
-
-
-def _shard_by_shard(tables, spec) -> Iterator[dict[str, np.ndarray]]:
+def _shard_by_shard(tables: Tables) -> Iterator[dict[str, np.ndarray]]:
     """{leaf: rows} of one shard of all stacks after the other; of device tables a shard is on the host at a time."""
-    for shard in range(spec.shards):
-        arrays: dict[str, np.ndarray] = {}
-        for name in spec.stacks:
-            if isinstance(tables, HostTables):
-                parts = tables.shards[name][shard]
-            else:
-                parts = {"value": tables.value[name][shard]} | {k: a[shard] for k, a in tables.slots[name].items()}
-            arrays |= {leaf_name(name, shard, part): np.asarray(array) for part, array in parts.items()}
-        yield arrays
+    parts = {name: tables.parts(name) for name in tables.spec.stacks}
+    for shard in range(tables.spec.shards):
+        yield {
+            leaf_name(name, shard, part): np.asarray(rows[shard])
+            for name, mine in parts.items()
+            for part, rows in mine.items()
+        }
 
 
-def replace_part(tables, name: str, part: str, rows: np.ndarray):
-    """Tables of either home with all rows f32[rows in use, width] of one part; rows not in use keep their values."""
-    if isinstance(tables, HostTables):
-        for shard, parts in enumerate(tables.shards[name]):
-            mine = rows[shard :: tables.spec.shards]
-            parts[part][: len(mine)] = mine
-        return tables
-    old = tables.value[name] if part == "value" else tables.slots[name][part]
-    new = np.array(old)
-    for shard in range(tables.shards):
-        mine = rows[shard :: tables.shards]
-        new[shard, : len(mine)] = mine
-    placed = jax.device_put(new, old.sharding)
-    if part == "value":
-        return DeviceTables({**tables.value, name: placed}, tables.slots, tables.shards)
-    return DeviceTables(tables.value, {**tables.slots, name: {**tables.slots[name], part: placed}}, tables.shards)
-
-
-def layout_of(tables, spec: EmbeddingSpec) -> dict[str, dict[str, list]]:
-    """{stack: {part: [width, dtype]}} of tables of either home, 'value' first, in the order of the spec."""
-    return {
-        name: {part: [int(a.shape[-1]), str(a.dtype)] for part, a in _any_shard(tables, name).items()}
-        for name in spec.stacks
-    }
-
-
-def _any_shard(tables, name):
-    if isinstance(tables, HostTables):
-        return tables.shards[name][0]
-    return {"value": tables.value[name], **tables.slots[name]}
+def described(layout: Layout) -> dict[str, dict[str, list]]:
+    """{stack: {part: [width, dtype]}} of a layout, as manifests have it."""
+    return {name: {part: [one.width, one.dtype] for part, one in parts.items()} for name, parts in layout.items()}
 
 
 def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:

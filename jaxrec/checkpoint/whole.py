@@ -27,7 +27,6 @@ from jaxrec.checkpoint.image import (
     write_image,
 )
 from jaxrec.checkpoint.state import snapshot
-from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
 from jaxrec.types import TrainState
 
@@ -178,12 +177,11 @@ def refuse_other_runs(directory: Path, run: str) -> None:
 class Checkpointer(Saver):
     """Saves images of a run while training goes on; one at a time, in a thread.
 
-        with Checkpointer(directory, spec) as checkpointer:                   # image.run to go on with a run
+        with Checkpointer(directory) as checkpointer:                         # image.run to go on with a run
             state = fit(state, batches, step, hooks=[every(1000, lambda s, *_: checkpointer.save(s) and s)])
 
     Args:
       directory: where the images go, as step_N; made if it does not exist.
-      spec: the tables.
       keep: how many images to keep; older ones are removed after a newer one is committed, but for those that row
         deltas need.
       run: id of the run, as `restore` gives it (`image.run`); a new one if None.
@@ -198,7 +196,6 @@ class Checkpointer(Saver):
     def __init__(
         self,
         directory: str | Path,
-        spec: EmbeddingSpec,
         keep: int = 2,
         run: str | None = None,
         copy: Literal["whole", "shards"] = "whole",
@@ -208,7 +205,7 @@ class Checkpointer(Saver):
         if copy not in ("whole", "shards"):
             raise ValueError(f"copy={copy!r} must be 'whole' or 'shards'.")
         super().__init__(directory, "images", run)
-        self._spec, self._keep, self._copy = spec, keep, copy
+        self._keep, self._copy = keep, copy
         remove_partial(self.directory, "step_")
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
@@ -229,8 +226,8 @@ class Checkpointer(Saver):
         step = int(state.dense.step)
         self.refuse_newer(step)
         path = self.path_of(step)
-        if not is_whole(path) or read_manifest(path).spec != self._spec.digest:
-            image = snapshot(state, self._spec, extra, self.run, copy=self._copy == "whole")
+        if not is_whole(path) or read_manifest(path).spec != state.tables.spec.digest:
+            image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)
             else:

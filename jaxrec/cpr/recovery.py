@@ -10,8 +10,8 @@ The schedule, in steps:   every save_every_steps a regular save, of everything w
 
 Every save holds the dense state and the figures of the recovery too, so that a run also survives its own process:
 
-    state, image = restore(directory, state, spec, row_optimizer)      # base + deltas + the dense state saved last
-    with Recovery(directory, spec, row_optimizer, ...) as recovery:
+    state, image = restore(directory, state)      # base + deltas + the dense state saved last
+    with Recovery(directory, spec, ...) as recovery:
         state = recovery.begin(state, image)                           # and the batches go on from image.step
 
 Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
@@ -44,11 +44,11 @@ from jaxrec.checkpoint import (
 from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.schedule import Mode, lost_portion
-from jaxrec.cpr.watch import in_pick, in_ranges, is_initial, ranges_of, shard_rows, value_of, without_rows
-from jaxrec.embedding import HostTables
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.cpr.watch import in_pick, in_ranges, ranges_of, shard_rows, without_rows
+from jaxrec.embedding import EmbeddingSpec
+from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
-from jaxrec.types import Plan, RowOptimizer, TrainState
+from jaxrec.types import Plan, TrainState
 
 _FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
 
@@ -69,14 +69,13 @@ class RolledBack(Exception):
 class Recovery:
     """Saves a run's embedding rows and restores lost shards; a hook of `fit` and of `Pipeline`.
 
-        with Recovery(directory, spec, rows, save_every_steps=1000, total_steps=10_000, scheme=mfu()) as recovery:
+        with Recovery(directory, spec, save_every_steps=1000, total_steps=10_000, scheme=mfu()) as recovery:
             state = recovery.begin(state)
             state = fit(state, batches, step, hooks=[recovery.hook])        # or state = recovery.fail(state, [3])
 
     Args:
       directory: of the run's images; made if it does not exist.
       spec: the tables.
-      row_optimizer: theirs.
       save_every_steps: T_save.
       total_steps: of the run, for the portion of lost samples.
       mode: 'partial' or 'full', as from `plan_recovery`.
@@ -105,7 +104,7 @@ class Recovery:
     """
 
     def __init__(
-        self, directory: str | Path, spec: EmbeddingSpec, row_optimizer: RowOptimizer, save_every_steps: float,
+        self, directory: str | Path, spec: EmbeddingSpec, save_every_steps: float,
         total_steps: int, mode: Mode = "partial", scheme: Priority | None = None, fraction: float = 0.125,
         whole: Collection[str] = (), failures: Mapping[int, Sequence[int]] | None = None, pipeline=None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
@@ -118,7 +117,7 @@ class Recovery:
             raise ValueError(f"most_deltas={most_deltas} must be a whole number from 1.")
         _check(spec, save_every_steps, total_steps, mode, scheme, fraction, whole, failures or {}, pick_ahead_steps)
         self.directory, self.spec, self.mode = local_path(directory), spec, mode
-        self._rows, self._total, self._every = row_optimizer, total_steps, save_every_steps
+        self._total, self._every = total_steps, save_every_steps
         self._mini = save_every_steps * fraction if scheme else save_every_steps
         ahead = pick_ahead_steps if scheme and scheme.by_tracker and pipeline is None else 0
         self._ahead = max(0, min(ahead, int(self._mini) - 1))
@@ -185,12 +184,12 @@ class Recovery:
         self._check_begin(step, image)
         with contextlib.ExitStack() as opened:  # all of it, or nothing
             checkpointer = opened.enter_context(
-                Checkpointer(self.directory, self.spec, run=image.run if image else None, copy=self._copy)
+                Checkpointer(self.directory, run=image.run if image else None, copy=self._copy)
             )
             checkpointer.refuse_newer(step)  # else a save of its step would be left as it is
             if self._scheme:
                 base = image.path if image else None
-                rows = RowCheckpointer(self.directory, self.spec, base, self._most, checkpointer.run)
+                rows = RowCheckpointer(self.directory, base, self._most, checkpointer.run)
                 self._deltas = opened.enter_context(rows)
             self._checkpointer, self._open = checkpointer, opened.pop_all()
         self._first = self._seen = self._regular = self._coming = step
@@ -200,7 +199,7 @@ class Recovery:
         self._watch_from(state.tables, known.get("trackers", {}) if same else {})
         self._take_figures(known, step)
         if image is None:
-            wants_base = self.mode == "full" or step > 0 or not is_initial(state.tables, self.spec)
+            wants_base = self.mode == "full" or step > 0 or not is_initial(state.tables)
         else:  # one of all rows, split as they are now, or a chain that goes on
             wants_base = image.spec != self.spec.digest or not (self._scheme or image.path in images(self.directory))
         if wants_base:
@@ -216,7 +215,7 @@ class Recovery:
         if image is None and found:
             raise ValueError(
                 f"{self.directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
-                "this run: go on with that one (state, image = restore(directory, state, spec, row_optimizer), then "
+                "this run: go on with that one (state, image = restore(directory, state), then "
                 "begin(state, image)), or give another directory."
             )
         if image is not None and not isinstance(image, Image):
@@ -230,7 +229,7 @@ class Recovery:
     def _watch_from(self, tables, known):
         """Trackers of rows that are all as they were saved; the little more that they know comes from an image."""
         for name in self.spec.stacks if self._scheme else ():
-            tracker = self._scheme.init(value_of(tables, name), self._budget(name))
+            tracker = self._scheme.init(tables.parts(name)["value"], self._budget(name))
             self._trackers[name] = self._scheme.recall(tracker, known[name]) if name in known else tracker
 
     def _take_figures(self, known, step):
@@ -349,9 +348,9 @@ class Recovery:
         lost = [self._lost_by(step, source, bool(damaged or without), without) for source, damaged in sources]
         warn_skipped(max((damaged for _, damaged in sources), key=len))
         for shard, (source, _) in zip(shards, sources, strict=True):
-            tables, _ = restore_shard(source, tables, shard, self.spec, self._rows, without)
+            tables, _ = restore_shard(source, tables, shard, without)
             for name in self._trackers:
-                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, value_of(tables, name))
+                self._trackers[name] = self._scheme.restored(self._trackers[name], shard, tables.parts(name)["value"])
         self.pls, self.failed = self.pls + sum(lost), self.failed + len(shards)
         skipped = {path for source, damaged in sources if damaged for path in every[: every.index(source)]}
         if (skipped or without) and self._scheme:
@@ -373,7 +372,7 @@ class Recovery:
         return [path for path in every if path.name not in without]
 
     def _roll_back(self, state, step):
-        restored, image = restore(self.directory, state, self.spec, self._rows)
+        restored, image = restore(self.directory, state)
         self.lost_steps += step - image.step
         self._seen = self._regular = self._coming = image.step
         self._puts = _puts_before(restored.tables, image.step)
@@ -419,7 +418,7 @@ class Recovery:
         self._settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
         picked = {}
         for name in self.spec.stacks:
-            value = None if tables is None else value_of(tables, name)
+            value = None if tables is None else tables.parts(name)["value"]
             picked[name], self._trackers[name] = self._scheme.pick(self._trackers[name], self._budget(name), value)
         return picked
 
@@ -510,8 +509,7 @@ def _at_step(state, step):
 
 def _puts_before(tables, step):
     """How many puts host tables have seen beyond one a step; None if they do not say."""
-    puts = tables.step if isinstance(tables, HostTables) else None
-    return None if puts is None else puts - step
+    return None if tables.step is None else tables.step - step
 
 
 def _regular_of(found):

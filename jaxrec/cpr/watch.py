@@ -3,41 +3,30 @@
 Legend: S shards, V rows of a stack, U padded unique rows a shard.
 """
 
-import functools
-
-import jax
 import numpy as np
 
-from jaxrec.embedding import HostTables
-from jaxrec.embedding.host import without_gaps
-from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding import Tables
+from jaxrec.embedding.planning import without_gaps
 from jaxrec.types import Plan
 
-_CHUNK_ROWS = 1 << 14
 
-
-def lose(tables, shard: int):
+def lose(tables: Tables, shard: int) -> Tables:
     """Makes the rows and slots of one shard NaN in all stacks, as if its node were gone; nothing of it survives.
 
     Args:
-      tables: host tables change in place; device tables are donated.
+      tables: those of the host change in place, those of devices are donated.
       shard: from 0 to S - 1.
 
     Returns:
       The tables.
     """
-    if isinstance(tables, HostTables):
-        for shards in tables.shards.values():
-            for part in shards[shard].values():
-                part[:] = np.nan
-        return tables
-    return _lose(tables, shard)
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _lose(tables, shard):
-    return jax.tree.map(lambda array: array.at[shard].set(np.nan), tables)
+    for name, stack in tables.spec.stacks.items():
+        nothing = {
+            part: np.full((stack.rows_per_shard, one.width), np.nan, one.dtype)
+            for part, one in tables.layout[name].items()
+        }
+        tables = tables.with_shard(name, shard, nothing)
+    return tables
 
 
 def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
@@ -71,26 +60,6 @@ def in_pick(plan, rows):
     """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
     found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
     return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
-
-
-def is_initial(tables, spec: EmbeddingSpec) -> bool:
-    """Whether all rows have their initial values: then nothing need be saved for them to come back."""
-    for name, stack in spec.stacks.items():
-        for shard in range(spec.shards):
-            value = value_of(tables, name)[shard]
-            for start in range(0, stack.rows_per_shard, _CHUNK_ROWS):
-                row = np.arange(start, min(start + _CHUNK_ROWS, stack.rows_per_shard)) * spec.shards + shard
-                initial = initial_rows(row, stack.width, spec.row_scale(name, row), spec.seed)
-                if not np.array_equal(np.asarray(value[start : start + len(row)]), initial):
-                    return False
-    return True
-
-
-def value_of(tables, name):
-    """The embedding rows of a stack as trackers take them."""
-    if isinstance(tables, HostTables):
-        return [shard["value"] for shard in tables.shards[name]]
-    return tables.value[name]
 
 
 def ranges_of(spec, whole):

@@ -1,34 +1,44 @@
 """Tables on the devices: a pytree of arrays [S, V / S, E] split over the mesh, with pure read, put and add.
 
-Legend: S shards, V rows of a stack, U padded unique rows a shard, E embedding width, K slot width.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.planning import bucket
+from jaxrec.embedding.spec import EmbeddingSpec, Layout
+from jaxrec.embedding.tables import RowIds, empty_parts, fill_initial
 from jaxrec.sharding import SPLIT, as_mesh, check_shards, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "slots"], meta_fields=["shards"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value", "slots"], meta_fields=["spec", "layout"])
 @dataclasses.dataclass(frozen=True)
 class DeviceTables:
     """Embedding tables and their optimizer slots in device memory.
 
     Attributes:
-      value: {stack: f32[S, V / S, E]}.
+      value: {stack: f32[S, V / S, E]}; inside shard_map a device's own shards.
       slots: {stack: {slot: f32[S, V / S, K]}}.
-      shards: S of the whole tables, also where this holds only a device's part.
+      spec: the whole tables.
+      layout: what a row consists of.
     """
 
     value: dict[str, jax.Array]
     slots: dict[str, dict[str, jax.Array]]
-    shards: int
+    spec: EmbeddingSpec
+    layout: Layout
+
+    step = None  # puts are not counted
 
     @classmethod
     def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":
@@ -42,7 +52,7 @@ class DeviceTables:
         Raises:
           ValueError: the shards cannot be split over the devices; not a row optimizer; not such a mesh.
         """
-        mesh, layout = as_mesh(mesh), spec.slot_layout(row_optimizer)
+        mesh, layout = as_mesh(mesh), spec.layout(row_optimizer)
         check_shards(spec.shards, mesh)
         make = functools.partial(_initial, spec, layout)
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
@@ -75,7 +85,47 @@ class DeviceTables:
             value[name] = write(value[name].at[where], rows[name].value)
             for slot, new in rows[name].slots.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)
-        return DeviceTables(value, slots, self.shards)
+        return dataclasses.replace(self, value=value, slots=slots)
+
+    def parts(self, stack: str) -> dict[str, jax.Array]:
+        """{part: [S, V / S, width]} of a stack, on the devices."""
+        return {"value": self.value[stack], **self.slots[stack]}
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are on the devices."""
+        return {
+            (name, shard): function(name, shard, {part: rows[shard] for part, rows in self.parts(name).items()}, *args)
+            for name in self.spec.stacks
+            for shard in range(self.spec.shards)
+        }
+
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """Copies picked rows to the host; those of a stack in one gather, padded to one of few sizes."""
+        taken = {}
+        for name in dict.fromkeys(stack for stack, _ in rows):
+            mine = [rows.get((name, shard), np.zeros(0, np.int32)) for shard in range(self.spec.shards)]
+            read = _read(self, {name: _plan_of(mine, self.spec.stacks[name].rows)})[name]
+            parts = {part: np.asarray(array) for part, array in {"value": read.value, **read.slots}.items()}
+            for shard, ids in enumerate(mine):
+                if (name, shard) in rows:
+                    taken[name, shard] = {part: array[shard, : len(ids)] for part, array in parts.items()}
+        return taken
+
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "DeviceTables":
+        """Tables with other rows in one shard: the first ones, as many as are given; these tables are donated."""
+        new = {part: _set_shard(rows, shard, parts[part], rows.sharding) for part, rows in self.parts(stack).items()}
+        value = {**self.value, stack: new.pop("value")}
+        return dataclasses.replace(self, value=value, slots={**self.slots, stack: new})
+
+    def reset_shard(self, stack: str, shard: int) -> "DeviceTables":
+        """Tables whose rows of one shard are initial ones; these are donated."""
+        parts = empty_parts(self.spec.stacks[stack], self.layout[stack])
+        fill_initial(self.spec, self.layout, stack, shard, parts)
+        return self.with_shard(stack, shard, parts)
+
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None):
+        """Nothing of these tables outlives the process, so that nothing need be said."""
+        return contextlib.nullcontext(self)
 
     def _check_rows(self, name, plan, rows):
         # Else rows would be broadcast over the table, and slots that are missing stay as they are.
@@ -92,10 +142,10 @@ class DeviceTables:
         if name not in self.value or len(plan.unique) != len(self.value[name]):
             raise ValueError(
                 f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
-                f"{self.shards}: plan with their own spec."
+                f"{self.spec.shards}: plan with their own spec."
             )
         # Padding ids are V: their row V // S lies just past the end, where scatters drop and gathers fill.
-        return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.shards
+        return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.spec.shards
 
 
 def _initial(spec, layout):
@@ -106,6 +156,25 @@ def _initial(spec, layout):
         rows = initial_rows(row.reshape(-1), stack.width, scale, spec.seed, jnp)
         value[name] = rows.reshape(*row.shape, stack.width)
         slots[name] = {
-            slot: jnp.full((*row.shape, one.width), one.fill, jnp.float32) for slot, one in layout[name].items()
+            slot: jnp.full((*row.shape, one.width), one.fill, one.dtype)
+            for slot, one in layout[name].items()
+            if one.fill is not None
         }
-    return DeviceTables(value, slots, spec.shards)
+    return DeviceTables(value, slots, spec, layout)
+
+
+def _plan_of(rows: Sequence[np.ndarray], absent: int) -> Plan:
+    """A plan that reads some rows of each shard."""
+    count = np.array([len(ids) for ids in rows], np.int32)
+    unique = np.full((len(rows), bucket(int(count.max()))), absent, np.int32)
+    for shard, ids in enumerate(rows):
+        unique[shard, : len(ids)] = ids
+    return Plan(unique, {}, count, np.int32(0))
+
+
+_read = jax.jit(lambda tables, plans: tables.read(plans))
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _set_shard(table, shard, rows, sharding):
+    return jax.lax.with_sharding_constraint(table.at[shard, : len(rows)].set(rows), sharding)

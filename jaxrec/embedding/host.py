@@ -1,115 +1,24 @@
-"""Tables in host memory or in mapped files, and the plan made on the host.
+"""Tables in host memory or in mapped files.
 
-Legend: S shards, V rows of a stack, U padded unique rows a shard, E embedding width, K slot width, N ids.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrec.embedding import kernels, mapped
-from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.spec import EmbeddingSpec, Layout
+from jaxrec.embedding.tables import RowIds, fill_initial
 from jaxrec.files import local_path
-from jaxrec.types import Plan, RowOptimizer, Rows, Slot
+from jaxrec.types import Plan, RowOptimizer, Rows
 
-
-def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
-    """Numbers the rows of a batch by first appearance, shard by shard, in one pass over a hash of 2 N entries.
-
-    Stateless, so any number of threads can plan at once; bitwise equal to `device_plan`.
-
-    Args:
-      spec: the tables and lookups.
-      ids: {lookup: integers [B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows a shard; the exact need of the batch for stacks that it lacks.
-
-    Returns:
-      {stack: Plan} of numpy arrays. Where count > U the plan has dropped rows and must not be used.
-    """
-    capacity = capacity or {}
-    plans = {}
-    for name, stack in spec.stacks.items():
-        lookups = {key: _as_int32(ids[key]) for key in spec.lookups_of(name)}
-        plans[name] = _plan_stack(spec, stack, lookups, capacity.get(name))
-    return plans
-
-
-def _as_int32(ids):
-    """Row-major i32; what does not fit stays outside every table instead of wrapping around into one."""
-    ids = np.asarray(ids)
-    if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
-        ids = np.clip(ids, -2, np.iinfo(np.int32).max)
-    return np.ascontiguousarray(ids, np.int32)
-
-
-def _plan_stack(spec, stack, lookups, capacity):
-    n = sum(array.size for array in lookups.values())
-    keys = np.full(1 << (2 * n).bit_length(), -1, np.int32)
-    ranks = np.empty_like(keys)
-    found = np.empty((stack.shards, n), np.int32)
-    count = np.zeros(stack.shards, np.int32)
-    positions, invalid = {}, 0
-    for key, array in lookups.items():
-        positions[key] = np.empty(array.size, np.int64)
-        offset, limit = spec.columns_of(key)
-        invalid += kernels.number_rows(
-            array.reshape(-1), spec.lookups[key].hots, offset, limit, stack.shards,
-            keys, ranks, found, count, positions[key],
-        )  # fmt: skip
-    capacity = max(1, int(count.max(initial=0))) if capacity is None else capacity
-    unique = np.full((stack.shards, capacity), stack.rows, np.int32)
-    for shard, used in enumerate(np.minimum(count, capacity)):
-        unique[shard, :used] = found[shard, :used]
-    inverse = {}
-    for key, array in lookups.items():
-        inverse[key] = np.empty(array.shape, np.int32)
-        kernels.flatten_positions(positions[key], capacity, stack.shards * capacity, inverse[key].reshape(-1))
-    return Plan(unique, inverse, count, np.int32(invalid))
-
-
-def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
-    """Whether a plan leads every id to its own row: false for the plan of another batch.
-
-    Args:
-      spec: the tables and lookups.
-      stack: its name.
-      plan: of numpy arrays, of the shapes of the ids.
-      ids: {lookup: integers [B, ...]}.
-    """
-    unique = plan.unique.reshape(-1)
-    return not any(
-        kernels.misplaced(
-            _as_int32(ids[key]).reshape(-1), spec.lookups[key].hots, *spec.columns_of(key), unique,
-            np.ascontiguousarray(plan.inverse[key]).reshape(-1),
-        )
-        for key in plan.inverse
-    )  # fmt: skip
-
-
-def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
-    """A plan of some of a plan's rows alone.
-
-    Args:
-      plan: of one stack.
-      keep: bool[S, U], which rows to keep.
-      size: C, padded rows a shard, at least the kept rows of any shard.
-      rows: V.
-
-    Returns:
-      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is,
-      i32[S, U], 0 if not kept.
-    """
-    rows_of = np.asarray(plan.unique)
-    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
-    for shard, row in enumerate(keep):
-        at = np.flatnonzero(row)
-        index[shard, : len(at)], unique[shard, : len(at)] = at, rows_of[shard, at]
-    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
-    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
+_THREADS = 4  # that copy rows while training waits for a save
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,14 +35,14 @@ class HostTables:
 
     Attributes:
       spec: the tables.
-      layout: {stack: {slot: Slot}}.
-      shards: {stack: one dict {'value': f32[V / S, E], slot: f32[V / S, K]} a shard}.
+      layout: what a row consists of.
+      shards: {stack: one dict {'value': f32[V / S, E], slot: f32[V / S, K]} per shard}.
       directory: where the files are, or None.
       steps: i64[S, 2], for each shard the puts begun and the puts done.
     """
 
     spec: EmbeddingSpec
-    layout: dict[str, dict[str, Slot]]
+    layout: Layout
     shards: dict[str, list[dict[str, np.ndarray]]]
     directory: Path | None = None
     steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
@@ -158,7 +67,7 @@ class HostTables:
             optimizer.
           OSError: there is no room, or no right to write; what was begun is removed.
         """
-        layout = spec.slot_layout(row_optimizer)
+        layout = spec.layout(row_optimizer)
         if directory is None:
             shards, steps = mapped.in_memory(spec, layout)
             return cls(spec, layout, shards, None, steps)._filled()
@@ -193,7 +102,7 @@ class HostTables:
         """
         if torn not in ("refuse", "accept"):
             raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
-        directory, layout = local_path(directory), spec.slot_layout(row_optimizer)
+        directory, layout = local_path(directory), spec.layout(row_optimizer)
         shards, steps = mapped.attach(directory, spec, layout, torn)
         return cls(spec, layout, shards, directory, steps)
 
@@ -288,16 +197,47 @@ class HostTables:
                     )  # fmt: skip
         return self
 
-    def reset_shard(self, stack: str, shard: int, chunk_rows: int = 1 << 14) -> None:
-        """Gives all rows of one shard their initial values and slots, as if never touched."""
-        tables, spec = self.shards[stack][shard], self.spec
-        for start in range(0, len(tables["value"]), chunk_rows):
-            chunk = slice(start, min(start + chunk_rows, len(tables["value"])))
-            row = np.arange(chunk.start, chunk.stop) * spec.shards + shard
-            scale = spec.row_scale(stack, row)
-            tables["value"][chunk] = initial_rows(row, spec.stacks[stack].width, scale, spec.seed)
-        for slot, layout in self.layout[stack].items():
-            tables[slot][:] = layout.fill
+    def parts(self, stack: str) -> dict[str, list[np.ndarray]]:
+        """{part: [V / S, width] of each shard} of a stack: the rows themselves, no copies."""
+        shards = self.shards[stack]
+        return {part: [mine[part] for mine in shards] for part in self.layout[stack]}
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are the rows themselves."""
+        return {
+            (name, shard): function(name, shard, parts, *args)
+            for name, shards in self.shards.items()
+            for shard, parts in enumerate(shards)
+        }
+
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """Copies picked rows, in threads: who saves rows makes training wait, so that its cores are free."""
+        shards = self.shards
+        # Allocated on this thread, to which glibc gives back what it freed (see `keep_memory`).
+        taken = {
+            (name, shard): {part: np.empty((len(ids), one.width), one.dtype) for part, one in self.layout[name].items()}
+            for (name, shard), ids in rows.items()
+        }
+
+        def copy(key):
+            (name, shard), local = key, rows[key] // self.spec.shards
+            for part, out in taken[key].items():
+                shards[name][shard][part].take(local, axis=0, out=out, mode="clip")
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(copy, taken))
+        return taken
+
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
+        """Overwrites the first rows of one shard, as many as are given, in place; returns the same tables."""
+        for part, rows in self.shards[stack][shard].items():
+            rows[: len(parts[part])] = parts[part]
+        return self
+
+    def reset_shard(self, stack: str, shard: int) -> "HostTables":
+        """Gives all rows of one shard their initial values and slots, as if never touched; returns the same tables."""
+        fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
+        return self
 
     def flush(self) -> None:
         """Writes mapped files through to their disk; a no-op for tables in RAM."""

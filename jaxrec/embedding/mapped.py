@@ -17,23 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.embedding.spec import EmbeddingSpec, Stack
+from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
+from jaxrec.embedding.tables import empty_parts
 from jaxrec.files import Lock, make_directory, sync, write_json
-from jaxrec.types import Slot
+from jaxrec.types import Part
 
 _MANIFEST, _STEPS, _LOCK = "tables.json", "steps", "tables.lock"
-Layout = dict[str, dict[str, Slot]]  # {stack: {slot: Slot}}
 Shards = dict[str, list[dict[str, np.ndarray]]]  # {stack: one {'value': f32[V / S, E], slot: f32[V / S, K]} a shard}
 
 
 def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
     """Makes arrays in RAM, rows not filled yet, and the steps."""
 
-    def arrays(name, stack):
-        widths = _widths(stack, layout[name]).items()
-        return {part: np.empty((stack.rows_per_shard, width), np.float32) for part, width in widths}
-
-    shards = {name: [arrays(name, stack) for _ in range(stack.shards)] for name, stack in spec.stacks.items()}
+    shards = {
+        name: [empty_parts(stack, layout[name]) for _ in range(stack.shards)] for name, stack in spec.stacks.items()
+    }
     return shards, np.zeros((spec.shards, 2), np.int64)
 
 
@@ -127,19 +125,18 @@ def _check_manifest(directory, wanted):
 
 
 def _manifest(spec: EmbeddingSpec, layout: Layout) -> dict[str, Any]:
-    slots = {name: {s: list(slot) for s, slot in slots.items()} for name, slots in layout.items()}
+    slots = {
+        name: {part: [one.width, one.fill] for part, one in parts.items() if one.fill is not None}
+        for name, parts in layout.items()
+    }
     return {"format": 1, "tables": spec.digest, "slots": slots}
-
-
-def _widths(stack: Stack, slots: dict[str, Slot]) -> dict[str, int]:
-    return {"value": stack.width, **{slot: layout.width for slot, layout in slots.items()}}
 
 
 def _sizes(directory, spec, layout) -> dict[Path, int]:
     """{file: bytes} of all that is mapped."""
     sizes = {directory / _STEPS: 16 * spec.shards}
     for name, stack in spec.stacks.items():
-        size = 4 * stack.rows_per_shard * sum(_widths(stack, layout[name]).values())
+        size = stack.rows_per_shard * sum(map(_row_bytes, layout[name].values()))
         sizes |= {_path(directory, name, shard): size for shard in range(stack.shards)}
     return sizes
 
@@ -165,10 +162,14 @@ def _map(path, size, create):
         return mmap.mmap(file.fileno(), size)
 
 
-def _arrays(mapped, stack, slots):
+def _arrays(mapped, stack: Stack, parts: dict[str, Part]):
     """One shard's arrays, one behind the other in its file."""
     arrays, start, rows = {}, 0, stack.rows_per_shard
-    for part, width in _widths(stack, slots).items():
-        arrays[part] = np.frombuffer(mapped, np.float32, rows * width, start).reshape(rows, width)
-        start += 4 * rows * width
+    for name, part in parts.items():
+        arrays[name] = np.frombuffer(mapped, part.dtype, rows * part.width, start).reshape(rows, part.width)
+        start += rows * _row_bytes(part)
     return arrays
+
+
+def _row_bytes(part: Part) -> int:
+    return part.width * np.dtype(part.dtype).itemsize

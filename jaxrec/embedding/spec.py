@@ -10,12 +10,12 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
-from jaxrec.types import RowOptimizer, Slot
+from jaxrec.types import Part, RowOptimizer, Slot
 
 ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
 
@@ -170,6 +170,15 @@ class EmbeddingSpec:
     def __hash__(self):
         return hash(self.digest)
 
+    def __eq__(self, other):
+        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the same object.
+        if self is other:
+            return True
+        if not isinstance(other, EmbeddingSpec):
+            return NotImplemented
+        # Lookups in order, as rows are numbered in theirs.
+        return self.digest == other.digest and list(self.lookups.items()) == list(other.lookups.items())
+
     @functools.cached_property
     def stacks(self) -> dict[str, Stack]:
         """{'width_E': Stack}, one for each width, tables in the order of the spec."""
@@ -200,16 +209,22 @@ class EmbeddingSpec:
         offset = np.array([stack.offsets[stack.tables.index(t)] for t in columns], np.int32)
         return offset, np.array([self.tables[t].rows for t in columns], np.int32)
 
-    def slot_layout(self, row_optimizer: RowOptimizer) -> dict[str, dict[str, Slot]]:
-        """{stack: {slot: Slot}} that a row optimizer wants; raises as `check_row_optimizer`."""
+    def layout(self, row_optimizer: RowOptimizer) -> "Layout":
+        """What the rows of each stack consist of with a row optimizer; raises as `check_row_optimizer`.
+
+        >>> from jaxrec.embedding import rowwise_adagrad
+        >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
+        >>> spec.layout(rowwise_adagrad(0.1))['width_4']['accumulator']
+        Part(width=1, dtype='float32', fill=0.0)
+        """
         check_row_optimizer(row_optimizer)
-        layout = {name: row_optimizer.init(stack.width) for name, stack in self.stacks.items()}
-        for name, slot in ((name, slot) for slots in layout.values() for name, slot in slots.items()):
-            if name == "value" or not isinstance(slot, Slot):
-                raise ValueError(
-                    f"slot {name!r} is {slot!r:.100}: give Slot(width, fill), under another name than 'value'."
-                )
-        return layout
+        parts = {}
+        for name, stack in self.stacks.items():
+            slots = row_optimizer.init(stack.width)
+            _check_slots(slots)
+            parts[name] = {"value": Part(stack.width, "float32", None)}
+            parts[name] |= {slot: Part(one.width, "float32", one.fill) for slot, one in slots.items()}
+        return Layout(parts)
 
     def row_scale(self, stack: str, row, xp=np):
         """Half width of the initial distribution, f32[n], of rows i32[n] of a stack."""
@@ -243,6 +258,40 @@ class EmbeddingSpec:
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
         text = json.dumps([tables, self.shards, self.seed])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Layout(Mapping[str, dict[str, Part]]):
+    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry it through jit."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Part]]):
+        self._parts = {stack: dict(mine) for stack, mine in parts.items()}
+        self._hash = hash(tuple((stack, *mine.items()) for stack, mine in self._parts.items()))
+
+    def __getitem__(self, stack: str) -> dict[str, Part]:
+        return self._parts[stack]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self is other or (isinstance(other, Layout) and self._parts == other._parts)
+
+    def __repr__(self) -> str:
+        return f"Layout({self._parts})"
+
+
+def _check_slots(slots):
+    for name, slot in slots.items():
+        if name == "value" or not isinstance(slot, Slot):
+            raise ValueError(
+                f"slot {name!r} is {slot!r:.100}: give Slot(width, fill), under another name than 'value'."
+            )
 
 
 def check_row_optimizer(optimizer) -> RowOptimizer:

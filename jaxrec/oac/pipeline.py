@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
-from jaxrec.embedding.host import without_gaps
+from jaxrec.embedding.planning import without_gaps
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac import ring as rings
 from jaxrec.oac import turns

@@ -57,7 +57,7 @@ def state_of(step=0, fill=None, params=None, spec=SPEC):
 
 def save(directory, step, run="run", **more):
     path = directory / f"step_{step:08d}"
-    write_image(path, snapshot(state_of(step, **more), SPEC, run=run))
+    write_image(path, snapshot(state_of(step, **more), run=run))
     return path
 
 
@@ -81,7 +81,7 @@ def value(state, row):
 
 
 def recovery_in(directory, **more):
-    return Recovery(directory, SPEC, ROWS, **({"save_every_steps": 4, "total_steps": 100} | more))
+    return Recovery(directory, SPEC, **({"save_every_steps": 4, "total_steps": 100} | more))
 
 
 def save_all_rows(recovery, step):
@@ -102,21 +102,21 @@ def untouched(directory):
 @situation("images of another run in the directory", ValueError, "holds step_00000003 of run run, and this is run ")
 def _(directory):
     save(directory, 3)
-    Checkpointer(directory, SPEC)
+    Checkpointer(directory)
 
 
 @situation("row deltas of another run in the directory", ValueError, "of run run, and this is run other")
 def _(directory):
     save_delta(directory, save(directory, 3), 4)
     shutil.rmtree(directory / "step_00000003")
-    RowCheckpointer(directory, SPEC, run="other")
+    RowCheckpointer(directory, run="other")
 
 
 @situation("a second writer of images", ValueError, "images.lock is locked: somebody else is saving images in it")
 def _(directory):
-    with Checkpointer(directory, SPEC) as first:
+    with Checkpointer(directory) as first:
         first.save(state_of(1))
-        Checkpointer(directory, SPEC, run=first.run)
+        Checkpointer(directory, run=first.run)
 
 
 @situation("a second recovery in one directory", ValueError, "is locked: somebody else is saving")
@@ -133,13 +133,13 @@ def _(directory):
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         child.stdout.readline()
-        Checkpointer(directory, SPEC)
+        Checkpointer(directory)
     finally:
         child.kill()
         child.wait()
         child.stdin.close()
         child.stdout.close()
-        Checkpointer(directory, SPEC).close()  # the kernel has freed the lock
+        Checkpointer(directory).close()  # the kernel has freed the lock
 
 
 @situation("a base of another run with the same name", DamagedImage, "not the image that delta_000001 was saved over")
@@ -167,20 +167,20 @@ def _(directory):
     file = save(directory, 3) / "manifest.json"
     body = file.read_text().splitlines()[0].replace('"format": 2', '"format": 3, "colour": "red"')
     file.write_text(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n")
-    restore(directory, state_of(), SPEC)
+    restore(directory, state_of())
 
 
 @situation("saving at a step before an image that is whole", ValueError, "whole and of a later step than 5")
 def _(directory):
     save(directory, 9)
-    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+    with Checkpointer(directory, run="run") as checkpointer:
         checkpointer.save(state_of(5))
 
 
 @situation("saving at a step before an image that is damaged")
 def _(directory):
     damage(save(directory, 9))
-    with Checkpointer(directory, SPEC, run="run", keep=1) as checkpointer:
+    with Checkpointer(directory, run="run", keep=1) as checkpointer:
         checkpointer.save(state_of(5))
     assert [path.name for path in images(directory)] == ["step_00000005"]
     assert (directory / "step_00000009.damaged").is_dir()  # on doubt it is kept
@@ -190,7 +190,7 @@ def _(directory):
 def _(directory):
     save_delta(directory, None, 4)
     try:
-        RowCheckpointer(directory, SPEC)
+        RowCheckpointer(directory)
     finally:
         assert deltas(directory)
 
@@ -200,7 +200,7 @@ def _(directory):
     base = save(directory, 3)
     save_delta(directory, base, 4)
     try:
-        RowCheckpointer(directory, SPEC, base)
+        RowCheckpointer(directory, base)
     finally:
         assert deltas(directory)
 
@@ -215,7 +215,7 @@ for _scheme in ("s3", "gs", "file"):
         before = os.getcwd()
         os.chdir(directory)
         try:
-            Checkpointer(f"{scheme}://bucket/run", SPEC)
+            Checkpointer(f"{scheme}://bucket/run")
         finally:
             os.chdir(before)
             assert not list(directory.iterdir())  # nothing was made here under a strange name
@@ -228,7 +228,7 @@ def _(directory):
 
 @situation("gs:// as the image to restore", ValueError, "object stores are not supported")
 def _(directory):
-    restore("gs://bucket/run/step_00000003", state_of(), SPEC)
+    restore("gs://bucket/run/step_00000003", state_of())
 
 
 @situation("a relative directory, and os.chdir before the save")
@@ -237,7 +237,7 @@ def _(directory):
     (directory / "elsewhere").mkdir()
     try:
         os.chdir(directory)
-        checkpointer = Checkpointer("run", SPEC)
+        checkpointer = Checkpointer("run")
         os.chdir("elsewhere")
         checkpointer.save(state_of(3))
         checkpointer.close()
@@ -248,7 +248,7 @@ def _(directory):
 
 @situation("a directory without images to restore from", ValueError, "holds no image of a whole state")
 def _(directory):
-    restore(directory, state_of(), SPEC)
+    restore(directory, state_of())
 
 
 @situation("a shard from a directory without images", ValueError, "holds no image: give the directory of a run")
@@ -262,13 +262,13 @@ def _(directory):
 
 @situation("a path that does not exist", DamagedImage, "no readable manifest .No such file")
 def _(directory):
-    restore(directory / "step_00000003", state_of(), SPEC)
+    restore(directory / "step_00000003", state_of())
 
 
 @situation("a file where a directory of images is wanted", NotADirectoryError, "Not a directory")
 def _(directory):
     (directory / "file").touch()
-    Checkpointer(directory / "file", SPEC)
+    Checkpointer(directory / "file")
 
 
 @situation("an image of a step beyond 8 digits is the newest one")
@@ -278,7 +278,7 @@ def _(directory):
     assert images(directory)[0].name == "step_100000000"
     damage(directory / "step_100000000")
     with pytest.raises(DamagedImage, match=r"Other images beside it: .*step_99999999"):
-        restore(directory / "step_100000000", state_of(), SPEC)
+        restore(directory / "step_100000000", state_of())
 
 
 # ---- damage
@@ -290,7 +290,7 @@ def _(directory):
         save(directory, step)
     damage(directory / "step_00000009")
     with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000009"):
-        state, image = restore(directory, state_of(), SPEC)
+        state, image = restore(directory, state_of())
     assert image.step == 6 and value(state, 5) == 6
 
 
@@ -300,7 +300,7 @@ def _(directory):
     for step in (3, 6):
         damage(save(directory, step))
     try:
-        restore(directory, template, SPEC)
+        restore(directory, template)
     finally:
         assert value(template, 1) == 7
 
@@ -310,30 +310,30 @@ def _(directory):
     save(directory, 3)
     (save(directory, 6) / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="step_00000006 has no readable manifest"):
-        assert restore(directory, state_of(), SPEC)[1].step == 3
+        assert restore(directory, state_of())[1].step == 3
 
 
 @situation("an empty directory of the name of the image to be saved")
 def _(directory):
     (directory / "step_00000003").mkdir()
-    with Checkpointer(directory, SPEC) as checkpointer:
+    with Checkpointer(directory) as checkpointer:
         checkpointer.save(state_of(3))
-    assert restore(directory, state_of(), SPEC)[1].step == 3 and not list(directory.glob("*.damaged"))
+    assert restore(directory, state_of())[1].step == 3 and not list(directory.glob("*.damaged"))
 
 
 @situation("a damaged image of the step to be saved is replaced")
 def _(directory):
     damage(save(directory, 3))
-    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+    with Checkpointer(directory, run="run") as checkpointer:
         checkpointer.save(state_of(3))
-    assert restore(directory, state_of(), SPEC)[1].step == 3
+    assert restore(directory, state_of())[1].step == 3
 
 
 @situation("a whole image of the step to be saved is left as it is")
 def _(directory):
     save(directory, 3)
     before = untouched(directory)
-    with Checkpointer(directory, SPEC, run="run") as checkpointer:
+    with Checkpointer(directory, run="run") as checkpointer:
         checkpointer.save(state_of(3, fill=8))
     after = untouched(directory)
     assert all(after[name] == before[name] for name in before)
@@ -343,8 +343,8 @@ def _(directory):
 def _(directory):
     (directory / "step_00000003.partial" / "arrays.0000").mkdir(parents=True)
     (directory / "delta_000001.partial").mkdir()
-    Checkpointer(directory, SPEC).close()
-    RowCheckpointer(directory, SPEC).close()
+    Checkpointer(directory).close()
+    RowCheckpointer(directory).close()
     assert sorted(path.name for path in directory.iterdir()) == ["images.lock", "rows.lock", "run.json"]
 
 
@@ -352,7 +352,7 @@ def _(directory):
 def _(directory):
     base = save(directory, 1)
     manifest = save_delta(directory, base, 2) / "manifest.json"
-    with Checkpointer(directory, SPEC, keep=1, run="run") as checkpointer:
+    with Checkpointer(directory, keep=1, run="run") as checkpointer:
         content = manifest.read_bytes()
         manifest.write_bytes(b"")
         checkpointer.save(state_of(3))
@@ -364,10 +364,10 @@ def _(directory):
 
 @situation("a base is kept for a saver of rows that has not saved anything yet")
 def _(directory):
-    with Checkpointer(directory, SPEC, keep=1) as whole:
+    with Checkpointer(directory, keep=1) as whole:
         whole.save(state_of(1))
         whole.wait()
-        with RowCheckpointer(directory, SPEC, newest(directory)) as rows:
+        with RowCheckpointer(directory, newest(directory)) as rows:
             whole.save(state_of(2))
             whole.wait()
             rows.save(state_of(3).tables, {("width_2", 0): np.array([0, 2], np.int32)}, 3)
@@ -385,7 +385,7 @@ def _(directory):
     file = next(file for file in sorted(state_deltas[0].rglob("*")) if file.is_file() and "dense.0001" in str(file))
     file.write_bytes(b"x" * file.stat().st_size)
     with pytest.warns(UserWarning, match="skipped what is damaged"):
-        state, image = restore(directory, state_of(), SPEC)
+        state, image = restore(directory, state_of())
     assert image.step == 4 and float(state.dense.params["w"][0, 0]) == 4
 
 
@@ -399,66 +399,66 @@ def _(directory):
 )
 def _(directory):
     save(directory, 3)
-    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.bfloat16)}), SPEC)
+    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.bfloat16)}))
 
 
 @situation("an image of float32 parameters in an int32 model", ValueError, "float32, wanted int32")
 def _(directory):
     save(directory, 3)
-    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.int32)}), SPEC)
+    restore(directory, state_of(params={"w": jnp.zeros((1, 2), jnp.int32)}))
 
 
 @situation("an image of float32 parameters in a bfloat16 model, cast because it was asked for")
 def _(directory):
     save(directory, 3)
-    state, _ = restore(directory, state_of(params={"w": jnp.zeros((4, 2), jnp.bfloat16)}), SPEC, cast=True)
+    state, _ = restore(directory, state_of(params={"w": jnp.zeros((4, 2), jnp.bfloat16)}), cast=True)
     assert state.dense.params["w"].dtype == jnp.bfloat16 and state.dense.params["w"].shape == (4, 2)
 
 
 @situation("parameters of another name", ValueError, "other dense state")
 def _(directory):
     save(directory, 3)
-    restore(directory, state_of(params={"v": jnp.zeros((1, 2))}), SPEC)
+    restore(directory, state_of(params={"v": jnp.zeros((1, 2))}))
 
 
 @situation("tables of another number of rows", ValueError, "other tables")
 def _(directory):
     save(directory, 3)
     spec = EmbeddingSpec({"t": Table(9, 2)}, {"t": Lookup("t")}, shards=2)
-    restore(directory, state_of(spec=spec), spec)
+    restore(directory, state_of(spec=spec))
 
 
 @situation("tables of another row optimizer", ValueError, "other row optimizer slots")
 def _(directory):
     save(directory, 3)
-    restore(directory, state_of()._replace(tables=HostTables.create(SPEC, sgd(0.1))), SPEC)
+    restore(directory, state_of()._replace(tables=HostTables.create(SPEC, sgd(0.1))))
 
 
 @situation("deltas over initial rows of another seed", ValueError, "goes over initial rows of seed 0 .* not of seed 1")
 def _(directory):
-    with RowCheckpointer(directory, SPEC) as rows:
+    with RowCheckpointer(directory) as rows:
         rows.save(state_of(3).tables, {("width_2", 0): np.array([0], np.int32)}, 3, dense=state_of(3).dense)
-    restore(directory, state_of(spec=OTHER), OTHER)
+    restore(directory, state_of(spec=OTHER))
 
 
-@situation("device tables from deltas over initial rows, without their optimizer", ValueError, "give row_optimizer=")
+@situation("device tables from deltas over initial rows", None)
 def _(directory):
-    with RowCheckpointer(directory, SPEC) as rows:
+    with RowCheckpointer(directory) as rows:
         rows.save(state_of(3).tables, {("width_2", 0): np.array([0], np.int32)}, 3, dense=state_of(3).dense)
     tables = DeviceTables.create(SPEC, ROWS, jaxrec.make_mesh())
-    restore(directory, state_of()._replace(tables=tables), SPEC)
+    restore(directory, state_of()._replace(tables=tables))
 
 
 @situation("a delta that was saved without its dense state, as a whole state", ValueError, "without its dense state")
 def _(directory):
-    restore(save_delta(directory, save(directory, 3), 4), state_of(), SPEC)
+    restore(save_delta(directory, save(directory, 3), 4), state_of())
 
 
 @situation("a Python number in the optimizer's state comes back as one")
 def _(directory):
     params = {"w": jnp.ones((1, 2)), "count": 7, "rate": 0.5}
     save(directory, 3, params=params)
-    state, _ = restore(directory, state_of(params={"w": jnp.zeros((1, 2)), "count": 0, "rate": 0.0}), SPEC)
+    state, _ = restore(directory, state_of(params={"w": jnp.zeros((1, 2)), "count": 0, "rate": 0.0}))
     assert state.dense.params["count"] == 7 and state.dense.params["rate"] == 0.5
     assert isinstance(state.dense.params["count"], int)
 
@@ -467,7 +467,7 @@ def _(directory):
 def _(directory):
     keys = jax.random.split(jax.random.key(3), (1, 2))
     save(directory, 3, params={"key": keys})
-    state, _ = restore(directory, state_of(params={"key": jax.random.split(jax.random.key(0), (1, 2))}), SPEC)
+    state, _ = restore(directory, state_of(params={"key": jax.random.split(jax.random.key(0), (1, 2))}))
     np.testing.assert_array_equal(jax.random.key_data(state.dense.params["key"]), jax.random.key_data(keys))
 
 
@@ -475,12 +475,12 @@ def _(directory):
 def _(directory):
     save(directory, 3, params={"key": jax.random.split(jax.random.key(3), (1, 2))})
     other = jax.random.split(jax.random.key(3, impl="rbg"), (1, 2))
-    restore(directory, state_of(params={"key": other}), SPEC)
+    restore(directory, state_of(params={"key": other}))
 
 
 @situation("a copy that is neither whole nor by shards", ValueError, "copy='half' must be 'whole' or 'shards'")
 def _(directory):
-    Checkpointer(directory, SPEC, copy="half")
+    Checkpointer(directory, copy="half")
 
 
 @situation("a base outside of the directory", ValueError, "must lie in")
@@ -506,7 +506,7 @@ def _(directory):
 
 @situation("numpy numbers to save along", ValueError, "must be JSON values .*turn arrays and numpy numbers into plain")
 def _(directory):
-    with Checkpointer(directory, SPEC) as checkpointer:
+    with Checkpointer(directory) as checkpointer:
         checkpointer.save(state_of(3), {"position": np.int64(7)})
 
 
@@ -654,7 +654,7 @@ def _(directory):
 @situation("steps counted from 1 again after a resume", ValueError, "step 1 after step 3: steps rise")
 def _(directory):
     save(directory, 3)
-    state, image = restore(directory, state_of(), SPEC)
+    state, image = restore(directory, state_of())
     with recovery_in(directory) as recovery:
         recovery.hook(recovery.begin(state, image), 1, {}, {})
 
@@ -676,12 +676,12 @@ def _(directory):
         recovery._save(state_of(4), 4)
     for shards, scheme, step in ((4, ssu(), 8), (1, round_robin(), 12), (2, None, 16), (4, mfu(), 20)):
         spec = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=shards)
-        state, image = restore(directory, state_of(spec=spec), spec)
-        with Recovery(directory, spec, ROWS, 4, 100, scheme=scheme) as recovery:
+        state, image = restore(directory, state_of(spec=spec))
+        with Recovery(directory, spec, 4, 100, scheme=scheme) as recovery:
             recovery.begin(state, image)
             recovery.hook(state, step, {"width_2": jaxrec.plan(spec, {"t": np.arange(8)})["width_2"]}, {})
             recovery.fail(state, [0], step=step)
-    assert restore(directory, state_of(), SPEC)[1].step == 20
+    assert restore(directory, state_of())[1].step == 20
 
 
 @situation("one of two shards damaged in the only image: neither changes", DamagedImage, "is damaged")
@@ -718,7 +718,7 @@ def _(directory):
             save_all_rows(recovery, step)
         state = recovery.fail(state_of(9), [1], step=9, without=[deltas(directory)[0].name])
         assert value(state, 1) == 4 and recovery.pls == pytest.approx((9 - 4) / (100 * 2))
-    assert restore(directory, state_of(), SPEC)[1].step == 9
+    assert restore(directory, state_of())[1].step == 9
 
 
 @situation("the newest delta is damaged: what restore gives can be begun with, and is gone on from")
@@ -729,12 +729,12 @@ def _(directory):
             save_all_rows(recovery, step)
     damage(deltas(directory)[1])
     with pytest.warns(UserWarning, match="skipped what is damaged"):
-        state, image = restore(directory, state_of(), SPEC)
+        state, image = restore(directory, state_of())
     assert image.step == 4
     with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
         recovery.begin(state, image)
         recovery._save(state_of(5), 5)
-    assert restore(directory, state_of(), SPEC)[1].step == 5 and len(list(directory.glob("delta_*.damaged"))) == 2
+    assert restore(directory, state_of())[1].step == 5 and len(list(directory.glob("delta_*.damaged"))) == 2
 
 
 @situation("what was lost is not counted again in the next life")
@@ -743,7 +743,7 @@ def _(directory):
     for life in range(4):
         state, image = state_of(), None
         if life:
-            state, image = restore(directory, state, SPEC)
+            state, image = restore(directory, state)
         with recovery_in(directory, scheme=mfu(), save_every_steps=80, fraction=0.025) as recovery:
             recovery.begin(state, image)
             recovery._save(state_of(2 * life + 2), 2 * life + 2)
@@ -799,7 +799,7 @@ def _(directory):
 
 @situation("two savers of a fresh directory belong to one run")
 def _(directory):
-    with Checkpointer(directory, SPEC) as whole, RowCheckpointer(directory, SPEC) as rows:
+    with Checkpointer(directory) as whole, RowCheckpointer(directory) as rows:
         assert whole.run == rows.run
         whole.save(state_of(1))
 
@@ -807,14 +807,14 @@ def _(directory):
 @situation("merging deltas beside a saver of rows", ValueError, "is locked: somebody else is saving rows")
 def _(directory):
     last = save_delta(directory, save_delta(directory, save(directory, 3), 4), 5)
-    with RowCheckpointer(directory, SPEC, last):
+    with RowCheckpointer(directory, last):
         compact(last)
 
 
 @situation("a begin that was refused can be repeated")
 def _(directory):
     recovery = recovery_in(directory / "run", scheme=mfu())
-    with RowCheckpointer(directory / "run", SPEC), pytest.raises(ValueError, match="is locked"):
+    with RowCheckpointer(directory / "run"), pytest.raises(ValueError, match="is locked"):
         recovery.begin(state_of())
     with recovery:
         recovery.begin(state_of())
@@ -824,7 +824,7 @@ def _(directory):
 def _(directory):
     base = save(directory, 1)
     (directory / "chain.json").write_text("5")
-    with Checkpointer(directory, SPEC, keep=1, run="run") as checkpointer:
+    with Checkpointer(directory, keep=1, run="run") as checkpointer:
         checkpointer.save(state_of(2))
     assert base.is_dir()
 
@@ -850,7 +850,7 @@ def _(directory):
         go_on.wait()
         return write(saver, path, image)
 
-    checkpointer = Checkpointer(directory, SPEC)
+    checkpointer = Checkpointer(directory)
     checkpointer._write, wait = functools.partial(slow, checkpointer), checkpointer._wait_until_idle
     checkpointer.save(state_of(3))
     running.wait()
@@ -861,10 +861,10 @@ def _(directory):
             _interrupt_when(waiting)
             leave()
     with pytest.raises(ValueError, match="is locked"):
-        Checkpointer(directory, SPEC)
+        Checkpointer(directory)
     go_on.set()
     checkpointer.wait()
-    assert restore(directory, state_of(), SPEC)[1].step == 3
+    assert restore(directory, state_of())[1].step == 3
     with pytest.raises(ValueError, match="is closed"):
         checkpointer.save(state_of(4))
 
@@ -883,7 +883,7 @@ def _(directory):
 
         return write(saver, path, image._replace(later=later()))
 
-    checkpointer = Checkpointer(directory, SPEC, copy="shards")
+    checkpointer = Checkpointer(directory, copy="shards")
     checkpointer._write = functools.partial(slow, checkpointer)
     with pytest.raises(KeyboardInterrupt):
         _interrupt_when(running)
@@ -912,7 +912,7 @@ def fill_a_real_disk(directory):
     state = TrainState(DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        checkpointer = Checkpointer(directory, spec, keep=1)
+        checkpointer = Checkpointer(directory, keep=1)
         for step in range(1, 3):
             checkpointer.save(state._replace(dense=DenseState(np.int32(step), {}, ())))
             checkpointer.done() or checkpointer._idle.wait()
@@ -927,7 +927,7 @@ def fill_a_real_disk(directory):
         checkpointer.close()
     assert [str(w.message).count("No space left on device") for w in said] == [1, 1], [str(w.message) for w in said]
     assert all("\n" not in str(w.message) for w in said)
-    assert restore(directory, state, spec)[1].step == 5 and not list(directory.glob("*.partial"))
+    assert restore(directory, state)[1].step == 5 and not list(directory.glob("*.partial"))
 
 
 @situation("a disk that is really full: one line, training goes on, the next save tries again")

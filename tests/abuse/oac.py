@@ -377,7 +377,7 @@ def _(directory):
 
 @situation("saving a state that lags", ValueError, DRAIN)
 def _(directory):
-    with Checkpointer(directory, SPEC) as saver:
+    with Checkpointer(directory) as saver:
         look_at(saver.save)
 
 

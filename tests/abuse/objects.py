@@ -329,7 +329,7 @@ def _(directory):
     train(state=state_of(spec=other))
 
 
-@situation("device tables of another spec", ValueError, "the tables have stacks .* wants .*4, 13, 4")
+@situation("device tables of another spec", ValueError, "made with another spec than the step: .*one spec")
 def _(directory):
     other = EmbeddingSpec({"user": Table(10, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
     train(state=state_of("device", spec=other))
@@ -774,7 +774,7 @@ def _(directory):
 def _(directory):
     from jaxrec.embedding import mapped
 
-    with mapped.making(directory / "tables", SPEC, SPEC.slot_layout(ROWS)):
+    with mapped.making(directory / "tables", SPEC, SPEC.layout(ROWS)):
         files(directory)
 
 

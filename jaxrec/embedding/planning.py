@@ -1,0 +1,279 @@
+"""Which rows a batch touches, numbered by first appearance: on the host or on the devices, bitwise the same.
+
+Plans depend on ids alone, never on parameters, so any number of threads can plan ahead.
+Legend: N ids of one stack in the batch, S shards, U capacity, V rows of the stack (and the mark of "no row").
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.embedding import kernels
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.sharding import AXES, device_index
+from jaxrec.types import Plan
+
+
+def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
+    """Plans which rows a batch touches; nothing is ever dropped.
+
+    Numpy ids are planned on the host, jax arrays on their device, with the same result. Both give plans of static
+    shape [S, U]: U is the given capacity if the batch fits; else (an overflow) the plan is made again with the next
+    bucket; without a capacity it is the need of this batch x 1.25, bucketed.
+
+    Args:
+      spec: the tables and lookups.
+      ids: {lookup: i32[B, ...]}, -1 where an id is missing.
+      capacity: {stack: U}, usually `capacity_of` the plan of the batch before; required under jit.
+
+    Returns:
+      {stack: Plan}.
+
+    Raises:
+      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not one positive number
+        for each stack, or none under jit, where the caller must check `count <= U` and `invalid == 0` of the plan.
+
+    >>> from jaxrec.embedding import Lookup, Table
+    >>> spec = EmbeddingSpec({'item': Table(1000, 4)}, {'item': Lookup('item')}, shards=1)
+    >>> plan(spec, {'item': np.array([7, 9, 7])})['width_4'].inverse['item'].tolist()
+    [0, 1, 0]
+    """
+    if not isinstance(spec, EmbeddingSpec):
+        raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec is wanted: plan(spec, batch.ids).")
+    spec.check_ids(ids)
+    if capacity is not None and (set(capacity) != set(spec.stacks) or min(capacity.values()) < 1):
+        raise ValueError(f"capacity={capacity!r:.200} must be one positive number for each of {list(spec.stacks)}.")
+    leaves = jax.tree.leaves(dict(ids))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if capacity is None:
+            raise ValueError("plan under jit needs capacity={stack: U}: shapes must be static.")
+        return device_plan(spec, ids, capacity)
+    on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
+    if capacity is None:
+        need = host_plan(spec, jax.device_get(dict(ids)))
+        capacity = {name: bucket(int(1.25 * p.count.max())) for name, p in need.items()}
+    plans = _plan_on_device(spec, ids, capacity) if on_device else host_plan(spec, ids, capacity)
+    _refuse_invalid(plans)
+    rows = {name: int(np.max(p.count)) for name, p in plans.items()}
+    if all(rows[name] <= capacity[name] for name in rows):
+        return plans
+    return plan(spec, ids, {name: max(capacity[name], bucket(rows[name])) for name in rows})
+
+
+def bucket(rows: int) -> int:
+    """Rounds a capacity up to one of eight sizes an octave, so that few shapes are ever compiled.
+
+    >>> [bucket(n) for n in (1, 8, 100, 1000, 1025)]
+    [8, 8, 104, 1024, 1152]
+    """
+    step = max(1, 1 << max(0, (max(rows, 1) - 1).bit_length() - 4))
+    return max(8, -(-rows // step) * step)
+
+
+def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
+    """The capacities {stack: U} that plans were made with."""
+    return {name: p.unique.shape[1] for name, p in plans.items()}
+
+
+@jax.jit(static_argnums=(0, 2))
+def _plan_on_device_jit(spec, ids, capacity):
+    return device_plan(spec, ids, dict(capacity))
+
+
+def _plan_on_device(spec, ids, capacity):
+    return _plan_on_device_jit(spec, dict(ids), tuple(capacity.items()))
+
+
+def _refuse_invalid(plans):
+    for name, p in plans.items():
+        if int(p.invalid):
+            raise ValueError(
+                f"{int(p.invalid)} ids of lookups {list(p.inverse)} are outside their tables ({name}): an id runs from "
+                "0 to rows - 1, or is -1 if missing. Hash them into range or make the tables larger."
+            )
+
+
+# ---- on the host
+
+
+def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
+    """Numbers the rows of a batch by first appearance, shard by shard, in one pass over a hash of 2 N entries.
+
+    Stateless, so any number of threads can plan at once; bitwise equal to `device_plan`.
+
+    Args:
+      spec: the tables and lookups.
+      ids: {lookup: integers [B, ...]}, -1 where an id is missing.
+      capacity: {stack: U}, padded unique rows a shard; the exact need of the batch for stacks that it lacks.
+
+    Returns:
+      {stack: Plan} of numpy arrays. Where count > U the plan has dropped rows and must not be used.
+    """
+    capacity = capacity or {}
+    plans = {}
+    for name, stack in spec.stacks.items():
+        lookups = {key: _as_int32(ids[key]) for key in spec.lookups_of(name)}
+        plans[name] = _plan_stack(spec, stack, lookups, capacity.get(name))
+    return plans
+
+
+def _as_int32(ids):
+    """Row-major i32; what does not fit stays outside every table instead of wrapping around into one."""
+    ids = np.asarray(ids)
+    if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
+        ids = np.clip(ids, -2, np.iinfo(np.int32).max)
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _plan_stack(spec, stack, lookups, capacity):
+    n = sum(array.size for array in lookups.values())
+    keys = np.full(1 << (2 * n).bit_length(), -1, np.int32)
+    ranks = np.empty_like(keys)
+    found = np.empty((stack.shards, n), np.int32)
+    count = np.zeros(stack.shards, np.int32)
+    positions, invalid = {}, 0
+    for key, array in lookups.items():
+        positions[key] = np.empty(array.size, np.int64)
+        offset, limit = spec.columns_of(key)
+        invalid += kernels.number_rows(
+            array.reshape(-1), spec.lookups[key].hots, offset, limit, stack.shards,
+            keys, ranks, found, count, positions[key],
+        )  # fmt: skip
+    capacity = max(1, int(count.max(initial=0))) if capacity is None else capacity
+    unique = np.full((stack.shards, capacity), stack.rows, np.int32)
+    for shard, used in enumerate(np.minimum(count, capacity)):
+        unique[shard, :used] = found[shard, :used]
+    inverse = {}
+    for key, array in lookups.items():
+        inverse[key] = np.empty(array.shape, np.int32)
+        kernels.flatten_positions(positions[key], capacity, stack.shards * capacity, inverse[key].reshape(-1))
+    return Plan(unique, inverse, count, np.int32(invalid))
+
+
+def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
+    """Whether a plan leads every id to its own row: false for the plan of another batch.
+
+    Args:
+      spec: the tables and lookups.
+      stack: its name.
+      plan: of numpy arrays, of the shapes of the ids.
+      ids: {lookup: integers [B, ...]}.
+    """
+    unique = plan.unique.reshape(-1)
+    return not any(
+        kernels.misplaced(
+            _as_int32(ids[key]).reshape(-1), spec.lookups[key].hots, *spec.columns_of(key), unique,
+            np.ascontiguousarray(plan.inverse[key]).reshape(-1),
+        )
+        for key in plan.inverse
+    )  # fmt: skip
+
+
+def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
+    """A plan of some of a plan's rows alone.
+
+    Args:
+      plan: of one stack.
+      keep: bool[S, U], which rows to keep.
+      size: C, padded rows a shard, at least the kept rows of any shard.
+      rows: V.
+
+    Returns:
+      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is,
+      i32[S, U], 0 if not kept.
+    """
+    rows_of = np.asarray(plan.unique)
+    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
+    for shard, row in enumerate(keep):
+        at = np.flatnonzero(row)
+        index[shard, : len(at)], unique[shard, : len(at)] = at, rows_of[shard, at]
+    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
+    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
+
+
+# ---- on the devices
+
+
+def device_plan(spec: EmbeddingSpec, ids, capacity, axes=False) -> dict[str, Plan]:
+    """Numbers the rows of a batch by first appearance, shard by shard.
+
+    Without a pass over the table: the cost depends on N, not on V. First appearances are found by a scatter-min of
+    positions into N slots, the slot of an id being its rank in the sorted ids.
+
+    Args:
+      spec: the tables and lookups.
+      ids: {lookup: i32[B, ...]}, -1 where an id is missing.
+      capacity: {stack: U}, padded unique rows a shard.
+      axes: True inside a shard_map over the mesh, where ids are the device's own part: the plan then holds the rows
+        of the device's own shards and the positions of its own ids.
+
+    Returns:
+      {stack: Plan}. Where count > U the plan has dropped rows and must not be used: plan again with more capacity.
+    """
+    plans = {}
+    for name, stack in spec.stacks.items():
+        lookups = {key: ids[key] for key in spec.lookups_of(name)}
+        rows, invalid = _stack_rows(spec, stack, lookups, axes)
+        unique, position, count = _number(rows, stack, capacity[name], axes)
+        plans[name] = Plan(unique, _split_back(position, lookups, axes), count, invalid)
+    return plans
+
+
+def _stack_rows(spec, stack, lookups, axes):
+    """Row numbers i32[N] of all ids of all devices, V where missing; and how many ids are outside their table."""
+    parts, invalid = [], jnp.zeros((), jnp.int32)
+    for key, local in lookups.items():
+        hots = spec.lookups[key].hots
+        offset, limit = (np.repeat(a, hots)[None, :] for a in spec.columns_of(key))
+        part = jax.lax.all_gather(local, AXES, tiled=True) if axes else jnp.asarray(local)
+        part = part.reshape(-1, offset.shape[1])
+        valid = (part >= 0) & (part < limit)
+        invalid += jnp.sum(~valid & (part != -1), dtype=jnp.int32)
+        parts.append(jnp.where(valid, part + offset, stack.rows).reshape(-1))
+    if axes:
+        invalid = jax.lax.pmax(invalid, AXES)  # equal on all devices; says so to the type system
+    return jnp.concatenate(parts), invalid
+
+
+def _number(rows, stack, capacity, axes):
+    """unique i32[S', U] and count i32[S'] of the local shards, position i32[N] in the flattened [S * U]."""
+    n, shards = rows.shape[0], stack.shards
+    here = shards // jax.lax.axis_size(AXES) if axes else shards
+    first_shard = device_index() * here if axes else 0
+    index = jnp.arange(n, dtype=jnp.int32)
+    slot = jnp.searchsorted(jnp.sort(rows), rows).astype(jnp.int32)
+    first = jnp.full(n, n, jnp.int32).at[slot].min(index)[slot]  # where each row appears first
+    shard = jnp.where(rows < stack.rows, rows % shards, shards) - first_shard
+    heads = (first == index)[:, None] & (shard[:, None] == jnp.arange(here)[None, :])
+    order = jnp.cumsum(heads, axis=0, dtype=jnp.int32)  # [N, S']
+    count = order[-1]
+    mine = (shard >= 0) & (shard < here)
+    local = jnp.clip(shard, 0, here - 1)
+    rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1  # meant at first appearances
+    unique = jnp.full((here, capacity), stack.rows, jnp.int32)
+    target = jnp.where(mine & (first == index), rank, capacity)
+    unique = unique.at[local, target].set(rows, mode="drop")
+    rank = rank[first]
+    found = mine & (rank < capacity)
+    # One more than the position, so that 0 says "not here" when the devices' parts are added up.
+    marked = jnp.where(found, (first_shard + local) * capacity + rank + 1, 0)
+    if axes:
+        marked = jax.lax.psum(marked, AXES)
+    return unique, jnp.where(marked > 0, marked - 1, shards * capacity), count
+
+
+def _split_back(position, lookups, axes):
+    """Cuts positions i32[N] into one array a lookup, of the shape of the (device's own) ids."""
+    inverse, start = {}, 0
+    for key, local in lookups.items():
+        size = int(np.prod(local.shape))
+        if axes:
+            begin = start + device_index() * size
+            inverse[key] = jax.lax.dynamic_slice(position, (begin,), (size,)).reshape(local.shape)
+            start += size * jax.lax.axis_size(AXES)
+        else:
+            inverse[key] = position[start : start + size].reshape(local.shape)
+            start += size
+    return inverse

@@ -1,0 +1,129 @@
+"""Tables: the one interface of all homes of the rows. What a technique does to rows where they are, it does through it.
+
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n rows picked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
+from jaxrec.types import Array, Part, Plan, Rows
+
+_CHUNK_ROWS = 1 << 14
+
+Parts = dict[str, Array]  # {'value': [V / S, E], slot: [V / S, K]} of one shard of one stack
+RowIds = Mapping[tuple[str, int], np.ndarray]  # {(stack, shard): i32[n] rows of the stack, all of that shard}
+
+
+class Tables(Protocol):
+    """Embedding rows and their optimizer slots, wherever they live.
+
+    Device tables are immutable: what changes them donates them and returns new ones. Host tables change in place and
+    return themselves. Code for any home therefore always goes on with what is returned.
+
+    Attributes:
+      spec: the tables.
+      layout: what a row consists of.
+      step: how many puts all shards have seen; None for a home that does not count, or for torn tables.
+    """
+
+    @property
+    def spec(self) -> EmbeddingSpec: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def step(self) -> int | None: ...
+
+    def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
+        """Gathers the planned rows and slots; padding reads zero."""
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> Self:
+        """Stores final rows, of one writer in batch order."""
+
+    def add(self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows]) -> Self:
+        """Adds rows - old to the rows as they are now, for writers that do not take turns."""
+
+    def parts(self, stack: str) -> Mapping[str, Any]:
+        """{part: the rows of each shard, [S] arrays [V / S, width]} of a stack, as they are now and where they are."""
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """Runs function(stack, shard, parts, *args) for every shard of every stack, where its rows live.
+
+        Args:
+          function: pure, and picklable, as a home may be another process; parts are {part: [V / S, width]}.
+          args: picklable.
+
+        Returns:
+          {(stack, shard): result}.
+        """
+
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """Copies picked rows to the host: {(stack, shard): {part: [n, width]}}."""
+
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
+        """Tables with other rows in one shard: the first ones, as many as are given; the rest stay."""
+
+    def reset_shard(self, stack: str, shard: int) -> Self:
+        """Tables whose rows of one shard are initial ones, with slots as if never touched."""
+
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
+        """Within it whole shards are replaced; a home whose rows outlive the process says so on its files."""
+
+
+def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
+    """Arrays of one shard of a stack, not filled yet."""
+    return {name: np.empty((stack.rows_per_shard, one.width), one.dtype) for name, one in parts.items()}
+
+
+def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarray) -> dict[str, np.ndarray]:
+    """Rows of a stack as they are before any step touches them.
+
+    Args:
+      spec, layout: of the tables.
+      stack: its name.
+      row: i32[n] row numbers of the stack.
+
+    Returns:
+      {part: [n, width]}, as in every home.
+    """
+    width, scale = spec.stacks[stack].width, spec.row_scale(stack, row)
+    value = initial_rows(row, width, scale, spec.seed)
+    slots = {name: part for name, part in layout[stack].items() if part.fill is not None}
+    return {"value": value} | {
+        name: np.full((len(row), part.width), part.fill, part.dtype) for name, part in slots.items()
+    }
+
+
+def fill_initial(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, parts: Parts) -> None:
+    """Overwrites numpy arrays of one shard with initial rows."""
+    for rows, initial in initial_chunks(spec, layout, stack, shard):
+        for name, array in initial.items():
+            parts[name][rows] = array
+
+
+def initial_chunks(
+    spec: EmbeddingSpec, layout: Layout, stack: str, shard: int
+) -> Iterator[tuple[slice, dict[str, np.ndarray]]]:
+    """Yields (slice of the rows of one shard, their initial parts): in chunks, as drawing takes far more memory."""
+    rows = spec.stacks[stack].rows_per_shard
+    for start in range(0, rows, _CHUNK_ROWS):
+        chunk = slice(start, min(start + _CHUNK_ROWS, rows))
+        yield chunk, initial_parts(spec, layout, stack, np.arange(chunk.start, chunk.stop) * spec.shards + shard)
+
+
+def is_initial(tables: Tables) -> bool:
+    """Whether all rows have their initial values: then nothing need be saved for them to come back."""
+    return all(tables.on_shards(_shard_is_initial, tables.spec, tables.layout).values())
+
+
+def _shard_is_initial(stack, shard, parts, spec, layout):
+    return all(
+        np.array_equal(np.asarray(parts["value"][rows]), initial["value"])
+        for rows, initial in initial_chunks(spec, layout, stack, shard)
+    )
