@@ -1,21 +1,19 @@
-"""The loop: plan ahead in a thread, fold the step and the hooks over the batches, evaluate.
+"""The loop: train to the end of the batches, with hooks; evaluate.
 
-Legend: B batch, U padded unique rows a shard.
+Legend: B batch.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from jaxrec import metrics
-from jaxrec.boundary import check_not_donated, own_batch
-from jaxrec.data.loader import prefetch
-from jaxrec.embedding import capacity_of, plan
-from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.step import check_finite, run_hooks
-from jaxrec.types import Batch
+from jaxrec.engine import Engine, Serial, in_pairs, planned
+from jaxrec.types import Batch, TrainState
+
+__all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
 
 
 def keep_memory() -> bool:
@@ -34,34 +32,23 @@ def keep_memory() -> bool:
     return mallopt is not None and bool(mallopt(m_mmap_threshold, 1 << 30) and mallopt(m_trim_threshold, 2**31 - 1))
 
 
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
+def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Sequence[Callable] = ()) -> TrainState:
+    """Trains an engine to the end of a stream, from wherever it stands.
 
     Args:
-      spec: the tables and lookups.
-      batches: Batch after Batch, of one size.
-      capacity: {stack: U} to begin with; it grows when a batch does not fit.
-      depth: how many batches to be ahead.
+      engine: `Serial` or `oac.Pipeline`.
+      stream: step -> the batches from there on; called again, with an earlier step, when all is rolled back.
+      hooks: (state, step, plans, metrics) -> state, called in order after every step.
 
-    Yields:
-      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+    Returns:
+      The state after the last batch.
 
     Raises:
-      ValueError: as `plan`; what comes is no Batch.
+      As `run` of the engine.
     """
-    return prefetch(_plan_each(spec, batches, capacity), depth)
-
-
-def _plan_each(spec, batches, capacity):
-    for batch in batches:
-        if not hasattr(batch, "ids"):
-            raise ValueError(
-                f"`planned` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}."
-            )
-        batch = own_batch(batch)  # plans run ahead, and a loader may fill the same arrays again
-        plans = plan(spec, batch.ids, capacity)
-        capacity = capacity_of(plans)
-        yield batch, plans
+    for _ in engine.run(stream(engine.step), hooks):
+        pass
+    return engine.state
 
 
 def fit(
@@ -76,8 +63,8 @@ def fit(
     Args:
       state: TrainState; it is donated, use the returned one.
       batches: (Batch, {stack: Plan}) pairs, as from `planned`.
-      train_step: (state, plan, batch) -> state', metrics.
-      hooks: (state, step, plan, metrics) -> state, called in order after every step.
+      train_step: (state, plans, batch) -> state', metrics.
+      hooks: (state, step, plans, metrics) -> state, called in order after every step.
       check_every_steps: how often the losses are fetched and checked.
 
     Returns:
@@ -87,30 +74,10 @@ def fit(
       FloatingPointError: a loss is not finite; names the range of steps and what to look at.
       ValueError: what comes is no pair of a batch and its plan; as the step.
     """
-    if check_every_steps < 1:
-        raise ValueError(f"check_every_steps={check_every_steps} must be at least 1.")
-    check_not_donated(state)
-    first = int(state.dense.step)
-    pending, step = [], first
-    for step, (batch, plans) in enumerate(_pairs(batches), first + 1):
-        state, step_metrics = train_step(state, plans, batch)
-        pending.append(step_metrics["loss"])
-        state = run_hooks(hooks, state, step, plans, step_metrics)
-        if len(pending) >= check_every_steps:
-            check_finite(pending, step)
-            pending = []
-    check_finite(pending, step)
-    return state
-
-
-def _pairs(batches):
-    for pair in batches:
-        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
-                "planned(spec, batches)."
-            )
-        yield pair
+    engine = Serial(state, train_step)
+    for _ in engine.steps(batches, hooks, check_every_steps):
+        pass
+    return engine.state
 
 
 def every(steps: int, hook: Callable) -> Callable:
@@ -140,7 +107,7 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
       ValueError: labels other than 0 and 1; no examples; what comes is no pair of a batch and its plan.
     """
     total = metrics.empty_evaluation()
-    for number, (batch, plans) in enumerate(_pairs(batches)):
+    for number, (batch, plans) in enumerate(in_pairs(batches)):
         logit = np.asarray(eval_step(state, plans, batch))
         try:
             total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))

@@ -4,7 +4,7 @@ Legend used throughout the package: B batch, N dense features, F columns of a lo
 S shards, U padded unique rows a shard, V rows of a stack, K width of a slot, R replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 # jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies on the mesh.
@@ -75,3 +75,15 @@ class TrainState(NamedTuple):
 
     dense: DenseState
     tables: Any
+
+
+class ShardsLost(Exception):
+    """Rows are gone: what a home of the rows raises when it can neither read nor write some of its shards.
+
+    Args:
+      shards: the numbers of those shards, of all stacks.
+    """
+
+    def __init__(self, shards: Sequence[int]):
+        self.shards = tuple(int(shard) for shard in shards)
+        super().__init__(f"the rows of shards {list(self.shards)} are lost")

@@ -21,14 +21,27 @@ FLOORS = [
         "shadowsync.transport", "cpr.emulate", "cpr.traces", "cpr.listed",
     ],
     ["embedding", "boundary", "shadowsync.shadow", "cpr.priority"],
-    ["step", "checkpoint"],
+    ["step", "checkpoint", "stream"],
+    ["engine"],
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
+HOST_FILES = [
+    "files",
+    "checkpoint",
+    "loop",
+    "engine",
+    "embedding.host",
+    "embedding.mapped",
+    "data",
+    "oac.flow",
+    "oac.pipeline",
+]
 HOST_FILES += [
     "interrupts",
-    "oac.stream",
+    "oac.flow",
+    "oac.pipeline",
+    "stream",
     "oac.turns",
     "shadowsync.shadow",
     "shadowsync.transport",

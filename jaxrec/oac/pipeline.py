@@ -39,10 +39,10 @@ from jaxrec.oac.failures import caught, first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.sizes import VALIDATIONS, Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
-from jaxrec.oac.stream import END, Stream, Streams
 from jaxrec.oac.view import LaggingTables, Standing
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.step import check_finite, run_hooks
+from jaxrec.stream import END, Stream, Streams
 from jaxrec.types import Batch, Plan, TrainState
 
 

@@ -1,0 +1,301 @@
+"""One harness over all engines: what they train, in which order, and what is left when a run is left."""
+
+import contextlib
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxrec
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
+from jaxrec.loop import Serial, fit, train
+from jaxrec.types import ShardsLost
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
+ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+STEP = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
+
+
+def batch_of(index, size=8):
+    rng = np.random.default_rng(index)
+    ids, label = (rng.zipf(1.3, size) % 40).astype(np.int32), rng.integers(0, 2, size).astype(np.float32)
+    return jaxrec.Batch({"item": ids}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+
+
+def stream_from(first, last=12):
+    return (batch_of(index) for index in range(first, last))
+
+
+def fresh(home):
+    tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS)
+    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, tables)
+
+
+ENGINES = {
+    "serial over host tables": lambda: Serial(fresh("host"), STEP),
+    "serial over device tables": lambda: Serial(fresh("device"), STEP),
+}
+each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+
+
+def bits(state):
+    """Copies of everything, as arrays on the host, whatever the home."""
+    rows = {name: [np.array(a) for a in part] for name, part in state.tables.parts("width_4").items()}
+    return jax.tree.map(np.array, (state.dense, rows))
+
+
+def same(one, other):
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
+
+
+def plain(steps, home="host", act=lambda state, step: state):
+    """What a loop of five lines gives; `act` is called after every step."""
+    state, losses = fresh(home), []
+    for index in range(steps):
+        batch = batch_of(index)
+        state, metrics = STEP(state, plan(SPEC, batch.ids, {"width_4": 8}), batch)
+        losses.append(float(metrics["loss"]))
+        state = act(state, index + 1)
+    return bits(state), losses
+
+
+@each
+def test_a_run_is_a_fold_of_the_step(make):
+    seen = []
+
+    def hook(state, step, plans, metrics):
+        seen.append((step, int(state.dense.step), set(plans)))
+        return state
+
+    with make() as engine:
+        losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0), [hook])]
+    wanted, wanted_losses = plain(12)
+    assert losses == wanted_losses and same(bits(engine.state), wanted)
+    assert seen == [(step, step, {"width_4"}) for step in range(1, 13)] and engine.step == 12
+    assert not same(bits(engine.state), plain(11)[0])  # negative control
+
+
+@each
+def test_the_same_iterator_goes_on_where_a_run_left_it(make):
+    stream = stream_from(0)
+    with make() as engine:
+        for _ in engine.run(stream):
+            if engine.step == 5:
+                break
+        assert not engine.running
+        list(engine.run(stream))
+    assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+@each
+def test_a_hook_that_fails_leaves_what_the_last_whole_hook_returned(make):
+    def double(state, step, plans, metrics):
+        return state._replace(dense=state.dense._replace(params=jax.tree.map(lambda w: w * 2, state.dense.params)))
+
+    def fail(state, step, plans, metrics):
+        if step == 4:
+            raise KeyError("no room")
+        return state
+
+    with make() as engine:
+        with pytest.raises(KeyError):
+            list(engine.run(stream_from(0), [double, fail, double]))
+        failed = bits(engine.state)
+
+    def act(state, step):
+        return double(double(state, 0, 0, 0), 0, 0, 0) if step < 4 else double(state, 0, 0, 0)
+
+    assert engine.step == 4 and same(failed, plain(4, act=act)[0])
+
+
+@each
+def test_the_state_is_refused_inside_a_hook_and_a_hook_that_forgets_it_too(make):
+    with make() as engine:
+        for hook, message in (
+            (lambda *given: engine.state, "what the hook was given"),
+            (lambda *given: None, "returned None"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                list(engine.run(stream_from(0), [hook]))
+            assert np.isfinite(engine.state.dense.params["w"]).all()
+
+
+def emptied(tables):
+    """Shard 1 of zeros; tables on the device are donated."""
+    rows = {part: np.zeros((10, one.width), np.float32) for part, one in SPEC.layout(ROWS)["width_4"].items()}
+    return tables.with_shard("width_4", 1, rows)
+
+
+@each
+def test_tables_change_in_a_hook_for_those_behind_it_and_for_the_step_to_come(make):
+    seen = []
+
+    def change(state, step, plans, metrics):
+        if step == 6:
+            engine.exclusive(emptied)
+        return state
+
+    def look(state, step, plans, metrics):
+        if step == 6:
+            engine.exclusive(lambda tables: (seen.append(bits(state._replace(tables=tables))), tables)[1])
+        return state
+
+    with make() as engine:
+        list(engine.run(stream_from(0), [change, look]))
+    act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 6 else state
+    assert not np.any(seen[0][1]["value"][1]) and same(bits(engine.state), plain(12, act=act)[0])
+    assert not same(bits(engine.state), plain(12)[0])
+
+
+class Watcher:
+    """Writes down what happens, and gives lost shards rows of zeros."""
+
+    def __init__(self, engine, events):
+        self.engine, self.events, self.thread = engine, events, threading.current_thread()
+
+    def __enter__(self):
+        self.events.append("enter")
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.events.append(("exit", kind, self.engine.running))
+
+    def hook(self, state, step, plans, metrics):
+        self.events.append(("hook", step))
+        if step == 3:
+            self.engine.lose([1])
+        return state
+
+    def save(self, state):
+        self.events.append(("save", int(state.dense.step), bits(state)))
+
+    def recover(self, shards):
+        assert threading.current_thread() is self.thread
+        self.events.append(("recover", self.engine.step, list(shards)))
+        self.engine.exclusive(emptied)
+
+
+@each
+def test_the_order_is_commit_hooks_cut_and_recovery(make):
+    events = []
+    with make() as engine:
+        watcher = engine.enter(Watcher(engine, events))
+        engine.cut(3, watcher.save)
+        list(engine.run(stream_from(0, 5), [watcher.hook]))
+    (at, saved), *none = [(i, event) for i, event in enumerate(events) if event[0] == "save"]
+    assert not none and same(saved[2], plain(3)[0])
+    events[at] = saved[:2]
+    steps = [("hook", 1), ("hook", 2), ("hook", 3), ("save", 3), ("recover", 3, [1]), ("hook", 4), ("hook", 5)]
+    assert events == ["enter", *steps, ("exit", None, False)]
+    act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 3 else state
+    assert same(bits(engine.state), plain(5, act=act)[0])
+
+
+@each
+def test_shards_that_nobody_recovers_end_the_run_by_name(make):
+    def lose(state, step, plans, metrics):
+        if step == 2:
+            engine.lose([3, 0])
+        return state
+
+    with make() as engine, pytest.raises(ShardsLost, match=r"shards \[0, 3\]") as caught:
+        list(engine.run(stream_from(0), [lose]))
+    assert caught.value.shards == (0, 3)
+
+
+@each
+def test_watchers_are_left_behind_the_run_and_its_cuts_with_the_error(make):
+    events = []
+    with pytest.raises(KeyError), make() as engine:
+        first, second = engine.enter(Watcher(engine, events)), engine.enter(Watcher(engine, events))
+        engine.cut(2, second.save)
+        for _ in engine.run(stream_from(0)):
+            if engine.step == 2:
+                raise KeyError("in the body, right after a step whose cut may still be saved")
+    assert first is not second
+    assert [event[0] for event in events[2:]] == ["save", "exit", "exit"]
+    assert events[-1] == events[-2] == ("exit", KeyError, False)
+
+
+@each
+def test_another_state_takes_the_place_between_runs(make):
+    with make() as engine:
+        list(engine.run(stream_from(0, 7)))
+        kept = make().state
+        running = engine.run(stream_from(7))
+        next(running)
+        with pytest.raises(ValueError, match="running"):
+            engine.reset(kept)
+        running.close()
+        engine.reset(kept)
+        assert engine.step == 0
+        assert same(bits(train(engine, stream_from)), plain(12)[0])
+
+
+@each
+def test_a_loss_that_is_not_finite_is_refused_by_its_step(make):
+    bad = batch_of(3)
+    bad.label[2] = np.nan
+    with make() as engine, pytest.raises(FloatingPointError, match="at step 3"):
+        list(engine.run([batch_of(0), batch_of(1), bad, batch_of(2)], check_every_steps=2))
+
+
+@each
+def test_what_comes_in_place_of_a_batch_is_refused(make):
+    with make() as engine:
+        for given in ([batch_of(0), (batch_of(1), {})], [batch_of(0), None]):
+            with pytest.raises(ValueError, match="got a (tuple|NoneType)"):
+                list(engine.run(given))
+        for never in (batch_of(0), 3):
+            with pytest.raises(ValueError, match="run wants an iterable"):
+                list(engine.run(never))
+
+
+@each
+def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
+    with make() as engine:
+        running = engine.run(stream_from(0))
+        next(running)
+        with pytest.raises(ValueError, match="running"):
+            next(engine.run(stream_from(0)))
+        with pytest.raises(ValueError, match="committed already"):
+            engine.cut(1, print)
+        engine.cut(40, print)
+        with pytest.raises(ValueError, match="has a cut already|announced already"):
+            engine.cut(40, print)
+        with contextlib.suppress(UserWarning):
+            running.close()
+
+
+def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def step(state, plans, batch):
+        found = STEP(state, plans, batch)
+        if int(found[0].dense.step) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    seen = []
+    try:
+        with Serial(fresh("device"), step) as engine:
+            with pytest.raises(KeyboardInterrupt):
+                list(engine.run(stream_from(0), [lambda state, step, *_: (seen.append(step), state)[1]]))
+            assert engine.step == 4 and seen == [1, 2, 3, 4] and same(bits(engine.state), plain(4)[0])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_a_fold_over_planned_pairs_is_the_same():
+    pairs = ((batch, plan(SPEC, batch.ids)) for batch in stream_from(0))
+    assert same(bits(fit(fresh("device"), pairs, STEP)), plain(12)[0])
