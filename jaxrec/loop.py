@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrec import metrics
 from jaxrec.engine import Engine, Serial, in_pairs, planned
-from jaxrec.types import Batch, TrainState
+from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
 
@@ -46,9 +46,13 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
     Raises:
       As `run` of the engine.
     """
-    for _ in engine.run(stream(engine.step), hooks):
-        pass
-    return engine.state
+    while True:
+        try:
+            for _ in engine.run(stream(engine.step), hooks):
+                pass
+            return engine.state
+        except RolledBack as back:
+            back.go_back()
 
 
 def fit(

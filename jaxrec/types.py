@@ -87,3 +87,15 @@ class ShardsLost(Exception):
     def __init__(self, shards: Sequence[int]):
         self.shards = tuple(int(shard) for shard in shards)
         super().__init__(f"the rows of shards {list(self.shards)} are lost")
+
+
+class RolledBack(Exception):
+    """All goes back to an earlier step: what ends a run under full recovery.
+
+    Args:
+      go_back: restores the state and resets the engine; the batches go on from the engine's step by then.
+    """
+
+    def __init__(self, go_back: Callable[[], None]):
+        super().__init__("all goes back to the newest whole image: call go_back(), and run on from engine.step")
+        self.go_back = go_back

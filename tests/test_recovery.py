@@ -11,10 +11,11 @@ import pytest
 
 from jaxrec import Batch, init_state, make_mesh, make_train_step
 from jaxrec.checkpoint import RowCheckpointer, deltas, images
-from jaxrec.cpr import Recovery, RolledBack, lose, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.watch import without_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.loop import fit, planned
+from jaxrec.loop import Serial, planned
+from jaxrec.loop import train as fit_all
 from jaxrec.oac import Pipeline
 from jaxrec.step import make_update
 from jaxrec.types import DenseState, TrainState
@@ -66,21 +67,36 @@ def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
 
 
-def train(home, recovery=None, hooks=(), state=None, start=0):
-    state = state or fresh(home)
-    if recovery is not None and not start:
-        state = recovery.begin(state)
-    hooks = [*([recovery.hook] if recovery else []), *hooks]
-    return fit(state, planned(SPEC, batches(start), CAPACITY), STEP, hooks)
+@contextlib.contextmanager
+def watched(home, directory, scheme="vanilla", state=None, **more):
+    """An engine over a home and the recovery that watches it."""
+    with Serial(state or fresh(home), STEP) as engine:
+        yield engine, engine.enter(make(engine, directory, scheme, **more))
+
+
+def run(engine, start=0, stop=STEPS, hooks=(), given=None):
+    """Trains on batches whose plans have one capacity, so that all runs are of the same programs."""
+    for _ in engine.steps(planned(SPEC, given or batches(start, stop), CAPACITY), hooks):
+        pass
+    return engine.state
+
+
+def train(home, stop=STEPS, hooks=()):
+    return run(Serial(fresh(home), STEP), stop=stop, hooks=hooks)
 
 
 def oac(window):
     return Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=window)
 
 
-def make(directory, scheme="vanilla", **more):
+def make(engine, directory, scheme="vanilla", **more):
     given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
-    return Recovery(directory, SPEC, **given)
+    return Recovery(engine, directory, **given)
+
+
+def save_now(engine, recovery):
+    """A save between two steps, as at a cut."""
+    recovery._save(engine.state, engine.step)
 
 
 BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
@@ -88,8 +104,8 @@ BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme
 
 @pytest.mark.parametrize(("home", "scheme"), BOTH)
 def test_without_failures_nothing_changes(tmp_path, home, scheme):
-    with make(tmp_path, scheme, fraction=0.25) as recovery:
-        state = train(home, recovery)
+    with watched(home, tmp_path, scheme, fraction=0.25) as (engine, recovery):
+        state = run(engine, hooks=[recovery.hook])
     plain = train(home)
     assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
     assert recovery.pls == 0 and recovery.saves == (5 if scheme == "vanilla" else 20)
@@ -98,73 +114,71 @@ def test_without_failures_nothing_changes(tmp_path, home, scheme):
 @pytest.mark.parametrize(("home", "scheme"), [pair for pair in BOTH if pair[1] != "ssu"])
 def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home, scheme):
     """With fraction 1 a scheme saves every touched row, so that the victim is the table at the last save."""
-    kept = {}
+    kept, after = {}, {}
 
-    def keep(state, step, plan, metrics):
+    def keep(state, step, plans, metrics):
         if step in (16, 21):
             kept[step] = [rows_of(state, shard) for shard in range(4)]
         return state
 
-    def look(state, step, plan, metrics):
-        if step == 21:
-            after = [rows_of(state, shard) for shard in range(4)]
-            assert same(after[0], kept[21][0]) and same(after[2], kept[21][2])
-            assert same(after[1], kept[16][1]) and same(after[3], kept[16][3])
-            assert not same(kept[21][1], kept[16][1])  # negative control: training had gone on
-            kept["seen"] = True
-        return state
-
     more = {} if scheme == "vanilla" else {"fraction": 1.0, "pick_ahead_steps": 0}
-    with make(tmp_path, scheme, failures={21: [1, 3]}, **more) as recovery:
-        state = train_with(home, recovery, [keep, recovery.hook, look])
-    assert kept["seen"] and all(np.isfinite(array).all() for s in range(4) for array in rows_of(state, s).values())
+    with watched(home, tmp_path, scheme, failures={21: [1, 3]}, **more) as (engine, recovery):
+        for state, _ in engine.steps(planned(SPEC, batches(), CAPACITY), [keep, recovery.hook]):
+            if engine.step == 21:
+                after = [rows_of(state, shard) for shard in range(4)]
+    assert same(after[0], kept[21][0]) and same(after[2], kept[21][2])
+    assert same(after[1], kept[16][1]) and same(after[3], kept[16][3])
+    assert not same(kept[21][1], kept[16][1])  # negative control: training had gone on
+    assert all(np.isfinite(a).all() for s in range(4) for a in rows_of(engine.state, s).values())
     assert recovery.pls == pytest.approx(2 * (21 - 16) / (STEPS * 4)) and recovery.failed == 2
-
-
-def train_with(home, recovery, hooks):
-    return fit(recovery.begin(fresh(home)), planned(SPEC, batches(), CAPACITY), STEP, hooks)
 
 
 @pytest.mark.parametrize("scheme", ["mfu", "ssu", "scar"])
 def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme):
-    lost = {}
-
-    def look(state, step, plan, metrics):
-        if step in (29, 30):
-            lost[step] = rows_of(state, 2)
-        return state
-
-    whole = [] if scheme == "scar" else ["small"]
-    with make(tmp_path, scheme, fraction=0.25, whole=whole, failures={30: [2]}) as recovery:
-        train_with("host", recovery, [look, recovery.hook, lambda s, n, p, m: look(s, n, p, m)])
+    lost, whole = {}, [] if scheme == "scar" else ["small"]
+    with watched("host", tmp_path, scheme, fraction=0.25, whole=whole, failures={30: [2]}) as (engine, recovery):
+        for state, _ in engine.steps(planned(SPEC, batches(), CAPACITY), [recovery.hook]):
+            lost |= {engine.step: rows_of(state, 2)} if engine.step in (29, 30) else {}
     assert recovery.saves == 20
     # A quarter of each shard's watched rows, rounded up: 90 (+ 7) and 40 rows in 4 shards; the small table 5 times.
-    watched = (97 if scheme == "scar" else 90, 40)
-    budget = sum(math.ceil(0.25 * math.ceil(rows / 4)) for rows in watched) * 4 * 20 + (
-        0 if scheme == "scar" else 7 * 5
-    )
-    assert 0 < recovery.rows_saved <= budget
+    watched_rows = (97 if scheme == "scar" else 90, 40)
+    budget = sum(math.ceil(0.25 * math.ceil(rows / 4)) for rows in watched_rows) * 4 * 20
+    assert 0 < recovery.rows_saved <= budget + (0 if scheme == "scar" else 7 * 5)
     initial = rows_of(fresh("host"), 2)
     distance = lambda rows: sum(float(np.abs(rows[key] - lost[29][key]).sum()) for key in rows if key[1] == "value")
     assert distance(lost[30]) < 0.7 * distance(initial)
 
 
+def moving(spec):
+    """A step that moves every row of host tables, and no other thing."""
+
+    def step(state, plans, batch):
+        dense = state.dense._replace(step=np.int32(state.dense.step + 1))
+        for shards in state.tables.shards.values():
+            for shard in shards:
+                shard["value"][:] += dense.step
+        return state._replace(dense=dense), {"loss": np.float32(0)}
+
+    return Serial(TrainState(DenseState(np.int32(0), {}, ()), HostTables.create(spec, ROWS)), step)
+
+
+def written_by(recovery):
+    """The rows of each delta, as they are given to the saver."""
+    rows_of_saves, save = [], recovery._deltas.save
+    recovery._deltas.save = lambda t, rows, *more: rows_of_saves.append(rows) or save(t, rows, *more)
+    return rows_of_saves
+
+
 @pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
 def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
-    """Every row is touched between saves, so that a save writes its whole budget: 3 of 12 and 2 of 5 rows a shard."""
+    """Every row is touched between saves, so that a save writes its whole budget: 3 of 12 and 2 of 5 rows per shard."""
     spec = EmbeddingSpec({"a": Table(46, 2), "b": Table(20, 4)}, {"a": Lookup("a"), "b": Lookup("b")}, shards=4)
-    plans, saved = plan(spec, {"a": np.arange(46), "b": np.arange(20)}), []
-    tables = HostTables.create(spec, ROWS)
-    state = TrainState(DenseState(np.int32(0), {}, ()), tables)
-    with Recovery(tmp_path, spec, 8, 100, scheme=SCHEMES[scheme], fraction=0.25, pick_ahead_steps=0) as recovery:
-        recovery.begin(state)
-        copy = recovery._deltas.save
-        recovery._deltas.save = lambda t, rows, *more: saved.append(rows) or copy(t, rows, *more)
-        for step in range(1, 13):
-            for shards in tables.shards.values():
-                for shard in shards:
-                    shard["value"][:] += step
-            recovery.hook(state, step, plans, {})
+    pair = None, plan(spec, {"a": np.arange(46), "b": np.arange(20)})
+    more = {"save_every_steps": 8, "fraction": 0.25, "pick_ahead_steps": 0}
+    with moving(spec) as engine:
+        recovery = engine.enter(make(engine, tmp_path, scheme, **more))
+        saved = written_by(recovery)
+        list(engine.steps([pair] * 12, [recovery.hook]))
     assert len(saved) == 6
     for rows in saved:
         assert {key: len(ids) for key, ids in rows.items()} == {
@@ -175,14 +189,11 @@ def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds
 @pytest.mark.parametrize(("home", "scheme"), [pair for pair in BOTH if pair[1] not in ("vanilla", "random")])
 def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_path, home, scheme):
     """Its rows are those of the last save, so the tracker has nothing to save of it until it is touched again."""
-    saved = []
-    with make(tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as recovery:
-        state = recovery.begin(fresh(home))
-        state = fit(state, planned(SPEC, batches(0, 6), CAPACITY), STEP, [recovery.hook])
-        copy = recovery._deltas.save
-        recovery._deltas.save = lambda t, rows, *more: saved.append(rows) or copy(t, rows, *more)
-        state = recovery.fail(state, [1])
-        recovery._save(state, 8)
+    with watched(home, tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
+        run(engine, 0, 6, [recovery.hook])
+        saved = written_by(recovery)
+        recovery.recover([1])
+        save_now(engine, recovery)
     assert all((len(rows) == 0) == (shard == 1) for (_, shard), rows in saved[0].items())
 
 
@@ -190,48 +201,43 @@ def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_pat
     row = 4 * 17 + 1  # of shard 1
     ids = {"pair": np.array([[row, -1]], np.int32), "wide": np.array([-1], np.int32)}
     once = Batch(ids, np.zeros((1, 0), np.float32), np.ones(1, np.float32), np.ones(1, np.float32))
-    with make(tmp_path, "mfu", save_every_steps=1000.0) as recovery:
-        state = recovery.begin(fresh("host"))
-        value = state.tables.shards["width_4"][1]["value"]
+    with watched("host", tmp_path, "mfu", save_every_steps=1000.0) as (engine, recovery):
+        value = engine.tables.shards["width_4"][1]["value"]
         before = value[17].copy()
-        state = fit(state, planned(SPEC, [once]), STEP, [recovery.hook])
+        list(engine.run([once], [recovery.hook]))
         assert (value[17] != before).all()
-        recovery.fail(state, [1])
+        recovery.recover([1])
     np.testing.assert_array_equal(value[17], before)
 
 
-def test_full_recovery_trains_again_to_the_same_bits(tmp_path):
-    for home in ("host", "device"):
-        with make(tmp_path / home, mode="full", failures={13: [0], 30: [2]}) as recovery:
-            state, start = recovery.begin(fresh(home)), 0
-            while start < STEPS:
-                try:
-                    given = planned(SPEC, batches(start), CAPACITY)
-                    state, start = fit(state, given, STEP, [recovery.hook]), STEPS
-                except RolledBack as back:
-                    state, start = back.state, back.step
-        assert recovery.lost_steps == (13 - 8) + (30 - 24) and recovery.pls == 0
-        plain = train(home)
-        assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
-        np.testing.assert_array_equal(state.dense.params["w"], plain.dense.params["w"])
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_full_recovery_trains_again_to_the_same_bits(tmp_path, home):
+    stream = batches
+    with watched(home, tmp_path / "run", mode="full", failures={13: [0], 30: [2]}) as (engine, recovery):
+        state = fit_all(engine, stream, [recovery.hook])
+    assert recovery.lost_steps == (13 - 8) + (30 - 24) and recovery.pls == 0 and recovery.failed == 2
+    plain = fit_all(Serial(fresh(home), STEP), stream)
+    assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
+    np.testing.assert_array_equal(state.dense.params["w"], plain.dense.params["w"])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme):
-    more = {"save_every_steps": 12, "fraction": 0.5, "failures": {15: [1], 24: [3], 33: [0, 2], 36: [1]}}
-    # 24 and 36 are regular saves: what is saved there is what comes back
-    with make(tmp_path / "plain", scheme, pick_ahead_steps=0, **more) as plain:
-        wanted = train("host", plain)
-    pipeline = oac(window=4)
-    with make(tmp_path / "oac", scheme, pipeline=pipeline, **more) as recovery, pipeline:
-        recovery.begin(pipeline.state)
-        for _ in pipeline.run(batches(), [recovery.hook]):
-            pass
-    found = pipeline.state
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme, ahead):
+    """24 and 36 are regular saves: what is saved there is what comes back."""
+    failures = {15: [1], 24: [3], 33: [0, 2], 36: [1]}
+    more = {"save_every_steps": 12, "fraction": 0.5, "failures": failures, "pick_ahead_steps": ahead}
+    with watched("host", tmp_path / "plain", scheme, **more) as (serial, plain):
+        wanted = run(serial, hooks=[plain.hook])
+    with oac(window=4) as pipeline:
+        recovery = pipeline.enter(make(pipeline, tmp_path / "oac", scheme, **more))
+        list(pipeline.run(batches(), [recovery.hook]))
+    found, calm = pipeline.state, train("host")
     assert all(same(rows_of(found, shard), rows_of(wanted, shard)) for shard in range(4))
     assert (recovery.pls, recovery.saves, recovery.rows_saved) == (plain.pls, plain.saves, plain.rows_saved)
-    calm = train("host")  # negative control: the failures did something
-    assert not all(same(rows_of(found, shard), rows_of(calm, shard)) for shard in range(4))
+    assert not all(
+        same(rows_of(found, shard), rows_of(calm, shard)) for shard in range(4)
+    )
 
 
 def fail_writes(monkeypatch, fails):
@@ -251,83 +257,80 @@ FAILED = pytest.warns(UserWarning, match="a save failed, and the next one tries 
 
 def test_rows_of_a_save_that_failed_are_saved_by_the_next_one_and_training_goes_on(tmp_path, monkeypatch):
     fail_writes(monkeypatch, [True])
-    with make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as recovery:
-        state = recovery.begin(fresh("host"))
+    with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
         with FAILED:
-            state = fit(state, planned(SPEC, batches(0, 16), CAPACITY), STEP, [recovery.hook])  # fails at 8
-        wanted = rows_of(state, 1)
-        recovery.fail(state, [1])
-        assert same(rows_of(state, 1), wanted) and len(recovery.failed_saves) == 1
+            run(engine, 0, 16, [recovery.hook])  # fails at 8
+        wanted = rows_of(engine.state, 1)
+        recovery.recover([1])
+        assert same(rows_of(engine.state, 1), wanted) and len(recovery.failed_saves) == 1
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
 @pytest.mark.parametrize("scheme", ["mfu", "ssu", "round_robin"])
-def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_path, monkeypatch, home, scheme):
+@pytest.mark.parametrize("more", [0, 1])  # a batch after the save is the negative control
+def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_path, home, scheme, more):
     """Rows picked after batch 4 are touched by the next batches too; the save at 8 holds them as they are then."""
-    for more in (0, 1):  # a batch after the save is the negative control
-        at_save, written = {}, []
+    at_save = {}
 
-        def keep(state, step, plan, metrics, at_save=at_save):
-            at_save |= {shard: rows_of(state, shard) for shard in range(4)} if step == 8 else {}
-            return state
+    def keep(state, step, plans, metrics):
+        at_save.update({shard: rows_of(state, shard) for shard in range(4)} if step == 8 else {})
+        return state
 
-        with make(tmp_path / str(more), scheme, fraction=1.0) as recovery:
-            state = recovery.begin(fresh(home))
-            copy = recovery._deltas.save
-            save = lambda t, rows, *rest, written=written, copy=copy: written.append(rows) or copy(t, rows, *rest)
-            monkeypatch.setattr(recovery._deltas, "save", save)
-            given = [*batches(0, 4), *batches(0, 4), *batches(0, more)]
-            state = fit(state, planned(SPEC, given, CAPACITY), STEP, [keep, recovery.hook])
-            recovery._save(state, 16)
-            state = recovery.fail(state, [2], step=16)
-        assert more or scheme == "ssu" or same(rows_of(state, 2), at_save[2])  # a full list forgets rows
-        first, second = written
-        assert sum(map(len, first.values())) > 0
-        assert bool(more) == any(np.isin(rows, first[key]).any() for key, rows in second.items())
+    with watched(home, tmp_path, scheme, fraction=1.0) as (engine, recovery):
+        written = written_by(recovery)
+        given = [*batches(0, 4), *batches(0, 4), *batches(0, more)]
+        run(engine, given=given, hooks=[keep, recovery.hook])
+        save_now(engine, recovery)
+        recovery.recover([2])
+        restored = rows_of(engine.state, 2)
+    assert more or scheme == "ssu" or same(restored, at_save[2])  # a full list forgets rows
+    first, second = written
+    assert sum(map(len, first.values())) > 0
+    assert bool(more) == any(np.isin(rows, first[key]).any() for key, rows in second.items())
 
 
 def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
-    with make(tmp_path, "mfu", fraction=1.0, failures={6: [1]}) as recovery:
-        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 8), CAPACITY), STEP, [recovery.hook])
-        wanted = [rows_of(state, shard) for shard in range(4)]
+    with watched("host", tmp_path, "mfu", fraction=1.0, failures={6: [1]}) as (engine, recovery):
+        run(engine, 0, 8, [recovery.hook])
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
         for shard in range(4):
-            state = recovery.fail(state, [shard])
-            assert same(rows_of(state, shard), wanted[shard])
+            recovery.recover([shard])
+            assert same(rows_of(engine.state, shard), wanted[shard])
 
 
 @pytest.mark.parametrize("under_oac", [False, True])
 def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, monkeypatch, under_oac):
-    pipeline = oac(window=4) if under_oac else None
-    recovery = make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline, pick_ahead_steps=0)
-    state = recovery.begin(pipeline.state if under_oac else fresh("host"))
+    engine = oac(window=4) if under_oac else Serial(fresh("host"), STEP)
+    recovery = make(engine, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0)
 
     def fail(*args):
         raise OSError(28, "No space left on device")
 
+    recovery.__enter__()
     if under_oac:  # the disk is full
         monkeypatch.setattr(RowCheckpointer, "_commit", fail)
-        with pipeline, FAILED:
-            list(pipeline.run(batches(0, 16), [recovery.hook]))
+        with engine, FAILED:
+            list(engine.run(batches(0, 16), [recovery.hook]))
     else:  # the copy does not succeed
         monkeypatch.setattr(recovery._deltas, "save", fail)
         with pytest.raises(OSError, match="No space"):
-            fit(state, planned(SPEC, batches(0, 8), CAPACITY), STEP, [recovery.hook])
+            run(engine, 0, 8, [recovery.hook])
     monkeypatch.undo()
     with FAILED if under_oac else contextlib.nullcontext():
         recovery._settle()  # nothing is being written, so nothing is saved
     touched = {row for batch in batches(0, 8) for row in np.unique(plan(SPEC, batch.ids)["width_4"].unique)}
-    counts = recovery._trackers["width_4"].count
+    counts = recovery._watch.trackers["width_4"].count
     assert all(counts[row % 4, row // 4] > 0 for row in touched if row < SPEC.stacks["width_4"].rows)
 
 
 def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_disk(tmp_path, monkeypatch):
-    pipeline = oac(window=2)
     done, slow = threading.Event(), []
-    with make(tmp_path, "mfu", save_every_steps=100.0, fraction=0.08, pipeline=pipeline) as recovery, pipeline:
+    with oac(window=2) as pipeline:
+        more = {"save_every_steps": 100.0, "fraction": 0.08}
+        recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", **more))
         write = RowCheckpointer._commit
         commit = lambda saver, image: (slow.append(done.wait(60)), write(saver, image))[1]
         monkeypatch.setattr(RowCheckpointer, "_commit", commit)
-        recovery.begin(pipeline.state)
         for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
             if int(state.dense.step) == 14:
                 done.set()
@@ -336,9 +339,9 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
 
 def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
     """In the body of the loop, right after a step whose state is being saved."""
-    pipeline = oac(window=4)
     running, seen = threading.Event(), []
-    with make(tmp_path, "mfu", fraction=1.0, pipeline=pipeline) as recovery, pipeline:
+    with oac(window=4) as pipeline:
+        recovery = make(pipeline, tmp_path, "mfu", fraction=1.0)
         save, settle = recovery._save, recovery._settle
 
         def slow_save(state, step):
@@ -353,10 +356,10 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
 
         monkeypatch.setattr(recovery, "_save", slow_save)
         monkeypatch.setattr(recovery, "_settle", settle_during)
-        recovery.begin(pipeline.state)
-        for number, (state, _) in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
+        pipeline.enter(recovery)
+        for number, _ in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
             if number in (8, 16):
-                recovery.fail(state, [1])
+                recovery.recover([1])
                 wanted = rows_of(pipeline.state, 1)
                 assert all(np.isfinite(array).all() for array in wanted.values())
     assert seen and not any(seen) and recovery.pls == 0  # the save of the step was there to recover from
@@ -364,63 +367,62 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fraction", [0.3, 0.75])
 def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interval(tmp_path, fraction):
-    with make(tmp_path, "mfu", save_every_steps=10, fraction=fraction, whole=["small"]) as recovery:
-        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 29), CAPACITY), STEP, [recovery.hook])
-        recovery.fail(state, [1])
+    more = {"save_every_steps": 10, "fraction": fraction, "whole": ["small"]}
+    with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
+        run(engine, 0, 29, [recovery.hook])
+        recovery.recover([1])
     assert recovery.pls <= (29 - 20) / (STEPS * 4)
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
 def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(tmp_path, monkeypatch, home):
-    recovery, wanted = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0), {}
+    wanted = {}
     fail_writes(monkeypatch, [False, True, True])
 
-    def keep(state, step, plan, metrics):
+    def keep(state, step, plans, metrics):
         wanted.update(rows_of(state, 2) if step == 8 else {})
         return state
 
-    given = planned(SPEC, batches(0, 20), CAPACITY)
-    state = fit(recovery.begin(fresh(home)), given, STEP, [keep, recovery.hook])  # saves at 8; at 16 it fails
-    with FAILED:
-        state = recovery.fail(state, [2])
-    assert same(rows_of(state, 2), wanted) and recovery.pls == pytest.approx((20 - 8) / (STEPS * 4))
-    fit(state, planned(SPEC, batches(20, 24), CAPACITY), STEP, [recovery.hook])
-    with pytest.raises(OSError, match="No space"):  # of the last save
-        recovery.__exit__(None, None, None)
+    more = {"fraction": 1.0, "pick_ahead_steps": 0}
+    with pytest.raises(OSError, match="No space"), watched(home, tmp_path, "mfu", **more) as (engine, recovery):
+        run(engine, 0, 20, [keep, recovery.hook])  # saves at 8; at 16 it fails
+        with FAILED:
+            recovery.recover([2])
+        assert same(rows_of(engine.state, 2), wanted) and recovery.pls == pytest.approx((20 - 8) / (STEPS * 4))
+        run(engine, 20, 24, [recovery.hook])  # the last save fails, which leaving tells
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
     for scheme in ("vanilla", "mfu"):
-        with make(tmp_path / scheme, scheme) as recovery:
-            fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 20), CAPACITY), STEP, [recovery.hook])
+        with watched("host", tmp_path / scheme, scheme) as (engine, recovery):
+            run(engine, 0, 20, [recovery.hook])
         files = sorted((tmp_path / scheme).iterdir())
-        with make(tmp_path / scheme, scheme) as again, pytest.raises(ValueError, match="would pass for rows"):
-            again.begin(fresh("host"))
+        with pytest.raises(ValueError, match="would pass for rows"), watched("host", tmp_path / scheme, scheme):
+            pass
         assert sorted((tmp_path / scheme).iterdir()) == files
 
 
 def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recovered(tmp_path):
-    with make(tmp_path, "mfu", fraction=1.0, total_steps=10, pick_ahead_steps=0) as recovery:
-        state = fit(recovery.begin(fresh("host")), planned(SPEC, batches(0, 20), CAPACITY), STEP, [recovery.hook])
-        recovery.fail(state, [0])
+    more = {"fraction": 1.0, "total_steps": 10, "pick_ahead_steps": 0}
+    with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
+        run(engine, 0, 20, [recovery.hook])
+        recovery.recover([0])
         before = recovery.pls, recovery.failed
         (newest, *_) = deltas(tmp_path)
         damaged = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size > 200)
         damaged.write_bytes(bytes(damaged.stat().st_size))
         with pytest.warns(UserWarning, match=f"skipped what is damaged: .*{newest.name}"):
-            recovery.fail(state, [1])
+            recovery.recover([1])
         assert recovery.pls == pytest.approx(before[0] + (20 - 8) / (20 * 4)) and recovery.failed == 2
-        assert all(np.isfinite(array).all() for array in rows_of(state, 1).values())
+        assert all(np.isfinite(array).all() for array in rows_of(engine.state, 1).values())
 
 
-def test_the_data_position_and_a_base_are_kept_when_a_run_begins_in_the_middle(tmp_path):
-    state = fit(fresh("host"), planned(SPEC, batches(0, 10), CAPACITY), STEP)
-    with make(tmp_path, "mfu") as recovery:
-        state = recovery.begin(state)
-        wanted = rows_of(state, 3)
+def test_a_base_is_kept_when_a_run_begins_in_the_middle(tmp_path):
+    with watched("host", tmp_path, "mfu", state=train("host", 10)) as (engine, recovery):
+        wanted = rows_of(engine.state, 3)
         assert [path.name for path in images(tmp_path)] == ["step_00000010"]
-        state = recovery.fail(state, [3])
-    assert same(rows_of(state, 3), wanted)
+        recovery.recover([3])
+        assert same(rows_of(engine.state, 3), wanted)
 
 
 def test_lost_shards_are_gone():
@@ -460,9 +462,27 @@ def test_a_plan_without_some_rows_reads_all_others():
     ],
 )
 def test_bad_input_is_refused(tmp_path, changed, message):
+    engine = Serial(fresh("host"), STEP)
     with pytest.raises(ValueError, match=message):
-        Recovery(tmp_path, SPEC, **({"save_every_steps": 8, "total_steps": 40} | changed))
-    with make(tmp_path) as recovery, pytest.raises(ValueError, match="call state = recovery.begin"):
-        fit(fresh("host"), planned(SPEC, batches(0, 1), CAPACITY), STEP, [recovery.hook])
-    with make(tmp_path) as recovery, pytest.raises(ValueError, match="must be distinct"):
-        recovery.fail(recovery.begin(fresh("host")), [4])
+        Recovery(engine, tmp_path, **({"save_every_steps": 8, "total_steps": 40} | changed))
+
+
+def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
+    engine, other = Serial(fresh("host"), STEP), Serial(fresh("host"), STEP)
+    with pytest.raises(ValueError, match="the engine is a TrainState"):
+        Recovery(fresh("host"), tmp_path, 8, STEPS)
+    recovery = make(engine, tmp_path)
+    with pytest.raises(ValueError, match="enter the recovery before the first step"):
+        run(engine, 0, 1, [recovery.hook])
+    with pytest.raises(ValueError, match="enter the recovery before the first step"):
+        recovery.recover([1])
+    with engine:
+        engine.enter(recovery)
+        with pytest.raises(ValueError, match="entered before"):
+            recovery.__enter__()
+        with pytest.raises(ValueError, match="must be distinct"):
+            recovery.recover([4])
+        with pytest.raises(ValueError, match="not that of this recovery's engine"):
+            run(other, 0, 3, [recovery.hook])
+        with pytest.raises(ValueError, match="what the hook was given"):
+            run(engine, 1, 2, [lambda *given: recovery.recover([1])])

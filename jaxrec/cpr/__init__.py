@@ -2,9 +2,10 @@
 
 from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
-from jaxrec.cpr.recovery import Recovery, RolledBack
+from jaxrec.cpr.recovery import Recovery
 from jaxrec.cpr.schedule import Costs, Overhead, RecoveryPlan, plan_recovery
 from jaxrec.cpr.watch import lose
+from jaxrec.types import RolledBack
 
 __all__ = [
     "Costs", "Failures", "Overhead", "Priority", "Recovery", "RecoveryPlan", "RolledBack",

@@ -1,13 +1,139 @@
-"""Which rows of a batch a tracker sees, and what a lost shard is: pure helpers of `recovery.py`.
+"""Which rows are to be saved: batches are tracked in the order of their steps, and rows are picked before a save.
 
-Legend: S shards, V rows of a stack, U padded unique rows a shard.
+Legend: S shards, V rows of a stack, U padded unique rows per shard.
 """
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from jaxrec.embedding import Tables
+from jaxrec.cpr.priority import Pick, Priority, budget_rows
+from jaxrec.embedding import EmbeddingSpec, Tables
 from jaxrec.embedding.planning import without_gaps
 from jaxrec.types import Plan
+
+
+class Watch:
+    """The trackers of a run's rows, and the thread that picks rows ahead of a save.
+
+    Three threads meet here: the one that iterates tells of batches, the picker picks, and under OAC the thread of a cut
+    saves. Whoever is late finds the batches in order: while a pick or a cut is under way they wait in a list, and what
+    a pick or a save sees depends on steps alone, never on who was faster.
+
+    Args:
+      spec: the tables.
+      scheme: which rows go first.
+      fraction: r, of the rows that a save may hold.
+      whole: {stack: [(first, end)]}, rows that are saved at regular saves and not tracked, see `ranges_of`.
+    """
+
+    def __init__(
+        self, spec: EmbeddingSpec, scheme: Priority, fraction: float, whole: Mapping[str, list[tuple[int, int]]]
+    ):
+        self.spec, self.scheme, self.fraction, self.whole = spec, scheme, fraction, whole
+        self.trackers: dict[str, Any] = {}
+        self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet
+        self._lock = threading.Lock()
+        self._picker = ThreadPoolExecutor(1, "pick")
+        self._picking: Future | None = None
+        self._cut_over = threading.Event()  # of the latest cut: its rows are picked and copied
+        self._cut_over.set()
+
+    def begin(self, tables: Tables, known: Mapping[str, Any]) -> None:
+        """Trackers of rows that are all as they were saved; the little more that they know comes from an image."""
+        for name in self.spec.stacks:
+            tracker = self.scheme.init(tables.parts(name)["value"], self.budget(name))
+            self.trackers[name] = self.scheme.recall(tracker, known[name]) if name in known else tracker
+
+    def remember(self) -> dict[str, Any]:
+        """What an image keeps of the trackers, for `begin`."""
+        return {name: self.scheme.remember(tracker) for name, tracker in self.trackers.items()}
+
+    def budget(self, name: str) -> int:
+        """How many tracked rows of one shard of a stack a save may hold."""
+        stack = self.spec.stacks[name]
+        watched = stack.rows - sum(end - first for first, end in self.whole.get(name, ()))
+        return budget_rows(-(-watched // self.spec.shards), self.fraction)
+
+    def tell(self, step: int, plans: dict[str, Plan]) -> None:
+        """A batch was trained."""
+        with self._lock:
+            self._waiting.append((step, plans))
+        if self._picking is None and self._cut_over.is_set():
+            self.touch(step)
+
+    def touch(self, step: int, picked: Mapping[str, Pick] | None = None) -> None:
+        """Tracks the batches up to a step; but for rows that are picked, as their save holds them as they are then."""
+        with self._lock:
+            mine = [plans for at, plans in self._waiting if at <= step]
+            self._waiting = self._waiting[len(mine) :]
+        for plans in mine:
+            for name, plan in plans.items():
+                self.trackers[name] = self.scheme.touch(self.trackers[name], self._tracked(name, plan, picked))
+
+    def _tracked(self, name, plan, picked):
+        if not picked and name not in self.whole:
+            return plan
+        gone = in_ranges(plan, self.whole.get(name, ()))
+        gone = gone | in_pick(plan, picked[name].rows) if picked else gone
+        return without_rows(plan, gone, self.spec.stacks[name].rows)
+
+    def begin_cut(self) -> None:
+        """The state of this step will be saved, perhaps beside training: batches of later steps wait until then."""
+        self._cut_over = threading.Event()
+
+    def end_cut(self) -> None:
+        """The rows of the cut are picked and copied, or it will never be saved."""
+        self._cut_over.set()
+
+    def pick_ahead(self, step: int, settle: Callable[[], None]) -> None:
+        """Begins to pick the rows of the next save, in the thread.
+
+        Args:
+          step: the pick knows the batches up to here.
+          settle: waits for the save before it; a row of that one, once committed, is not picked again unchanged.
+        """
+
+        last_cut_over = self._cut_over  # of the save before this one, whose rows are picked first
+
+        def pick():
+            last_cut_over.wait()
+            self.touch(step)
+            settle()
+            return self.pick()
+
+        self._picking = self._picker.submit(pick)
+
+    def picked_ahead(self) -> dict[str, Pick] | None:
+        """Waits for the thread; None if nothing was picked ahead."""
+        picking, self._picking = self._picking, None
+        return picking.result() if picking else None
+
+    def pick(self, tables: Tables | None = None) -> dict[str, Pick]:
+        """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at values."""
+        picked = {}
+        for name in self.spec.stacks:
+            value = None if tables is None else tables.parts(name)["value"]
+            picked[name], self.trackers[name] = self.scheme.pick(self.trackers[name], self.budget(name), value)
+        return picked
+
+    def saved(self, picked: Mapping[str, Pick]) -> None:
+        """A save is committed, and what it holds counts as saved."""
+        for name, pick in picked.items():
+            self.trackers[name] = self.scheme.saved(self.trackers[name], pick)
+
+    def restored(self, tables: Tables, shard: int) -> None:
+        """A shard has come back: its rows are as they were saved."""
+        for name in self.trackers:
+            self.trackers[name] = self.scheme.restored(self.trackers[name], shard, tables.parts(name)["value"])
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._cut_over.set()
+        self._picker.shutdown()
 
 
 def lose(tables: Tables, shard: int) -> Tables:
