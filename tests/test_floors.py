@@ -27,8 +27,11 @@ FLOORS = [
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
 HOST_FILES += [
     "interrupts",
+    "oac.leaving",
+    "oac.stages",
     "oac.stream",
     "oac.turns",
+    "oac.workers",
     "shadowsync.shadow",
     "shadowsync.transport",
     "shadowsync.trainers",

@@ -15,7 +15,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_oac import SPEC, Broken, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+from oac_equivalence import Numbered
+from oac_failures import equal as equal
+from test_oac import (
+    SPEC,
+    Broken,
+    frozen,
+    make_batches,
+    make_state,
+    no_threads_left,
+    plain_loop,
+    same,
+    update_of,
+    watched,
+)
 from test_oac import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
@@ -60,10 +73,6 @@ def states_of(batches):
     states = {0: frozen(make_state())}
     plain_loop(batches, after=lambda step, state: states.update({step: frozen(state)}))
     return states
-
-
-def equal(state, expected):
-    return same((state, []), (expected, []))
 
 
 def all_notes(error):
@@ -146,18 +155,17 @@ def refuses_everything(pipeline, dense_step, table_steps):
 def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said():
     done = threading.Event()
 
-    class Late(Pipeline):
-        def _write(self, item, shards):
-            number = item.number - self._flow.first
-            if shards.start == 1 and number == 2:  # only when the other writer has written more
-                assert done.wait(60)
-                raise Broken
-            super()._write(item, shards)
-            if shards.start == 0 and number == 3:
-                done.set()
+    def write(shards):
+        number = Numbered.mine.batch
+        if shards.start == 1 and number == 2:  # only when the other writer has written more
+            assert done.wait(60)
+            raise Broken
+        if shards.start == 0 and number == 4:
+            done.set()
 
     batches = make_batches(16)
-    pipeline = Late(make_state(), update_of(SPEC), window=5, writers=2)
+    pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=5, writers=2)
+    pipeline.flow_type = Numbered
     with pytest.raises(Broken) as raised, pipeline:
         for _ in pipeline.run(batches):
             pass
@@ -284,11 +292,11 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
     stream = Blocking(batches, 8)
 
     class Telling(Flow):
-        def _wait(self, ready):
+        def wait(self, ready):
             if asked and pipeline.step == 8 - WINDOW and not ready():
                 asked.clear()
                 signal.raise_signal(signal.SIGINT)  # or it would wait for ever: the stream does not come back
-            super()._wait(ready)
+            super().wait(ready)
 
     def send(tree, placement):
         if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad[0]:
@@ -635,10 +643,10 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
     waiting = threading.Event()
 
     class Telling(Flow):
-        def _wait(self, ready):
+        def wait(self, ready):
             if not ready() and self.committed - self.first == 5 and name_of_caller() in wanted:
                 waiting.set()
-            super()._wait(ready)
+            super().wait(ready)
 
     wanted = {"drain": "drain", "exclusive": "drain", "cut": "wait_for_release", "commit": "wait_to_commit"}
     wanted = {wanted.get(place, "wait_for_threads")}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from hooks import at_step
 
 import jaxrec
 from abuse import situation
@@ -72,17 +73,6 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
         assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
     return pipeline
-
-
-def at_step(step, act):
-    """A hook that does something after one step."""
-
-    def hook(state, number, plan, metrics):
-        if number == step:
-            act(state)
-        return state
-
-    return hook
 
 
 def look_at(act):
