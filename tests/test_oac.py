@@ -266,11 +266,11 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
     def reset(tables):
         for name in SPEC.stacks:
             tables.reset_shard(name, 1)
+        return tables
 
     def fail(state, step, plan, metrics):
         if step == 9:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
         return state
 
     skips = {"skip_stale_reads": skip, "skip_rewritten": skip}

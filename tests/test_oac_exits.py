@@ -75,6 +75,10 @@ def states_of(batches):
     return states
 
 
+def unchanged(tables):
+    return tables
+
+
 def all_notes(error):
     return " ".join(getattr(error, "__notes__", []))
 
@@ -125,15 +129,10 @@ def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
 
 def refuses_everything(pipeline, dense_step, table_steps):
     """A broken pipeline says where it stands, whatever is asked of it."""
-
-    def enter():
-        with pipeline.exclusive():
-            pass
-
     asks = {
         "run": lambda: pipeline.run(make_batches(2)),
         "drain": pipeline.drain,
-        "exclusive": enter,
+        "exclusive": lambda: pipeline.exclusive(unchanged),
         "cut": lambda: pipeline.cut(100, print),
         "read": lambda: pipeline.state.tables.read({}),
         "shards": lambda: pipeline.state.tables.shards,
@@ -453,8 +452,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
     def change(state, step, plan, metrics):
         if step == 3:
             assert gathering.wait(60)
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     calls, batches = itertools.count(), make_batches(12)
@@ -481,8 +479,7 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
     def hook(state, step, plan, metrics):
         if step == 2:
             assert claimed.wait(60)
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         if step == 14:
             go.set()
         return state
@@ -528,7 +525,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     second = Pipeline(other, update_of(SPEC), window=WINDOW)
     running = first.run(batches[:6])
     next(running)
-    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive().__enter__()):
+    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged)):
         with pytest.raises(ValueError, match="another pipeline is running over these tables"):
             ask()
     for _ in running:
@@ -563,8 +560,7 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
                 pipeline.cut(9, save)
             elif ask == "drain":
                 pipeline.drain()
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     stream = iter(batches)
@@ -660,8 +656,7 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
         if step == 5 and place == "drain":
             pipeline.drain()
         if step == 5 and place == "exclusive":
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     fetches, options = itertools.count(), {"window": 0} if place == "commit" else {"window": WINDOW}

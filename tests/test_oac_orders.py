@@ -20,6 +20,7 @@ def reset(tables):
     """What a failed shard needs, and what a row of an earlier batch must not undo."""
     for name in SPEC.stacks:
         tables.reset_shard(name, 1)
+    return tables
 
 
 def reset_at(step):
@@ -41,8 +42,7 @@ def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
 
     def change(state, step, plan, metrics):
         if step == 9:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
             seen.append(copied(pipeline.drain()))
         return state
 
@@ -69,8 +69,7 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
 
     def change(state, step, plan, metrics):
         if step == 7:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
             changed.set()
         return state
 
@@ -124,15 +123,17 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
         inside.wait(0.3)  # long enough for an `exclusive` that does not wait
         cuts.append(frozen(state))
 
+    def change(tables):
+        inside.set()
+        assert len(cuts) == 1
+        return reset(tables)
+
     with Pipeline(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
         pipeline.flow_type = Telling
         pipeline.cut(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
-                with pipeline.exclusive() as tables:
-                    reset(tables)
-                    inside.set()
-                    assert len(cuts) == 1
+                pipeline.exclusive(change)
     assert same((cuts[0], []), (expected[7], []))
 
 
@@ -151,8 +152,7 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
             flow = pipeline.flow
             assert flow.wait_until(lambda: flow.last_gathered >= flow.committed + 1, seconds=30)
             changed.append(step)
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
         return state
 
     changed: list = []

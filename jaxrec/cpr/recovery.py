@@ -272,8 +272,7 @@ class Recovery:
                 self._save(state, step)
                 self._stall += time.perf_counter() - start
             elif step in self._failures:  # no cut was announced: what fails after the save must find it
-                with self._pipeline.exclusive():
-                    self._save(state, step)
+                self._pipeline.exclusive(lambda tables: self._save(state, step) or tables)
         self._announce(step)
         if step in self._failures:
             state = self.fail(state, self._failures.pop(step), step)
@@ -328,8 +327,7 @@ class Recovery:
         _check_shards(self.spec, shards)
         if self._pipeline is None:
             return state._replace(tables=self._recover(state, state.tables, shards, step, without))
-        with self._pipeline.exclusive() as tables:
-            self._recover(state, tables, shards, step, without)
+        self._pipeline.exclusive(lambda tables: self._recover(state, tables, shards, step, without))
         return state
 
     def _recover(self, state, tables, shards, step, without):

@@ -2,27 +2,26 @@
 
 Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and written.
 Threads ask here for their next batch and say here what is done. One lock guards a few counters, which only this file
-writes; whoever reads one without the lock reads a number that may be behind, never ahead.
+and `ends` write; whoever reads one without the lock reads a number that may be behind, never ahead.
 
     planned >= claimed, committed >= fetched >= written         counters of batches, in batch order
     admission: batch t is gathered when all batches up to t - 1 - W are written, by all writers
     order: a writer writes batch by batch; the watermark is the first batch that some writer has not written
 
 Failures: ahead of the commit nothing is lost, so the batches before the one that failed are committed and then it is
-told; behind the commit rows are lost, and only the batches before that one are still written.
+told; behind the commit rows are lost, and only the batches before that one are still written. While shards are gone
+nothing is committed or gathered, and everybody else's rows are written; `restart` has everything gathered anew.
 
 Legend: W window.
 """
 
-import collections
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from jaxrec import interrupts
 from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.ends import Ends
 
 
-class Flow:
+class Flow(Ends):
     """The state of one run of a pipeline.
 
     Args:
@@ -34,40 +33,20 @@ class Flow:
     """
 
     def __init__(self, window: int, ahead: int, writers: int, first: int, one_stale: bool = False):
+        super().__init__()
         self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
-        self._changed = threading.Condition()
         self.planned = self.claimed = self.committed = self.fetching = first
         self.floor = first  # what batches before it left in the ring is void
         self.written = [first] * writers
         self.loaded: set[int] = set()
         self.fetched: set[int] = set()
         self.last_gathered = first - 1
-        self.end: int | None = None  # number behind the last batch to commit: of the stream, or of one that failed
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
-        self.stopped = self.finished = False
-        self.dense_gone = False
-        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
-        self.in_stream = False  # the planner is inside the caller's iterator, which may block
-        self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
-        self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
-        self.lost: BaseException | None = None  # behind the commit: rows are gone, of batches from here on:
-        self.lost_from = 2**63
-        self.unsaved: BaseException | None = None  # of a cut
-
-    @property
-    def broken(self) -> bool:
-        """Whether rows that were committed are lost."""
-        return self.lost is not None
 
     def watermark(self) -> int:
         """All batches before it are written, by all writers."""
         return min(self.written)
-
-    def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Waits, as somebody who only looks on, until something holds of the counters; returns whether it does."""
-        with self._changed:
-            return self._changed.wait_for(ready, seconds)
 
     # Ahead of the commit: give up when the run stops.
 
@@ -106,7 +85,7 @@ class Flow:
         """The next batch to load, and the epoch of the claim; None if the run stops."""
         with self._changed:
             last = lambda: self.planned if self.end is None else min(self.planned, self.end)
-            self._changed.wait_for(lambda: self.stopped or (not self.paused and self.claimed < last()))
+            self._changed.wait_for(lambda: self.stopped or (self._may_gather() and self.claimed < last()))
             if self.stopped:
                 return None
             self.claimed += 1
@@ -119,13 +98,16 @@ class Flow:
                 lambda: (
                     self.stopped
                     or self.epoch != epoch
-                    or (not self.paused and self.watermark() >= number - self.window)
+                    or (self._may_gather() and self.watermark() >= number - self.window)
                 )
             )
             if self.stopped or self.epoch != epoch:
                 return None
             self.gathering += 1
             return self.watermark()
+
+    def _may_gather(self):
+        return not self.paused and not self.gone
 
     def tell_gathered(self, number: int) -> None:
         """The tables have been read."""
@@ -142,17 +124,20 @@ class Flow:
                 self.loaded.add(number)
             self._changed.notify_all()
 
-    def tell_not_loaded(self) -> None:
-        """The gather or the way to the device failed."""
+    def tell_not_loaded(self, gone: Collection[int] = ()) -> None:
+        """The gather or the way to the device failed, perhaps as shards are gone: then it comes again."""
         with self._changed:
+            # In one breath: whoever brings shards back waits until nobody gathers, and must know of all by then.
+            self.gone |= frozenset(gone)
             self.gathering -= 1
             self._changed.notify_all()
 
     def wait_to_commit(self, lookahead: int) -> int | None:
-        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure."""
+        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure, and
+        while shards are gone."""
         number = self.committed
         known = lambda: self.end is not None or self.planned > number + lookahead
-        over = lambda: self.broken or self.unsaved is not None or number == self.end
+        over = lambda: self.broken or self.unsaved is not None or number == self.end or bool(self.gone)
         self.wait(lambda: over() or (number in self.loaded and known()))
         return None if over() else number
 
@@ -185,6 +170,7 @@ class Flow:
 
         def ready():
             read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
+            read = read or bool(self.gone)  # the batch behind it cannot be gathered, and will be gathered anew
             return number in self.fetched and read and (self.hold is None or number < self.hold)
 
         with self._changed:
@@ -210,11 +196,6 @@ class Flow:
         return number < self.lost_from and ready()
 
     # For the committing thread. Ctrl-C ends its waits, and never finds it between two lines of the lock.
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Waits until something holds that, but for this thread, only becomes true."""
-        if not ready():  # nobody undoes it: so without the lock first, and without the handler, which takes 20 us
-            interrupts.wait(self._changed, ready, by_the_clock=True)
 
     def drain(self) -> None:
         """Waits until all that is committed, and not lost, is written."""
@@ -248,11 +229,11 @@ class Flow:
             return self.hold
 
     def wait_for_hold(self) -> bool:
-        """Waits until writers stand at the hold; False if they never will."""
+        """Waits until writers stand at the hold; False if they never will, or the tables are not whole there."""
         with self._changed:
             hold = self.committed if self.hold is None else self.hold
-            self._changed.wait_for(lambda: self.watermark() >= min(hold, self.lost_from))
-            return hold <= self.lost_from
+            self._changed.wait_for(lambda: self.gone or self.watermark() >= min(hold, self.lost_from))
+            return hold <= self.lost_from and not self.gone
 
     def release_writes(self) -> None:
         """Ends the hold."""
@@ -274,39 +255,6 @@ class Flow:
                 self.end, self.failure = number, error
                 self._changed.notify_all()
 
-    def tell_dense_gone(self) -> None:
-        """The dense state died with an update that failed."""
-        self.dense_gone = True
-
-    def fail_behind(self, number: int, error: BaseException) -> None:
-        """Rows of a committed batch are lost: only what is before it is still written. The first error counts."""
-        with self._changed:
-            self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
-            self.stopped = True
-            self._changed.notify_all()
-
-    def fail_cut(self, error: BaseException) -> None:
-        """A cut was not saved; no further batch is committed."""
-        with self._changed:
-            self.unsaved = self.unsaved or error
-            self._changed.notify_all()
-
-    def start(self, stage: str, thread: threading.Thread) -> None:
-        """Starts a thread, which will say `leave` as the last thing that it does."""
-        with self._changed:
-            self.alive[stage] += 1
-        try:
-            thread.start()
-        except BaseException:
-            self.leave(stage)
-            raise
-
-    def leave(self, stage: str) -> None:
-        """A thread ends."""
-        with self._changed:
-            self.alive[stage] -= 1
-            self._changed.notify_all()
-
     def finish(self) -> None:
         """No batch will be committed any more: threads end when the rest is written."""
         with uninterrupted(), self._changed:
@@ -315,19 +263,7 @@ class Flow:
                 self.hold = None  # of a cut that was interrupted before its thread began
             self._changed.notify_all()
 
-    def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until all threads have ended, or it is enough; not for the planner inside the caller's stream."""
-        self.wait(lambda: self._ended() or enough())
-
-    def _ended(self):
-        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
-        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
-
     def give_up(self, error: BaseException) -> None:
         """Breaks the pipeline, as loaders or fetchers do not come back: when they do, they touch nothing."""
         self.fail_behind(self.watermark(), error)
         self.given_up = True
-
-    def over(self) -> bool:
-        """Whether no batch will be committed any more and no thread is at work."""
-        return self.finished and self._ended()

@@ -10,6 +10,8 @@ is raised; where the body of the loop or a hook raises something else, that goes
   behind the commit (fetch, write back): rows are lost, and the pipeline is broken. From then on it raises
     BrokenPipeline, which says at which steps the dense state and each shard stand.
   the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
+  shards that are lost while a run is left other than by its end: nobody brings them back, and ShardsLost says so. The
+    next run begins with that.
 
 A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that comes in the commit
 waits for the hooks of the step, in which a second one is not put off, and the cut of the step is saved though a hook
@@ -22,12 +24,14 @@ The save of a cut is never given up.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any, Self, TypeVar
 
 import jax
 
@@ -41,6 +45,10 @@ from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
 from jaxrec.oac.view import Standing
 from jaxrec.oac.workers import Workers
+from jaxrec.types import ShardsLost, TrainState
+
+Entered = TypeVar("Entered")
+REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
 
 
 class Leaving:
@@ -57,14 +65,17 @@ class Leaving:
     _cuts: Cuts
     _workers: Workers
     _compiled_before: int
+    _view: HostTables  # the tables of the state: they refuse while they lag
 
     def __init__(self):
+        self._watchers: list = []  # in the order in which they were entered
+        self._entered = contextlib.ExitStack()  # what leaves them
         self._generator: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
         self._untold: list[BaseException] = []
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
-        self._left = True
+        self._left, self._in_hooks = True, False
 
     @property
     def running(self) -> bool:
@@ -76,8 +87,13 @@ class Leaving:
         self._generator = weakref.ref(generator)
         return generator
 
-    def _leave(self, postpone: bool = False) -> None:
-        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm."""
+    def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
+        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm.
+
+        Args:
+          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the `with` block.
+          recovers: whether the caller brings lost shards back, so that they are no failure.
+        """
         flow, workers = self.flow, self._workers
         with uninterrupted() as asked:
             if self._left or workers.process != os.getpid():  # a fork has the run without its threads
@@ -98,7 +114,8 @@ class Leaving:
             turns.end(flow)
             self.compilations += self._steps.compiled() - self._compiled_before
             self._left = True
-            failures = (flow.lost, flow.unsaved, flow.failure, failed, caught(self._steps.check_losses))
+            unrecovered = ShardsLost(flow.gone, REMEDY) if flow.gone and not recovers else None
+            failures = (flow.lost, flow.unsaved, flow.failure, failed, caught(self._steps.check_losses), unrecovered)
             self._untold += [failure for failure in failures if failure is not None]
             if postpone and asked:
                 self._interrupted = [*asked]
@@ -106,7 +123,7 @@ class Leaving:
 
     def _write_rest(self):
         try:
-            self._stages.write_rest(self._steps.ring, self.flow.floor)
+            self._stages.write_rest(self._steps.ring, self.flow)
         except Exception as error:
             error.add_note("in the last write of a run of the pipeline")
             self.flow.fail_behind(self.flow.committed, error)
@@ -181,8 +198,22 @@ class Leaving:
         self._within += 1
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._within -= 1
+        if self._within:
+            self._close_within(error)
+            return False
+        entered, self._watchers = self._entered.pop_all(), []
+        try:
+            self._close_within(error)
+        except BaseException as failure:
+            # Watchers leave last: what a cut has begun to save belongs to them until the run is closed.
+            if not entered.__exit__(type(failure), failure, failure.__traceback__):
+                raise
+            return False
+        return bool(entered.__exit__(kind, error, trace))
+
+    def _close_within(self, error):
         try:
             failures = self._end()
         except KeyboardInterrupt as interrupt:
@@ -194,6 +225,49 @@ class Leaving:
             raise first(failures)
         else:
             self._cuts.warn(self.step)
+
+    def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
+        """Enters a context manager, which is left when the `with` block of this pipeline ends.
+
+            with Pipeline(state, update) as pipeline:
+                recovery = pipeline.enter(Recovery(...))
+
+        It is left behind the run: when that is closed, and its cuts are saved. Of several the last is left first. If it
+        has `recover(shards)`, that is called when shards are lost: see `lose`.
+
+        Args:
+          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if there is one.
+
+        Returns:
+          What its `__enter__` has returned.
+
+        Raises:
+          ValueError: outside of a `with` block, or no context manager.
+        """
+        if not self._within:
+            raise ValueError("enter a watcher within `with pipeline:`, whose end will leave it.")
+        if not hasattr(watcher, "__enter__") or not hasattr(watcher, "__exit__"):
+            raise ValueError(f"enter wants a context manager, and was given a {type(watcher).__name__}.")
+        entered = self._entered.enter_context(watcher)
+        self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
+        return entered
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step; for who calls between two steps.
+
+        Raises:
+          ValueError: in a hook or in the save of a cut, which have one of their own.
+        """
+        if self._in_hooks or threading.current_thread() in self._workers.threads:
+            raise ValueError(
+                "pipeline.state was read in a hook or in the save of a cut: take the state that it was given, as this "
+                "one is behind what earlier hooks have made of it, or ahead."
+            )
+        return self._state()
+
+    def _state(self):
+        return TrainState(self._steps.dense, self._view)
 
     @property
     def step(self) -> int:

@@ -12,32 +12,30 @@ Legend: W window.
 """
 
 import collections
-import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 
-from jaxrec.embedding import HostTables
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac import turns
+from jaxrec.oac.alone import Alone
 from jaxrec.oac.arguments import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
 from jaxrec.oac.cuts import Cut, Cuts
 from jaxrec.oac.failures import first, note
 from jaxrec.oac.flow import Flow
-from jaxrec.oac.leaving import Leaving
 from jaxrec.oac.stages import Stages, fetch_whole
-from jaxrec.oac.steps import Steps, check_hooked, check_hooks
+from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
 from jaxrec.oac.stream import Stream, Streams
 from jaxrec.oac.view import LaggingTables, Standing
 from jaxrec.oac.workers import Workers
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.step import run_hooks
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
-class Pipeline(Leaving):
+class Pipeline(Alone):
     """Trains over `HostTables` with up to W batches in flight.
 
     with Pipeline(state, update, mode="oac", window=8) as pipeline:
@@ -103,7 +101,7 @@ class Pipeline(Leaving):
         self.mode, self.window, self._way = way.mode, way.window, way
         self._threads = check_threads(Threads(loaders, fetchers, writers, ahead), state.tables.spec.shards)
         self.tables, spec = state.tables, state.tables.spec
-        mesh = mesh_for(mesh, state, update)
+        self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._steps = self.steps_type(update, way, spec, mesh, state.dense)
         self._stages = Stages(
@@ -111,20 +109,19 @@ class Pipeline(Leaving):
         )
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = Cuts(self._stages, self._steps), Streams()
-        whole = not way.skip_writes
-        self._standing, self._view = Standing(self.tables, not way.adds and whole, whole), self.tables
+        self._standing, self._view = self._standing_of(self.tables), self.tables
         self._begin_flow(0, Stream(iter(())))
 
-    def _begin_flow(self, number, stream):
+    def _standing_of(self, tables):
+        whole = not self._way.skip_writes
+        return Standing(tables, not self._way.adds and whole, whole)
+
+    def _begin_flow(self, number, stream, gone=()):
         ahead = self._threads.ahead + self._way.lookahead
         self.flow = self.flow_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
+        self.flow.tell_lost(gone)
         self._standing.begin(self.flow, int(self._steps.dense.step))
         self._workers = Workers(self.flow, self._stages, stream, self._standing, self._threads)
-
-    @property
-    def state(self) -> TrainState:
-        """The state after the last step."""
-        return TrainState(self._steps.dense, self._view)
 
     @property
     def counters(self) -> collections.Counter:
@@ -165,46 +162,61 @@ class Pipeline(Leaving):
     def _iterate(self, stream, hooks, check_every_steps):
         try:
             self._begin_run(stream)
-            while (number := self.flow.wait_to_commit(self._way.lookahead)) is not None:
+            while (number := self._next_number()) is not None:
                 metrics = self._train(number, hooks)
                 self._steps.check_losses(check_every_steps)
-                yield self.state, metrics
+                yield self._state(), metrics
             self._steps.check_losses()
+            self._leave(recovers=True)
+            # The last rows may have met lost shards on their way back, when no thread was left to gather anew.
+            if not self._untold:
+                self._recover_lost()
         except GeneratorExit:  # perhaps from a finalizer, where Python prints what is raised, and drops it
             self._leave(postpone=self._within > 0)
             if self._untold and not self._within:  # else `with` or `close` will tell
                 raise first(self._untold) from None  # and it stays untold for the next call
             return
         except BaseException as error:
-            self._leave()
+            self._leave(recovers=isinstance(error, ShardsLost))  # which has told of them
             note(error, self._take_untold())
             raise
-        self._leave()
         if failures := self._take_untold():
             raise first(failures)
         self._cuts.warn(self.step)
 
+    def _next_number(self):
+        """The batch to commit, when it is loaded and its shards are there; None at the end."""
+        while (number := self.flow.wait_to_commit(self._way.lookahead)) is None and self.flow.gone:
+            if self.flow.broken or self.flow.unsaved is not None:
+                return None
+            self._recover_lost()
+        return number
+
     def _begin_run(self, stream):
         with uninterrupted():
             self._refuse()
-            self._left, self._iterating = False, threading.current_thread()
+            self._left, self._iterating, self._to_lose = False, threading.current_thread(), set()
             self._compiled_before = self._steps.compiled()
             # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
-            self._begin_flow(self.flow.planned + self.window + 1, stream)
+            self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
             self._standing.turn = turns.begin(self.tables, self.flow, self)
             self._workers.start_all()
 
     def _train(self, number, hooks):
         if self.flow.paused:
-            raise ValueError("`exclusive` is not left yet: take the next batch after its block.")
+            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
         plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
         try:
             with uninterrupted(again=False) as asked:
                 metrics = self._commit(number)
             try:  # a Ctrl-C in the commit waits for the hooks of its step, in which another one is not put off
                 self._run_hooks(hooks, plans, metrics)
+                # Before the cut, which could not save rows that are really gone.
+                self._recover_lost()
                 # Behind the hooks: what they made of the dense state belongs to the step.
                 self._cuts.begin(self.step, self._workers)
+                # Behind the cut: an emulated failure finds what was saved at its step.
+                self._recover_emulated()
             finally:
                 raise_again(asked)
         except Exception as error:
@@ -234,63 +246,18 @@ class Pipeline(Leaving):
         return metrics
 
     def _run_hooks(self, hooks, plans, metrics):
-        before = self.state
-        state = run_hooks(hooks, before, self.step, plans, metrics)
-        if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
-            raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-        check_hooked(before.dense, state.dense)
-        self._steps.dense = state.dense
-
-    def drain(self) -> HostTables:
-        """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
-
-        Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
-        semisync it waits until the next batch has come and was gathered, as that one must not see the rows of this one.
-
-        Raises:
-          BrokenPipeline: rows are lost.
-          Whatever the save of a cut has raised.
-        """
-        self._refuse()
-        self.flow.drain()
-        self._standing.refuse_broken()
-        self._refuse_unsaved()
-        if self._way.skip_writes:
-            self.flow.wait_for_cut()  # which writes the same rest
-            self._refuse_unsaved()
-        with uninterrupted():
-            if not self._left:  # else it was written, and others may have trained over the tables since
-                self._stages.write_rest(self._steps.ring, self.flow.floor)
-            self._standing.settle()
-        return self.tables
-
-    def _refuse_unsaved(self):
-        if not self._left and self.flow.unsaved is not None:
-            raise self.flow.unsaved
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[HostTables]:
-        """Gives the tables to the caller alone, to change them: drains, and afterwards gathers anew what was ahead.
-
-        For the committing thread. What the ring and the last-writer table say of earlier batches is forgotten.
-
-        Raises:
-          As `drain`.
-        """
-        if self.flow.paused:
-            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        self.drain()
-        self.flow.wait_for_cut()  # it may still be saving
-        self._refuse_unsaved()
+        self._in_hooks = True
         try:
-            self.flow.pause()
-            self._standing.refuse_broken()
-            yield self.tables
+            for hook in hooks:
+                before = self._state()
+                state = run_hooks([hook], before, self.step, plans, metrics)
+                if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
+                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
+                # After each: the next one may raise, and an earlier state may be donated by then.
+                self._steps.dense = state.dense
         finally:
-            with uninterrupted():
-                # Before the restart: who gathers anew may look at the tables at once.
-                self._standing.settle()
-                self.flow.restart(self._stages.void)
+            self._in_hooks = False
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces a consistent state after a step, to be saved while training goes on.
@@ -312,3 +279,34 @@ class Pipeline(Leaving):
         self._refuse()
         self._refuse_unsaved()
         self._cuts.announce(step, self.step, Cut(save, unreached))
+
+    def reset(self, state: TrainState) -> None:
+        """Goes on from another state: an image that was restored, after an error or before the next run.
+
+        What the ring and the last writers say of earlier batches is void. Cuts that are announced are forgotten, as
+        are rows and shards that were lost. The data go back with the state: that is the caller's part.
+
+        Args:
+          state: TrainState of the same shapes; its step is that of the pipeline from then on.
+
+        Raises:
+          ValueError: within a run; a state of other shapes, or over tables of another spec.
+          Whatever leaving a run has found and nobody was told.
+        """
+        if self.running:
+            raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
+        state = state_itself(state)
+        if state.tables.spec.digest != self.tables.spec.digest:
+            raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
+        check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
+        mesh_for(self._mesh, state, self._steps.update)
+        turns.refuse(state.tables, self.flow)
+        self._cuts.warn(self.step)
+        self._cuts.forget()
+        self.tables, self._view = state.tables, state.tables
+        self._steps.dense, self._stages.tables = state.dense, state.tables
+        self._standing = self._standing_of(state.tables)
+        self._begin_flow(self.flow.planned + self.window + 1, Stream(iter(())))

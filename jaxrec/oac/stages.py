@@ -9,9 +9,10 @@ Legend: W window, S shards, U padded unique rows a shard, C rows that travel.
 """
 
 import collections
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +22,11 @@ from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.host import without_gaps
 from jaxrec.oac.arguments import Way
+from jaxrec.oac.flow import Flow
 from jaxrec.oac.ring import Ring
 from jaxrec.oac.sizes import Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
-from jaxrec.types import Array, Batch, Plan, Rows
+from jaxrec.types import Array, Batch, Plan, Rows, ShardsLost
 
 
 class Planned(NamedTuple):
@@ -192,20 +194,26 @@ class Stages:
         self._count(planned, committed)
         return Fetched(plans, rows, committed.read)
 
-    def write(self, item: Item, shards: Sequence[int]) -> None:
-        """Writes the rows of a batch, which is fetched, into some shards."""
+    def write(self, item: Item, shards: Sequence[int], flow: Flow) -> None:
+        """Writes the rows of a batch, which is fetched, into some shards; to those that are lost goes nothing."""
         fetched = item.fetched
         assert fetched is not None
-        if self.way.adds:
-            self.tables.add(fetched.plans, fetched.rows, fetched.read, shards)
-        else:
-            self.tables.put(fetched.plans, fetched.rows, shards)
+        there = [shard for shard in shards if shard not in flow.gone] if flow.gone else shards
+        # What is lost is told before the write counts, or a batch that waits for it might be gathered without.
+        with telling_lost(flow):
+            if self.way.adds:
+                self.tables.add(fetched.plans, fetched.rows, fetched.read, there)
+            else:
+                self.tables.put(fetched.plans, fetched.rows, there)
 
-    def write_rest(self, ring: Ring | None, floor: int) -> None:
+    def write_rest(self, ring: Ring | None, flow: Flow) -> None:
         """Writes what was not written back because a later batch would."""
-        if self.way.skip_writes and ring is not None:
-            with self.tables.overwriting(step=self.tables.step):  # it is no step of its own
-                self.tables.put(*newest_rows(ring, self.tables.spec, floor))
+        if not self.way.skip_writes or ring is None:
+            return
+        there = [shard for shard in range(self.tables.spec.shards) if shard not in flow.gone]
+        step = int(self.tables.steps[:, 1].max())  # it is no step of its own
+        with self.tables.overwriting(there, step), telling_lost(flow):
+            self.tables.put(*newest_rows(ring, self.tables.spec, flow.floor), there)
 
     def _without_gaps(self, direction, plans, keep):
         """`without_gaps` of every stack, in sizes C of few; None if that would save nothing."""
@@ -243,6 +251,15 @@ class Stages:
         stale, patched = int(committed.stale), int(committed.patched)  # before the lock: they may be on the device
         with self._lock:
             self.counters.update(rows=rows, stale_rows=stale, patched_rows=patched, batches=1)
+
+
+@contextlib.contextmanager
+def telling_lost(flow: Flow) -> Iterator[None]:
+    """A write in which shards may be lost; what goes to the others is written all the same."""
+    try:
+        yield
+    except ShardsLost as lost:
+        flow.tell_lost(lost.shards)
 
 
 def fetch_whole(tree: Any) -> Any:

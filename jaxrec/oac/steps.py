@@ -173,17 +173,14 @@ def check_hooks(hooks: Any) -> tuple[Callable, ...]:
     return once
 
 
-def check_hooked(before: DenseState, after: DenseState) -> None:
-    """Refuses a dense state of a hook that the next step cannot take.
+def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:
+    """Refuses a dense state that the next step cannot take.
 
     Raises:
-      ValueError: its shapes are others than before.
+      ValueError: its shapes are others than before; begins with what happened.
     """
     if after is not before and shapes_of(after) != shapes_of(before):
-        raise ValueError(
-            f"a hook returned a dense state of other shapes: {shapes_of(after)} in place of {shapes_of(before)}. A "
-            "hook may change its values alone."
-        )
+        raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
 
 
 def shapes_of(tree: Any) -> Any:

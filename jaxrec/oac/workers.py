@@ -15,6 +15,7 @@ from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Item, Stages
 from jaxrec.oac.stream import END, Stream
 from jaxrec.oac.view import Standing
+from jaxrec.types import ShardsLost
 
 
 class Worker(threading.Thread):
@@ -186,6 +187,9 @@ class Workers:
             return
         try:
             loaded = [stages.load(item.planned, watermark, flow.floor, flow.tell_gathered)]
+        except ShardsLost as lost:  # parked: when the shards are back, it is claimed and gathered anew
+            flow.tell_not_loaded(lost.shards)
+            return
         except BaseException:
             flow.tell_not_loaded()
             raise
@@ -216,7 +220,7 @@ class Workers:
 
     def _write(self, item: Item, shards: range, writer: int, number: int):
         try:
-            self.stages.write(item, shards)
+            self.stages.write(item, shards, self.flow)
         except BaseException:
             if not self.standing.exact:  # `add` does not count: nobody knows how far it came
                 self.standing.half.update(shards)

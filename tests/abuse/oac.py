@@ -289,21 +289,17 @@ def _(directory):
 def _(directory):
     pipeline = pipeline_of()
 
-    def change(state):
-        with pipeline.exclusive(), pipeline.exclusive():
-            pass
-
-    train(pipeline, hook=at_step(2, change), steps=2)
+    change = lambda tables: pipeline.exclusive(lambda same: same)
+    train(pipeline, hook=at_step(2, lambda state: pipeline.exclusive(change)), steps=2)
 
 
-@situation("the next batch within exclusive", ValueError, "take the next batch after its block")
+@situation("the next batch within exclusive", ValueError, "take the next batch when it has returned")
 def _(directory):
     pipeline = pipeline_of(window=8)
     with pipeline:
         running = pipeline.run(batches_of())
         next(running)
-        with pipeline.exclusive():
-            next(running)
+        pipeline.exclusive(lambda tables: next(running))
 
 
 @situation("a cut of a step that is over", ValueError, "step=2 is committed already")
@@ -324,13 +320,19 @@ def _(directory):
     pipeline_of().cut(4, None)
 
 
+def reset(tables, shards=(0,)):
+    """A change that gives shards their initial rows."""
+    for shard in shards:
+        tables.reset_shard("width_4", shard)
+    return tables
+
+
 @situation("drain, exclusive and close outside of a run")
 def _(directory):
     pipeline = pipeline_of()
     for _ in range(2):
         assert pipeline.drain() is pipeline.tables
-        with pipeline.exclusive() as tables:
-            tables.reset_shard("width_4", 0)
+        pipeline.exclusive(reset)
         pipeline.close()
         list(pipeline.run(batches_of()))
     assert pipeline.step == 12

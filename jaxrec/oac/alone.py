@@ -1,0 +1,150 @@
+"""Being alone with the tables of a pipeline: to read them, to change them, to bring back shards that are lost.
+
+Legend: W window.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+
+from jaxrec.embedding import HostTables
+from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.leaving import REMEDY, Leaving
+from jaxrec.types import ShardsLost
+
+_TRIES = 8  # how often shards may be lost again before one more step is committed
+
+
+class Alone(Leaving):
+    """What the committing thread does between the steps of a pipeline, or in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self._to_lose: set[int] = set()  # behind the cut of this step
+        self._recovered_at, self._tries = -1, 0
+
+    def drain(self) -> HostTables:
+        """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
+
+        Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
+        semisync it waits until the next batch has come and was gathered, as that one must not see the rows of this one.
+
+        Raises:
+          BrokenPipeline: rows are lost.
+          ValueError: another thread is in the middle of a step.
+          Whatever the save of a cut has raised.
+        """
+        self._refuse()
+        self._refuse_elsewhere()
+        self.flow.drain()
+        self._standing.refuse_broken()
+        self._refuse_unsaved()
+        if self._stages.way.skip_writes:
+            self.flow.wait_for_cut()  # which writes the same rest
+            self._refuse_unsaved()
+        with uninterrupted():
+            if not self._left:  # else it was written, and others may have trained over the tables since
+                self._stages.write_rest(self._steps.ring, self.flow)
+            self._standing.settle()
+        return self.tables
+
+    def _refuse_unsaved(self):
+        if not self._left and self.flow.unsaved is not None:
+            raise self.flow.unsaved
+
+    def _refuse_elsewhere(self):
+        generator, here = self._generator(), threading.current_thread()
+        if generator is not None and generator.gi_running and self._iterating is not here:
+            raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
+
+    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+        """Changes the tables while nobody else reads or writes them: what was gathered ahead is gathered anew.
+
+            pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
+
+        For the committing thread, between steps or in a hook; the state that later hooks get and that is yielded has
+        the tables as they are then. Tables in host memory are changed in place.
+
+        Args:
+          change: (tables) -> tables, those that hold from then on; here the same ones.
+
+        Raises:
+          ValueError: `change` is no function, or returns other tables; one is at work already.
+          As `drain`, and whatever `change` raises: what was changed until then stays.
+        """
+        if not callable(change):
+            raise ValueError(f"exclusive wants a function (tables) -> tables, and was given a {type(change).__name__}.")
+        if self.flow.paused:
+            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
+        self.drain()
+        self.flow.wait_for_cut()  # it may still be saving
+        self._refuse_unsaved()
+        try:
+            self.flow.pause()
+            self._standing.refuse_broken()
+            changed = change(self.tables)
+        finally:
+            with uninterrupted():
+                # Before the restart: who gathers anew may look at the tables at once. What the ring and the last
+                # writers say of earlier batches is forgotten, or a later batch would undo the change.
+                self._standing.settle()
+                self.flow.restart(self._stages.void)
+        if not self.running:  # whoever changes them then answers for their shards
+            self.flow.tell_recovered(self.flow.gone)
+        if changed is not self.tables:
+            raise ValueError(
+                f"the change returned a {type(changed).__name__}: tables in host memory are changed in place, so "
+                "return those that it was given."
+            )
+
+    def lose(self, shards: Iterable[int]) -> None:
+        """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all watchers that have it.
+
+        For a hook that emulates a failure. A home whose shards are really lost says so by `ShardsLost`, and the same
+        happens at the step that is committed when it is noticed: what was to be written to them by then is lost with
+        them, what was gathered ahead is gathered anew. A cut that meets them is saved when they are back.
+
+        Args:
+          shards: their numbers.
+
+        Raises:
+          ValueError: there is no such shard; nothing runs.
+          ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
+        """
+        wanted = set(shards)
+        if wrong := [shard for shard in wanted if shard not in range(self.tables.spec.shards)]:
+            raise ValueError(f"shards {wrong} must lie between 0 and {self.tables.spec.shards - 1}.")
+        if not self.running:
+            raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
+        self._refuse_elsewhere()
+        self._to_lose |= wanted
+
+    def _recover_lost(self):
+        """Has watchers bring back what homes have lost, until nothing is."""
+        while self.flow.gone:
+            self._recover(self.flow.gone)
+
+    def _recover_emulated(self):
+        """Has watchers bring back what hooks want lost."""
+        wanted, self._to_lose = self._to_lose, set()
+        if wanted:
+            self._recover(wanted)
+
+    def _recover(self, shards):
+        watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
+        if not watchers:
+            raise ShardsLost(shards, f"no watcher brings them back: pipeline.enter(Recovery(...)) first; now {REMEDY}")
+        self._tries = self._tries + 1 if self._recovered_at == self.step else 1
+        self._recovered_at = self.step
+        if self._tries > _TRIES:
+            raise ShardsLost(shards, f"again, after {_TRIES} recoveries at step {self.step}: {REMEDY}")
+        before = self.flow.epoch
+        for watcher in watchers:
+            watcher.recover(tuple(sorted(shards)))
+        if self.flow.epoch == before:  # nobody was alone with the tables: what was parked has to be gathered anew
+            self.exclusive(lambda tables: tables)
+        # Behind the restart: until then, those who were gathering have told of the same loss.
+        self.flow.tell_recovered(shards)
+        if self._left:
+            self._cuts.save_missed(self.state)
+        else:
+            self._cuts.begin(self.step, self._workers)
