@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 FLOORS = [
     ["types", "files", "interrupts"],
     [
-        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
+        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.ends",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
-    ["embedding.mapped", "shadowsync.leaves"],
+    ["embedding.mapped", "shadowsync.leaves", "oac.flow"],
     [
         "embedding.plan", "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
@@ -24,9 +24,11 @@ FLOORS = [
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.flow", "oac.pipeline"]
+HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.pipeline"]
 HOST_FILES += [
     "interrupts",
+    "oac.alone",
+    "oac.ends",
     "oac.leaving",
     "oac.stages",
     "oac.stream",
