@@ -27,7 +27,7 @@ FLOORS = [
 HOST_FILES = ["files", "checkpoint", "loop", "embedding.host", "embedding.mapped", "data", "oac.pipeline"]
 HOST_FILES += [
     "interrupts",
-    "oac.alone",
+    "oac.committing",
     "oac.ends",
     "oac.leaving",
     "oac.stages",

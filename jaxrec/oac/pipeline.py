@@ -18,24 +18,23 @@ from typing import Any, Literal
 
 import jax
 
-from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.interrupts import uninterrupted
 from jaxrec.oac import turns
-from jaxrec.oac.alone import Alone
 from jaxrec.oac.arguments import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
+from jaxrec.oac.committing import Committing
 from jaxrec.oac.cuts import Cut, Cuts
 from jaxrec.oac.failures import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
 from jaxrec.oac.stream import Stream, Streams
-from jaxrec.oac.view import LaggingTables, Standing
+from jaxrec.oac.view import Standing
 from jaxrec.oac.workers import Workers
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
-from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
 
-class Pipeline(Alone):
+class Pipeline(Committing):
     """Trains over `HostTables` with up to W batches in flight.
 
     with Pipeline(state, update, mode="oac", window=8) as pipeline:
@@ -184,14 +183,6 @@ class Pipeline(Alone):
             raise first(failures)
         self._cuts.warn(self.step)
 
-    def _next_number(self):
-        """The batch to commit, when it is loaded and its shards are there; None at the end."""
-        while (number := self.flow.wait_to_commit(self._way.lookahead)) is None and self.flow.gone:
-            if self.flow.broken or self.flow.unsaved is not None:
-                return None
-            self._recover_lost()
-        return number
-
     def _begin_run(self, stream):
         with uninterrupted():
             self._refuse()
@@ -201,63 +192,6 @@ class Pipeline(Alone):
             self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
             self._standing.turn = turns.begin(self.tables, self.flow, self)
             self._workers.start_all()
-
-    def _train(self, number, hooks):
-        if self.flow.paused:
-            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
-        plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
-        try:
-            with uninterrupted(again=False) as asked:
-                metrics = self._commit(number)
-            try:  # a Ctrl-C in the commit waits for the hooks of its step, in which another one is not put off
-                self._run_hooks(hooks, plans, metrics)
-                # Before the cut, which could not save rows that are really gone.
-                self._recover_lost()
-                # Behind the hooks: what they made of the dense state belongs to the step.
-                self._cuts.begin(self.step, self._workers)
-                # Behind the cut: an emulated failure finds what was saved at its step.
-                self._recover_emulated()
-            finally:
-                raise_again(asked)
-        except Exception as error:
-            error.add_note(self._workers.where("commit", number))
-            raise
-        return metrics
-
-    def _commit(self, number):
-        """The step of one batch, whole or not at all: the caller puts signals off."""
-        item, before = self._stages.items[number], self._steps.dense
-        try:
-            item.committed, metrics = self._steps.commit(item, self.flow.floor)
-        except BaseException as error:
-            if self._steps.dense is not before:  # the step is done, and its rows are gone
-                self.flow.tell_committed(number)
-                self.flow.fail_behind(number, error)
-            elif self._steps.dense_is_gone():
-                self.flow.tell_dense_gone()
-                self.flow.fail_behind(number, error)
-            raise
-        # Dropped before another batch may take their place in memory.
-        item.loaded = item.inputs = None
-        self._view = LaggingTables(self._standing, self.step + 1)
-        # Last: from here on a fetcher may have the rows, and the step counts.
-        self.flow.tell_committed(number)
-        self._steps.note_loss(self.step, metrics)
-        return metrics
-
-    def _run_hooks(self, hooks, plans, metrics):
-        self._in_hooks = True
-        try:
-            for hook in hooks:
-                before = self._state()
-                state = run_hooks([hook], before, self.step, plans, metrics)
-                if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
-                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
-                # After each: the next one may raise, and an earlier state may be donated by then.
-                self._steps.dense = state.dense
-        finally:
-            self._in_hooks = False
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces a consistent state after a step, to be saved while training goes on.

@@ -1,26 +1,94 @@
-"""Being alone with the tables of a pipeline: to read them, to change them, to bring back shards that are lost.
+"""What the committing thread does: steps with their hooks, being alone with the tables, bringing back lost shards.
 
-Legend: W window.
+The order at a step: the commit, its hooks in their order, shards that are really gone, the cut, emulated failures.
 """
 
+import operator
 import threading
 from collections.abc import Callable, Iterable
 
 from jaxrec.embedding import HostTables
-from jaxrec.interrupts import uninterrupted
+from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac.leaving import REMEDY, Leaving
-from jaxrec.types import ShardsLost
+from jaxrec.oac.steps import check_same_shapes
+from jaxrec.oac.view import LaggingTables
+from jaxrec.step import run_hooks
+from jaxrec.types import ShardsLost, TrainState
 
 _TRIES = 8  # how often shards may be lost again before one more step is committed
 
 
-class Alone(Leaving):
-    """What the committing thread does between the steps of a pipeline, or in a hook."""
+class Committing(Leaving):
+    """The steps of a pipeline, and what is done between two of them or in a hook."""
 
     def __init__(self):
         super().__init__()
         self._to_lose: set[int] = set()  # behind the cut of this step
         self._recovered_at, self._tries = -1, 0
+
+    def _next_number(self):
+        """The batch to commit, when it is loaded and its shards are there; None at the end."""
+        lookahead = self._stages.way.lookahead
+        while (number := self.flow.wait_to_commit(lookahead)) is None and self._some_to_recover():
+            self._recover_lost()
+        return number
+
+    def _train(self, number, hooks):
+        if self.flow.paused:
+            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
+        plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
+        try:
+            with uninterrupted(again=False) as asked:
+                metrics = self._commit(number)
+            try:  # a Ctrl-C in the commit waits for the hooks of its step, in which another one is not put off
+                self._run_hooks(hooks, plans, metrics)
+                # Before the cut, which could not save rows that are really gone.
+                self._recover_lost()
+                # Behind the hooks: what they made of the dense state belongs to the step.
+                self._cuts.begin(self.step, self._workers)
+                # Behind the cut: an emulated failure finds what was saved at its step.
+                self._recover_emulated()
+            finally:
+                raise_again(asked)
+        except Exception as error:
+            error.add_note(self._workers.where("commit", number))
+            raise
+        return metrics
+
+    def _commit(self, number):
+        """The step of one batch, whole or not at all: the caller puts signals off."""
+        item, before = self._stages.items[number], self._steps.dense
+        try:
+            item.committed, metrics = self._steps.commit(item, self.flow.floor)
+        except BaseException as error:
+            if self._steps.dense is not before:  # the step is done, and its rows are gone
+                self.flow.tell_committed(number)
+                self.flow.fail_behind(number, error)
+            elif self._steps.dense_is_gone():
+                self.flow.tell_dense_gone()
+                self.flow.fail_behind(number, error)
+            raise
+        # Dropped before another batch may take their place in memory.
+        item.loaded = item.inputs = None
+        self._view = LaggingTables(self._standing, self.step + 1)
+        # Last: from here on a fetcher may have the rows, and the step counts.
+        self.flow.tell_committed(number)
+        self._steps.note_loss(self.step, metrics)
+        return metrics
+
+    def _run_hooks(self, hooks, plans, metrics):
+        self._in_hooks = True
+        try:
+            for hook in hooks:
+                before = self._state()
+                state = run_hooks([hook], before, self.step, plans, metrics)
+                if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
+                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
+                # After each: the next one may raise, and an earlier state may be donated by then.
+                self._steps.dense = state.dense
+        finally:
+            self._in_hooks = False
 
     def drain(self) -> HostTables:
         """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
@@ -110,7 +178,10 @@ class Alone(Leaving):
           ValueError: there is no such shard; nothing runs.
           ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
         """
-        wanted = set(shards)
+        try:
+            wanted = {operator.index(shard) for shard in shards}
+        except TypeError:
+            raise ValueError(f"lose wants the numbers of shards, as in [3], and was given {shards!r:.80}.") from None
         if wrong := [shard for shard in wanted if shard not in range(self.tables.spec.shards)]:
             raise ValueError(f"shards {wrong} must lie between 0 and {self.tables.spec.shards - 1}.")
         if not self.running:
@@ -120,8 +191,12 @@ class Alone(Leaving):
 
     def _recover_lost(self):
         """Has watchers bring back what homes have lost, until nothing is."""
-        while self.flow.gone:
+        while self._some_to_recover():
             self._recover(self.flow.gone)
+
+    def _some_to_recover(self):
+        # A run that has failed otherwise tells of that, and the next one begins with what is lost.
+        return bool(self.flow.gone) and not self.flow.broken and self.flow.unsaved is None
 
     def _recover_emulated(self):
         """Has watchers bring back what hooks want lost."""
