@@ -344,7 +344,7 @@ def _(directory):
 
 
 @situation(
-    "a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed in place"
+    "a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed"
 )
 def _(directory):
     pipeline = pipeline_of()
@@ -430,7 +430,7 @@ def _(directory):
 
 
 @situation(
-    "losing one shard, not a list of them", ValueError, "wants the numbers of shards, as in .3., and was given 3"
+    "losing one shard, not a list of them", ValueError, "numbers of shards, as in .3., and was given 3"
 )
 def _(directory):
     lose_at_2(3, steps=2)
@@ -485,7 +485,7 @@ def _(directory):
 
 
 @situation(
-    "a watcher that is no context manager", ValueError, "enter wants a context manager, and was given a function"
+    "a watcher that is no context manager", ValueError, "wants a context manager, and was given a function"
 )
 def _(directory):
     with pipeline_of() as pipeline:
