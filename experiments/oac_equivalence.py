@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line
-from oac_failures import KINDS, Problem, Tally, break_one
+from oac_failures import KINDS, Problem, Tally, WatchedTables, break_one, equal, equal_leaves
 from tqdm import tqdm
 
 import jaxrec
@@ -35,6 +35,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.oac import Pipeline
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stale import LastWriters
+from jaxrec.oac.steps import Steps
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -189,9 +190,7 @@ def broken_runs(config: Config, until: float) -> Tally:
 
 def same(a, b) -> bool:
     """Whether two (state, losses) agree to the last bit."""
-    arrays = lambda tables: [x for shards in tables.shards.values() for parts in shards for x in parts.values()]
-    left, right = ([*jax.tree.leaves((state.dense, losses)), *arrays(state.tables)] for state, losses in (a, b))
-    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(left, right, strict=True))
+    return equal(a[0], b[0]) and equal_leaves(a[1], b[1])
 
 
 def train(pipeline: Pipeline, batches: list[Batch]):
@@ -225,7 +224,7 @@ class Delayed:
 
 
 class Numbered(Flow):
-    """Tells each loader and fetcher which batch, counted from 0, it has in hand: threads take turns as they like."""
+    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take it as it comes."""
 
     mine = threading.local()
 
@@ -236,7 +235,13 @@ class Numbered(Flow):
 
     def claim_fetch(self):
         """As in `Flow`."""
-        number = super().claim_fetch()
+        return self._noted(super().claim_fetch())
+
+    def wait_to_write(self, writer):
+        """As in `Flow`."""
+        return self._noted(super().wait_to_write(writer))
+
+    def _noted(self, number):
         self.mine.batch = None if number is None else number - self.first
         return number
 
@@ -267,6 +272,11 @@ class HeldBack:
                 self.changed.notify_all()
         return out
 
+    def hold_second_writer(self, shards):
+        """Until a batch was gathered that should have waited for this write."""
+        if shards.start == 1:
+            self.wait_for_gather(Numbered.mine.batch + self.window + 1)
+
     def fetch(self, tree):
         """To the host, as late as it may be."""
         self.wait_for_gather(Numbered.mine.batch + self.window)
@@ -279,11 +289,33 @@ class NumberedPipeline(Pipeline):
     flow_type = Numbered
 
 
+class RowsNotRepaired(Steps):
+    """Rows stay as stale as they are."""
+
+    def repair(self, inputs, loaded, rows, floor):
+        """Finds what is stale, in vain."""
+        return rows, super().repair(inputs, loaded, rows, floor)[1]
+
+
+class SlotsNotRepaired(Steps):
+    """Embedding rows are repaired, their optimizer slots are not."""
+
+    def repair(self, inputs, loaded, rows, floor):
+        """Repairs a half."""
+        right, source = super().repair(inputs, loaded, rows, floor)
+        return {name: Rows(right[name].value, rows[name].slots) for name in rows}, source
+
+
 class NoReplay(NumberedPipeline):
     """Mutant: stale rows are not repaired."""
 
-    def _repair(self, item, rows, source):
-        return rows, super()._repair(item, rows, source)[1]
+    steps_type = RowsNotRepaired
+
+
+class SlotsNotPatched(NumberedPipeline):
+    """Mutant: the optimizer slots of stale rows are not repaired."""
+
+    steps_type = SlotsNotRepaired
 
 
 class RingOfOne(NumberedPipeline):
@@ -291,16 +323,8 @@ class RingOfOne(NumberedPipeline):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._depth = 1
-        self._last = LastWriters(self.tables.spec, self.window, self._depth)
-
-
-class SlotsNotPatched(NumberedPipeline):
-    """Mutant: embedding rows are repaired, their optimizer slots are not."""
-
-    def _repair(self, item, rows, source):
-        right, source = super()._repair(item, rows, source)
-        return {name: Rows(right[name].value, rows[name].slots) for name in rows}, source
+        self._steps.depth = 1
+        self._stages.last = LastWriters(self.tables.spec, self.window, 1)
 
 
 class Unordered(Numbered):
@@ -311,9 +335,9 @@ class Unordered(Numbered):
         self.done = self.__dict__.get("done", set())
         number = self._first_missing()
         other = self.first + ((number - self.first) ^ 1)
-        with self.changed:
+        with self._changed:
             if other not in self.done and self._wait_for(other, lambda: other in self.fetched):
-                return other
+                return self._noted(other)
         return super().wait_to_write(writer)
 
     def mark_written(self, writer, number):
@@ -343,12 +367,6 @@ class WatermarkNotContiguous(NumberedPipeline):
     """Mutant: admission goes by the fastest of two writers; the other one is slow."""
 
     flow_type = NewestWins
-    held: HeldBack
-
-    def _write(self, item, shards):
-        if shards.start == 1:  # until a batch was gathered that should have waited for this write
-            self.held.wait_for_gather(item.number - self._flow.first + self.window + 1)
-        super()._write(item, shards)
 
 
 MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotContiguous)
@@ -364,9 +382,10 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
         about_writers = kind in (UnorderedWriters, WatermarkNotContiguous)
         fetch = (lambda tree: jax.tree.map(np.asarray, tree)) if about_writers else held.fetch
         writers = 2 if kind is WatermarkNotContiguous else 1
-        pipeline = kind(fresh_state(spec), update, window=window, send=held.send, fetch=fetch, writers=writers)
-        if isinstance(pipeline, WatermarkNotContiguous):
-            pipeline.held = held
+        state = fresh_state(spec)
+        if kind is WatermarkNotContiguous:
+            state = state._replace(tables=WatchedTables.of(state.tables, before_write=held.hold_second_writer))
+        pipeline = kind(state, update, window=window, send=held.send, fetch=fetch, writers=writers)
         caught[kind.__name__] = not same(train(pipeline, batches), expected)
     if caught.pop("NumberedPipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
@@ -391,7 +410,7 @@ def check(config: Config, case: Case, number: int, seed: int) -> dict:
     row = dataclasses.asdict(case) | {"equal": equal_sync and equal_oac, "compilations": oac.compilations}
     row["stale_fraction"] = counters["stale_rows"] / counters["rows"]
     row["patched_fraction"] = counters["patched_rows"] / counters["rows"]
-    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, oac._flow.seen))
+    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, vars(oac.flow)["seen"]))
     moved = counters["bytes_sent"] + counters["bytes_fetched"]
     row["bytes_saved_percent"] = 100 * (1 - moved / counters["bytes_without_savings"])
     return row

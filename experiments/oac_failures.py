@@ -8,12 +8,13 @@ pipeline that is whole goes on with the same iterator to the plain loop's end, a
 import collections
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrec.embedding import HostTables
 from jaxrec.oac import BrokenPipeline, Pipeline
 from jaxrec.types import Batch, TrainState
 
@@ -48,21 +49,39 @@ class Trap:
             raise self.error
 
 
-class Breaks(Pipeline):
-    """A pipeline whose gather or write-back meets a trap."""
+class WatchedTables(HostTables):
+    """Tables that call functions before they are read and written, which may wait or raise."""
 
-    trap: Trap
-    place = ""
+    before_read: Callable[[], object]
+    before_write: Callable[[Sequence[int]], object]
 
-    def _gather(self, item):
-        if self.place == "gather":
-            self.trap()
-        return super()._gather(item)
+    @classmethod
+    def of(cls, tables: HostTables, before_read=lambda: None, before_write=lambda shards: None) -> "WatchedTables":
+        """The same rows, watched.
 
-    def _write(self, item, shards):
-        if self.place == "write back":
-            self.trap()
-        super()._write(item, shards)
+        Args:
+          tables: the rows.
+          before_read: called by a loader, as `read` is.
+          before_write: (shards) -> anything, called by a writer, as `put` and `add` are.
+        """
+        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
+        found.__dict__.update(before_read=before_read, before_write=before_write)  # the class is frozen
+        return found
+
+    def read(self, plans):
+        """As `HostTables`."""
+        self.before_read()
+        return super().read(plans)
+
+    def put(self, plans, rows, shards=None):
+        """As `HostTables`."""
+        self.before_write(shards)
+        return super().put(plans, rows, shards)
+
+    def add(self, plans, rows, old, shards=None):
+        """As `HostTables`."""
+        self.before_write(shards)
+        return super().add(plans, rows, old, shards)
 
 
 class Stream:
@@ -95,10 +114,13 @@ def carries(raised: BaseException | None, injected: BaseException) -> bool:
 
 def equal(a: TrainState, b: TrainState) -> bool:
     """Whether two states agree to the last bit."""
-    pairs = zip(jax.tree.leaves(a.dense), jax.tree.leaves(b.dense), strict=True)
-    return all(np.array_equal(x, y) for x, y in pairs) and all(
-        equal_shard(a, b, shard) for shard in range(a.tables.spec.shards)
-    )
+    return equal_leaves(a.dense, b.dense) and all(equal_shard(a, b, shard) for shard in range(a.tables.spec.shards))
+
+
+def equal_leaves(a, b) -> bool:
+    """Whether the arrays of two trees agree to the last bit."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
 def equal_shard(a: TrainState, b: TrainState, shard: int) -> bool:
@@ -121,8 +143,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     trap = Trap({"send": int(rng.integers(0, 2 * number)), "stream raises": 0}.get(kind, at), error)
     in_stream = at if kind.startswith("stream") else None
     stream = Stream(problem.batches, in_stream, trap if kind == "stream raises" else None)
-    pipeline = _pipeline(problem, kind, trap, rng)
-    skips = pipeline._skip_writes
+    pipeline, skips = _pipeline(problem, kind, trap, rng)
     last = int(rng.integers(1, at + 1)) if kind == "stream blocks" else at
     raised = _run(pipeline, stream, kind, at, last, trap)
     wrong: list[str] = []
@@ -164,12 +185,15 @@ def _pipeline(problem, kind, trap, rng):
             trap()
         return jax.tree.map(np.asarray, tree)
 
-    pipeline = Breaks(
-        problem.fresh_state(), problem.update, window=int(rng.integers(1, 7)), validation=validation, send=send,
-        fetch=fetch, **threads, **skips,
-    )  # fmt: skip
-    pipeline.trap, pipeline.place = trap, kind
-    return pipeline
+    state, traps = problem.fresh_state(), {}
+    if kind == "gather":
+        traps = {"before_read": trap}
+    elif kind == "write back":
+        traps = {"before_write": lambda shards: trap()}
+    return Pipeline(
+        state._replace(tables=WatchedTables.of(state.tables, **traps)), problem.update,
+        window=int(rng.integers(1, 7)), validation=validation, send=send, fetch=fetch, **threads, **skips,
+    ), skips["skip_rewritten"]  # fmt: skip
 
 
 def _run(pipeline, stream, kind, at, last, trap):

@@ -39,6 +39,7 @@ from reference import Job, ratio
 from tqdm import tqdm
 
 from jaxrec.oac import Pipeline
+from jaxrec.oac.sizes import nbytes
 
 BASIC = ("sync", "semisync", "async", "oac", "oac_device")
 FEWER_ROWS = ("oac_skip_stale_reads", "oac_skip_rewritten", "oac_skip_both")
@@ -97,7 +98,7 @@ class EmulatedLink:
 
     def pass_time(self, direction: str, tree) -> None:
         """Waits until these bytes would be through, behind all that went this way before."""
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        size = nbytes(tree)
         with self.lock:
             self.passed[direction] += size
             start = max(time.perf_counter(), self.free_at[direction])

@@ -40,6 +40,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.loop import evaluate, every, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
+from jaxrec.oac.sizes import nbytes
 from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
@@ -115,8 +116,7 @@ class Job:
             start = time.perf_counter()
             dense, _, _ = jax.block_until_ready(update(dense, rows, plans, batch))
             times.append(time.perf_counter() - start)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves((rows, plans, batch)))
-        return EmulatedLink(size / float(np.median(times[5:])), 5e-5)
+        return EmulatedLink(nbytes((rows, plans, batch)) / float(np.median(times[5:])), 5e-5)
 
     def pipeline(self, arm: Arm, seed: int, link: EmulatedLink | None) -> Pipeline:
         """A pipeline with tables and dense state of its own."""

@@ -13,6 +13,7 @@ from reference import Job, reference_work, synthetic
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
+from jaxrec.oac.sizes import nbytes
 from jaxrec.oac.stale import LastWriters
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
@@ -86,7 +87,6 @@ class Work:
             dense, new, _ = timed("update", update, dense, right, *inputs)
             held = timed("append", append, held, {name: p.unique for name, p in plans.items()}, new, number)
             timed("write_back", tables.put, plans, new)
-            nbytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
             size = {"send": nbytes((plans, batch, read, source)), "fetch": nbytes(new)}
         return {name: float(np.median(values[2:])) for name, values in times.items()}, size
 

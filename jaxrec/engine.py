@@ -8,8 +8,9 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from jaxrec.announced import Announced, Cut
 from jaxrec.boundary import check_not_donated, own_batch
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, Tables, capacity_of, plan
@@ -53,7 +54,7 @@ class Engine(Protocol):
     def exclusive(self, change: Callable[[Any], Any]) -> None:
         """Replaces the tables by change(tables), alone with them; for the thread that iterates, also in a hook."""
 
-    def cut(self, step: int, save: Callable[[TrainState], Any]) -> None:
+    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that a state is to be saved after a step that is not committed yet."""
 
     def lose(self, shards: Sequence[int]) -> None:
@@ -100,7 +101,7 @@ class Serial:
         self._state, self._train_step = state, train_step
         self._run: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._streams = Streams()
-        self._cuts: dict[int, Callable] = {}
+        self._cuts = Announced()
         self._lost: list[int] = []
         self._watchers: list[Any] = []
         self._open = contextlib.ExitStack()
@@ -111,7 +112,9 @@ class Serial:
     def state(self) -> TrainState:
         """Between two steps; a hook is given the state, and may not ask for it here."""
         if self._in_hook:
-            raise ValueError("inside a hook the state is what the hook was given: earlier hooks may have changed it.")
+            raise ValueError(
+                "engine.state was read in a hook: take the state that it was given, as this one may be older."
+            )
         return self._state
 
     @property
@@ -193,11 +196,13 @@ class Serial:
                 check_finite(losses, self.step)
                 losses = []
         check_finite(losses, self.step)
+        self._cuts.warn(self.step)
 
     def _after_step(self, hooks, plans, metrics):
         for hook in hooks:
             self._run_hook(hook, plans, metrics)
-        if save := self._cuts.pop(self.step, None):
+        if save := self._cuts.at(self.step):
+            self._cuts.tell_begun(self.step)
             save(self._state)
         self._recover()
 
@@ -223,32 +228,36 @@ class Serial:
         """Replaces the tables by change(tables); device tables that are donated on the way are gone."""
         self._state = self._state._replace(tables=change(self._state.tables))
 
-    def cut(self, step: int, save: Callable[[TrainState], Any]) -> None:
+    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that save(state) is to be called after a step; training waits for it.
+
+        Args:
+          step: a step that is not committed yet.
+          save: (TrainState) -> anything.
+          unreached: whether leaving a run warns that the step was not reached; it stays announced for the next run.
 
         Raises:
           ValueError: the step is committed, or has a cut already.
         """
-        if step <= self.step:
-            raise ValueError(f"step={step} is committed already ({self.step} are).")
-        if step in self._cuts:
-            raise ValueError(f"a cut of step {step} is announced already: let one function save all that is wanted.")
-        self._cuts[step] = save
+        self._cuts.announce(step, self.step, Cut(save, unreached))
 
     def lose(self, shards: Sequence[int]) -> None:
         """Says in a hook that shards are lost; they are recovered after the step and its cut."""
         self._lost.extend(shards)
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, whose step is that of its dense half; cuts announced before are forgotten.
+        """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
 
         Raises:
           ValueError: a run goes on; the state was donated before.
         """
-        self._refuse_running()
+        if self.running:
+            raise ValueError("reset within a run: leave the loop, or close the engine, first.")
         check_not_donated(state)
         self._state, self.step = state, int(state.dense.step)
-        self._cuts, self._lost = {}, []
+        self._cuts.warn(self.step)
+        self._cuts.forget()
+        self._lost = []
 
     def enter(self, watcher: AbstractContextManager) -> Any:
         """Enters a context manager, which is left when the engine is."""
@@ -267,6 +276,7 @@ class Serial:
         """Ends the run, if one goes on; the state stays."""
         if (generator := self._run()) is not None:
             generator.close()
+        self._cuts.warn(self.step)
 
 
 def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:

@@ -4,7 +4,7 @@ Legend used throughout the package: B batch, N dense features, F columns of a lo
 S shards, U padded unique rows a shard, V rows of a stack, K width of a slot, R replicas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 # jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies on the mesh.
@@ -70,23 +70,44 @@ class DenseState(NamedTuple):
     opt_state: PyTree
 
 
+class ShardsLost(Exception):
+    """The rows of some shards are gone.
+
+    A home of rows raises it from `read`, `put` and `add`. What was to be written to all other shards is written then:
+    whoever catches it writes nothing again.
+
+    Args:
+      shards: at least one.
+      why: what is known beside that.
+
+    Attributes:
+      shards: tuple of ints, in order, each once.
+
+    >>> ShardsLost([3, 1, 3]).shards
+    (1, 3)
+    """
+
+    def __init__(self, shards: Iterable[int], why: str = ""):
+        self.shards = tuple(sorted({int(shard) for shard in shards}))
+        if not self.shards:
+            raise ValueError("ShardsLost wants the shards that are lost, at least one.")
+        super().__init__(f"shards {list(self.shards)} are lost" + (f": {why}" if why else ""))
+
+    def __reduce__(self):
+        return _shards_lost, (self.shards, str(self))
+
+
+def _shards_lost(shards, text):
+    error = ShardsLost(shards)
+    error.args = (text,)
+    return error
+
+
 class TrainState(NamedTuple):
     """All that training changes: the dense half and the tables, see `embedding.Tables`."""
 
     dense: DenseState
     tables: Any
-
-
-class ShardsLost(Exception):
-    """Rows are gone: what a home of the rows raises when it can neither read nor write some of its shards.
-
-    Args:
-      shards: the numbers of those shards, of all stacks.
-    """
-
-    def __init__(self, shards: Sequence[int]):
-        self.shards = tuple(int(shard) for shard in shards)
-        super().__init__(f"the rows of shards {list(self.shards)} are lost")
 
 
 class RolledBack(Exception):

@@ -41,8 +41,7 @@ def train(pipeline, stream):
         if step % 5 == 0:
             pipeline.drain()
         if step % 7 == 0:
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(lambda tables: tables)
         return state
 
     with pipeline:

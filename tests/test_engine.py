@@ -1,6 +1,5 @@
 """One harness over all engines: what they train, in which order, and what is left when a run is left."""
 
-import contextlib
 import signal
 import threading
 
@@ -13,6 +12,7 @@ import pytest
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, fit, train
+from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
@@ -24,6 +24,7 @@ def loss(params, activations, batch):
 
 
 STEP = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
+UPDATE = jaxrec.make_update(SPEC, loss, DENSE, ROWS)
 
 
 def batch_of(index, size=8):
@@ -44,6 +45,8 @@ def fresh(home):
 ENGINES = {
     "serial over host tables": lambda: Serial(fresh("host"), STEP),
     "serial over device tables": lambda: Serial(fresh("device"), STEP),
+    "pipeline": lambda: Pipeline(fresh("host"), UPDATE, window=3),
+    "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
 }
 each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
@@ -122,7 +125,7 @@ def test_a_hook_that_fails_leaves_what_the_last_whole_hook_returned(make):
 def test_the_state_is_refused_inside_a_hook_and_a_hook_that_forgets_it_too(make):
     with make() as engine:
         for hook, message in (
-            (lambda *given: engine.state, "what the hook was given"),
+            (lambda *given: engine.state, "was read in a hook.*take the state that it was given"),
             (lambda *given: None, "returned None"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -181,8 +184,8 @@ class Watcher:
 
     def recover(self, shards):
         assert threading.current_thread() is self.thread
+        self.engine.exclusive(emptied)  # which waits for the cut
         self.events.append(("recover", self.engine.step, list(shards)))
-        self.engine.exclusive(emptied)
 
 
 @each
@@ -234,7 +237,7 @@ def test_another_state_takes_the_place_between_runs(make):
         kept = make().state
         running = engine.run(stream_from(7))
         next(running)
-        with pytest.raises(ValueError, match="running"):
+        with pytest.raises(ValueError, match="reset within a run"):
             engine.reset(kept)
         running.close()
         engine.reset(kept)
@@ -271,10 +274,10 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
         with pytest.raises(ValueError, match="committed already"):
             engine.cut(1, print)
         engine.cut(40, print)
-        with pytest.raises(ValueError, match="has a cut already|announced already"):
+        with pytest.raises(ValueError, match="announced already"):
             engine.cut(40, print)
-        with contextlib.suppress(UserWarning):
-            running.close()
+        with pytest.warns(UserWarning, match=r"cuts announced for steps \[40\] were not taken: .* left at step 1"):
+            engine.close()
 
 
 def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks():

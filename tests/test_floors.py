@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 FLOORS = [
     ["types", "files", "interrupts"],
     [
-        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.flow",
+        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.ends",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
-    ["embedding.tables", "embedding.planning", "shadowsync.leaves"],
+    ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow"],
     ["embedding.mapped"],
     [
         "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
@@ -21,33 +21,28 @@ FLOORS = [
         "shadowsync.transport", "cpr.emulate", "cpr.traces", "cpr.listed",
     ],
     ["embedding", "boundary", "shadowsync.shadow", "cpr.priority"],
-    ["step", "checkpoint", "stream"],
+    ["step", "checkpoint", "stream", "announced"],
     ["engine"],
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = [
-    "files",
-    "checkpoint",
-    "loop",
-    "engine",
+HOST_FILES = ["files", "interrupts", "stream", "checkpoint", "engine", "loop", "data"]
+HOST_FILES += [
     "embedding.host",
     "embedding.mapped",
-    "data",
-    "oac.flow",
+    "oac.committing",
+    "oac.ends",
+    "oac.leaving",
     "oac.pipeline",
-]
-HOST_FILES += [
-    "interrupts",
-    "oac.flow",
-    "oac.pipeline",
-    "stream",
+    "oac.stages",
     "oac.turns",
+    "oac.workers",
     "shadowsync.shadow",
     "shadowsync.transport",
     "shadowsync.trainers",
     "cpr.traces",
     "cpr.recovery",
+    "cpr.watch",
 ]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 

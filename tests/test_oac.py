@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
+from oac_failures import WatchedTables
 from strategies import draw_ids, specs
 
 import jaxrec
@@ -114,6 +115,16 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
         pipeline.flow_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)
+
+
+def watched(state, **before):
+    """A state whose tables call functions before they are read and written."""
+    return state._replace(tables=WatchedTables.of(state.tables, **before))
+
+
+def wrap_update(pipeline, wrapper):
+    """Puts a function around the compiled update of a pipeline."""
+    pipeline._steps.update = wrapper(pipeline._steps.update)
 
 
 def no_threads_left():
@@ -255,11 +266,11 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
     def reset(tables):
         for name in SPEC.stacks:
             tables.reset_shard(name, 1)
+        return tables
 
     def fail(state, step, plan, metrics):
         if step == 9:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
         return state
 
     skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
@@ -279,8 +290,8 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
     plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        with pipeline._flow.changed:  # training fills the window, no more, while this save lasts
-            assert pipeline._flow.changed.wait_for(lambda: pipeline.step == at + window + 1, timeout=60)
+        # Training fills the window, no more, while this save lasts.
+        assert pipeline.flow.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
         cuts.append(frozen(state))
         assert pipeline.step == at + window + 1
 
@@ -337,11 +348,11 @@ def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_
         hooks = [raise_at(7)]
     elif stage == "fetch":
         options["fetch"] = raise_at(7, lambda tree: jax.tree.map(np.asarray, tree))
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3, skip_stale_reads=skip, skip_rewritten=skip, **options)
+    write = raise_at(7) if stage == "write back" else lambda shards: None
+    state = watched(make_state(), before_write=write)
+    pipeline = Pipeline(state, update_of(SPEC), window=3, skip_stale_reads=skip, skip_rewritten=skip, **options)
     if stage == "commit":
-        pipeline._update = raise_at(7, pipeline._update)
-    elif stage == "write back":
-        pipeline._write = raise_at(7, pipeline._write)
+        wrap_update(pipeline, lambda update: raise_at(7, update))
     elif stage == "cut":
         pipeline.cut(7, raise_at(0))
     with pytest.raises(error) as raised, pipeline:
@@ -363,8 +374,6 @@ def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_
         return
     assert same((pipeline.state, []), (expected[done], []))
     with pipeline:  # and it can go on
-        pipeline._update = jax.jit(update_of(SPEC), donate_argnums=0)
-        pipeline._send = jax.device_put
         for _ in pipeline.run(batches[done:]):
             pass
     assert same((pipeline.state, []), (expected[16], []))
@@ -393,8 +402,7 @@ def test_ctrl_c_leaves_no_thread_and_no_half_batch(place, ctrl_c):
     fetch = lambda tree: jax.tree.map(np.asarray, interrupt(tree) if place == "thread" else tree)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch)
     if place == "update":  # in the middle of a commit
-        update = pipeline._update
-        pipeline._update = lambda *args: interrupt(update(*args))
+        wrap_update(pipeline, lambda update: lambda *args: interrupt(update(*args)))
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(batches, [interrupt] if place == "hook" else []):
             pass
@@ -407,14 +415,12 @@ def test_the_window_bounds_what_is_in_flight():
     """Admission: no batch is gathered before all but the last W are written."""
     window, seen = 3, []
 
-    class Watched(Pipeline):
-        def _gather(self, item):
-            seen.append(item.number - self._flow.watermark())
-            return super()._gather(item)
+    def look():
+        seen.append(Numbered.mine.batch - (pipeline.flow.watermark() - pipeline.flow.first))
 
-    batches = make_batches(20)
+    batches, state = make_batches(20), watched(make_state(), before_read=look)
     held = HeldBack(window, 20)
-    with Watched(make_state(), update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
+    with Pipeline(state, update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
         pipeline.flow_type = Numbered
         for _ in pipeline.run(batches):
             pass

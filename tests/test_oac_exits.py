@@ -15,7 +15,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_oac import SPEC, Broken, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+from oac_equivalence import Numbered
+from oac_failures import equal as equal
+from test_oac import (
+    SPEC,
+    Broken,
+    frozen,
+    make_batches,
+    make_state,
+    no_threads_left,
+    plain_loop,
+    same,
+    update_of,
+    watched,
+)
 from test_oac import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
@@ -62,8 +75,8 @@ def states_of(batches):
     return states
 
 
-def equal(state, expected):
-    return same((state, []), (expected, []))
+def unchanged(tables):
+    return tables
 
 
 def all_notes(error):
@@ -116,15 +129,10 @@ def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
 
 def refuses_everything(pipeline, dense_step, table_steps):
     """A broken pipeline says where it stands, whatever is asked of it."""
-
-    def enter():
-        with pipeline.exclusive():
-            pass
-
     asks = {
         "run": lambda: pipeline.run(make_batches(2)),
         "drain": pipeline.drain,
-        "exclusive": enter,
+        "exclusive": lambda: pipeline.exclusive(unchanged),
         "cut": lambda: pipeline.cut(100, print),
         "read": lambda: pipeline.state.tables.read({}),
         "shards": lambda: pipeline.state.tables.shards,
@@ -146,18 +154,17 @@ def refuses_everything(pipeline, dense_step, table_steps):
 def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said():
     done = threading.Event()
 
-    class Late(Pipeline):
-        def _write(self, item, shards):
-            number = item.number - self._flow.first
-            if shards.start == 1 and number == 2:  # only when the other writer has written more
-                assert done.wait(60)
-                raise Broken
-            super()._write(item, shards)
-            if shards.start == 0 and number == 3:
-                done.set()
+    def write(shards):
+        number = Numbered.mine.batch
+        if shards.start == 1 and number == 2:  # only when the other writer has written more
+            assert done.wait(60)
+            raise Broken
+        if shards.start == 0 and number == 4:
+            done.set()
 
     batches = make_batches(16)
-    pipeline = Late(make_state(), update_of(SPEC), window=5, writers=2)
+    pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=5, writers=2)
+    pipeline.flow_type = Numbered
     with pytest.raises(Broken) as raised, pipeline:
         for _ in pipeline.run(batches):
             pass
@@ -284,11 +291,11 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
     stream = Blocking(batches, 8)
 
     class Telling(Flow):
-        def _wait(self, ready):
+        def wait(self, ready):
             if asked and pipeline.step == 8 - WINDOW and not ready():
                 asked.clear()
                 signal.raise_signal(signal.SIGINT)  # or it would wait for ever: the stream does not come back
-            super()._wait(ready)
+            super().wait(ready)
 
     def send(tree, placement):
         if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad[0]:
@@ -445,8 +452,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
     def change(state, step, plan, metrics):
         if step == 3:
             assert gathering.wait(60)
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     calls, batches = itertools.count(), make_batches(12)
@@ -473,8 +479,7 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
     def hook(state, step, plan, metrics):
         if step == 2:
             assert claimed.wait(60)
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         if step == 14:
             go.set()
         return state
@@ -520,7 +525,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     second = Pipeline(other, update_of(SPEC), window=WINDOW)
     running = first.run(batches[:6])
     next(running)
-    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive().__enter__()):
+    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged)):
         with pytest.raises(ValueError, match="another pipeline is running over these tables"):
             ask()
     for _ in running:
@@ -555,8 +560,7 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
                 pipeline.cut(9, save)
             elif ask == "drain":
                 pipeline.drain()
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     stream = iter(batches)
@@ -635,10 +639,10 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
     waiting = threading.Event()
 
     class Telling(Flow):
-        def _wait(self, ready):
+        def wait(self, ready):
             if not ready() and self.committed - self.first == 5 and name_of_caller() in wanted:
                 waiting.set()
-            super()._wait(ready)
+            super().wait(ready)
 
     wanted = {"drain": "drain", "exclusive": "drain", "cut": "wait_for_release", "commit": "wait_to_commit"}
     wanted = {wanted.get(place, "wait_for_threads")}
@@ -652,8 +656,7 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
         if step == 5 and place == "drain":
             pipeline.drain()
         if step == 5 and place == "exclusive":
-            with pipeline.exclusive():
-                pass
+            pipeline.exclusive(unchanged)
         return state
 
     fetches, options = itertools.count(), {"window": 0} if place == "commit" else {"window": WINDOW}

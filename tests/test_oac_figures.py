@@ -1,5 +1,6 @@
 """What a pipeline says of itself: bytes, memory, stale rows; and that nothing grows with a run."""
 
+import functools
 import gc
 import itertools
 import sys
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from oac_equivalence import same
-from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_of
+from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_of, wrap_update
 
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
@@ -97,7 +98,7 @@ def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
     assert 0.4 < share < 0.9
     middle = (number - 2 * window) / number
     row_bytes = 4 * 32  # rows and slots
-    full = number * row_bytes * spec.shards * pipeline._capacity["width_16"]
+    full = number * row_bytes * spec.shards * pipeline._stages.capacity["width_16"]
     # Sizes are rounded up and padded to the fullest shard, and small arrays say which rows travel.
     for way, direction in [("reads", "sent"), ("writes", "fetched")]:
         saved = moved["none"][direction] - moved[way][direction]
@@ -124,15 +125,12 @@ def rows_of(p):
     return [int(row) for unique, count in zip(p.unique, p.count, strict=True) for row in unique[:count]]
 
 
-class InTurns(Pipeline):
+def one_by_one(pipeline, batches):
     """Every batch is planned when all before it are written: nothing is stale, though the ring holds much."""
-
-    def one_by_one(self, batches):
-        for number, batch in enumerate(batches):
-            with self._flow.changed:
-                written = lambda n=number: self._flow.watermark() - self._flow.first >= n
-                assert self._flow.changed.wait_for(written, timeout=30)
-            yield batch
+    flow = pipeline.flow  # when the first batch is asked for, that of this run
+    for number, batch in enumerate(batches):
+        assert flow.wait_until(lambda n=number: flow.watermark() - flow.first >= n, seconds=30)
+        yield batch
 
 
 @pytest.mark.parametrize("validation", ["planned", "device"])
@@ -143,8 +141,8 @@ def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring
     assert stale == patched > 16  # write-backs held back as long as admission allows
     assert late.counters["stale_rows"] == late.counters["patched_rows"] == stale
     metrics = []
-    with InTurns(make_state(), update_of(SPEC), window=window, validation=validation) as pipeline:
-        metrics = [m for _, m in pipeline.run(pipeline.one_by_one(batches))]
+    with Pipeline(make_state(), update_of(SPEC), window=window, validation=validation) as pipeline:
+        metrics = [m for _, m in pipeline.run(one_by_one(pipeline, batches))]
     assert all(np.array_equal(m["loss"], loss) for m, loss in zip(metrics, losses, strict=True))
     assert pipeline.counters["stale_rows"] == 0
     # The device looks at what the gather could not see, the plan at all that the ring holds.
@@ -182,10 +180,10 @@ def growth(number, **options):
     def look(state, step, plan, metrics):
         if step in (number // 2, number):
             pipeline.drain()
-            with pipeline._flow.changed:  # planned as far ahead as may be, so that both times as much is in flight
-                flow, depth = pipeline._flow, pipeline.window + 1
-                full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
-                assert pipeline._flow.changed.wait_for(full, timeout=30)
+            # Planned as far ahead as may be, so that both times as much is in flight.
+            flow, depth = pipeline.flow, pipeline.window + 1
+            full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
+            assert flow.wait_until(full, seconds=30)
             gc.collect()
             found.append((sys.getallocatedblocks(), sum(Growing(pipeline)), len(jax.live_arrays())))
         return state
@@ -239,13 +237,11 @@ def shaped(shape):
     return spec, [Batch({"t": ids()}, *rest) for _ in range(18)]
 
 
-def held_on_the_host(pipeline):
+def held_on_the_host(stages):
     """Bytes of numpy arrays that batches on their way hold, and of the last writers."""
-    leaves = []
-    for item in list(pipeline._items.values()):
-        leaves += jax.tree.leaves((item.batch, item.plan, item.source, item.read, item.back and item.back[1]))
-    if pipeline._last is not None:
-        leaves += jax.tree.leaves((pipeline._last._writer, pipeline._last._place))
+    leaves = jax.tree.leaves([vars(item) for item in list(stages.items.values())])
+    if stages.last is not None:
+        leaves += jax.tree.leaves((stages.last._writer, stages.last._place))
     unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))}
     return sum(leaf.nbytes for leaf in unique.values())
 
@@ -253,10 +249,8 @@ def held_on_the_host(pipeline):
 def await_(flow, ready):
     """Waits for what threads do, also for what they do without telling `flow`."""
     end = time.monotonic() + 60
-    with flow.changed:
-        while not ready():
-            assert time.monotonic() < end, (flow.planned, flow.claimed, flow.committed, flow.loaded, flow.fetched)
-            flow.changed.wait(0.01)
+    while not flow.wait_until(ready, seconds=0.01):
+        assert time.monotonic() < end, (flow.planned, flow.claimed, flow.committed, flow.loaded, flow.fetched)
 
 
 class Live:
@@ -281,13 +275,13 @@ def test_memory_is_what_the_formula_says(way, shape):
     live, most, filled, host = Live(), [0], [], []
 
     def save(state):
-        flow = pipeline._flow
+        flow = pipeline.flow
         end = flow.first + cut_at + window + 1  # committed while nothing is written
         await_(flow, lambda: (
             flow.committed == end and flow.planned == end + window + 3
             and all(n in flow.fetched for n in range(end - window - 1, end))
         ))  # fmt: skip
-        host.append(held_on_the_host(pipeline))
+        host.append(held_on_the_host(pipeline._stages))
 
     def watched(function):
         """Looks after every transfer, too: the formula says how much there is at most, at any time."""
@@ -303,13 +297,12 @@ def test_memory_is_what_the_formula_says(way, shape):
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
     transfers = {"send": watched(jax.device_put), "fetch": watched(lambda tree: jax.tree.map(np.asarray, tree))}
     with Pipeline(state, update_of(spec), **options, **transfers) as pipeline:
-        update = pipeline._update
 
-        def measured(*args):
-            flow = pipeline._flow
+        def measured(update, *args):
+            flow = pipeline.flow
             slow = flow.committed == flow.first + slow_at
             if slow:  # nothing is committed until all that may be gathered is, and all threads wait
-                end, items = flow.committed + window + 1, pipeline._items
+                end, items = flow.committed + window + 1, pipeline._stages.items
                 await_(flow, lambda: (
                     flow.planned == end + 2 and flow.watermark() == flow.committed
                     and all(items[n].inputs is not None for n in range(flow.committed, end + 2))
@@ -320,11 +313,11 @@ def test_memory_is_what_the_formula_says(way, shape):
             filled.extend(most[-1:] * slow)
             return out
 
-        pipeline._update = measured
+        wrap_update(pipeline, lambda update: functools.partial(measured, update))
         pipeline.cut(cut_at, save)
         for _ in pipeline.run(batches):
             pass
-        capacity = pipeline._capacity
+        capacity = pipeline._stages.capacity
     plans = jaxrec.plan(spec, batches[0].ids, capacity)
     (p,) = plans.values()
     expected = memory_bytes(

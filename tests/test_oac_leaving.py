@@ -1,5 +1,6 @@
 """What is kept and said when a pipeline is interrupted, left, shared or looked at too late."""
 
+import functools
 import gc
 import itertools
 import os
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, no_threads_left, update_of
+from hooks import at_step
+from oac_failures import equal
+from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, no_threads_left, update_of, wrap_update
 from test_oac import ctrl_c as ctrl_c  # a fixture
-from test_oac_exits import Blocking, Failing, all_notes, chain, equal, states_of, to_host
+from test_oac_exits import Blocking, Failing, all_notes, chain, states_of, to_host
 
 import jaxrec
 from jaxrec.embedding import HostTables
@@ -27,17 +30,6 @@ WINDOW = 3
 
 def pipeline_of(state=None, update=None, **options):
     return Pipeline(state or make_state(), update or update_of(SPEC), **({"window": WINDOW} | options))
-
-
-def at_step(step, act):
-    """A hook that does something after one step."""
-
-    def hook(state, number, plan, metrics):
-        if number == step:
-            act(state)
-        return state
-
-    return hook
 
 
 def interrupt(state):
@@ -247,15 +239,19 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
 
 def interrupt_the_commit(pipeline, step):
     """A real signal while the compiled update of a step is called."""
-    compiled, calls = pipeline._update, itertools.count(1)
+    signal_in_the_commit(pipeline, step, signal.SIGINT)
 
-    def interrupted(*args):
+
+def signal_in_the_commit(pipeline, step, number):
+    calls = itertools.count(1)
+
+    def signalled(compiled, *args):
         found = compiled(*args)
         if next(calls) == step:
-            interrupt(None)
+            signal.raise_signal(number)
         return found
 
-    pipeline._update = interrupted
+    wrap_update(pipeline, lambda compiled: functools.partial(signalled, compiled))
 
 
 def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
@@ -271,15 +267,7 @@ def test_sigterm_with_a_handler_that_exits_tears_no_batch():
     before = signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))
     try:
         batches, pipeline = make_batches(12), pipeline_of()
-        compiled, calls = pipeline._update, itertools.count(1)
-
-        def terminated(*args):
-            found = compiled(*args)
-            if next(calls) == 5:
-                signal.raise_signal(signal.SIGTERM)
-            return found
-
-        pipeline._update = terminated
+        signal_in_the_commit(pipeline, 5, signal.SIGTERM)
         with pytest.raises(SystemExit), pipeline:
             for _ in pipeline.run(batches):
                 pass

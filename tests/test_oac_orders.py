@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 from oac_equivalence import HeldBack, Numbered, same
-from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, train, update_of
+from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, train, update_of, watched
 
 import jaxrec
 from jaxrec.oac import Pipeline
+from jaxrec.oac.flow import Flow
 from jaxrec.types import TrainState
 
 BOTH = {"skip_stale_reads": True, "skip_rewritten": True}
@@ -19,6 +20,7 @@ def reset(tables):
     """What a failed shard needs, and what a row of an earlier batch must not undo."""
     for name in SPEC.stacks:
         tables.reset_shard(name, 1)
+    return tables
 
 
 def reset_at(step):
@@ -40,8 +42,7 @@ def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
 
     def change(state, step, plan, metrics):
         if step == 9:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
             seen.append(copied(pipeline.drain()))
         return state
 
@@ -68,8 +69,7 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
 
     def change(state, step, plan, metrics):
         if step == 7:
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
             changed.set()
         return state
 
@@ -105,38 +105,35 @@ def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
     np.testing.assert_array_equal(cuts[0].dense.params["scale"], halved[0])
 
 
-class Drained(Pipeline):
-    """Says when all that was committed is written, as far as a cut lets it be: `drain` may wait for one."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.drained = threading.Event()
-
-    def drain(self):
-        self._flow.drain()
-        self.drained.set()
-        return super().drain()
-
-
 @pytest.mark.parametrize("skips", [{}, BOTH])
 def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
     """Between the commit of the cut's step and the next one nothing else holds `exclusive` back."""
-    batches, cuts, expected, inside = make_batches(12), [], {}, threading.Event()
+    batches, cuts, expected = make_batches(12), [], {}
+    inside, drained = threading.Event(), threading.Event()
+
+    class Telling(Flow):
+        def drain(self):
+            super().drain()
+            drained.set()
+
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        assert pipeline.drained.wait(30)
+        assert drained.wait(30)
         inside.wait(0.3)  # long enough for an `exclusive` that does not wait
         cuts.append(frozen(state))
 
-    with Drained(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
+    def change(tables):
+        inside.set()
+        assert len(cuts) == 1
+        return reset(tables)
+
+    with Pipeline(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
+        pipeline.flow_type = Telling
         pipeline.cut(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
-                with pipeline.exclusive() as tables:
-                    reset(tables)
-                    inside.set()
-                    assert len(cuts) == 1
+                pipeline.exclusive(change)
     assert same((cuts[0], []), (expected[7], []))
 
 
@@ -144,27 +141,23 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
     """A batch that was gathered before the change is gathered again, and its forerunner's write waits for that."""
     batches, at = make_batches(16), 7
 
-    class Slow(Pipeline):
-        def _gather(self, item):
-            number, flow = item.number - self._flow.first, self._flow
-            if changed and number == at + 1:  # a write that does not wait for this gather comes first
-                with flow.changed:
-                    flow.changed.wait_for(lambda: flow.watermark() > item.number - 1, timeout=1)
-            return super()._gather(item)
+    def wait():
+        flow, number = pipeline.flow, Numbered.mine.batch
+        if changed and number == at + 1:  # a write that does not wait for this gather comes first
+            flow.wait_until(lambda: flow.watermark() > flow.first + number - 1, seconds=1)
 
     def change(state, step, plan, metrics):
         if step == at:
             pipeline.drain()
-            flow = pipeline._flow
-            with flow.changed:
-                assert flow.changed.wait_for(lambda: flow.last_gathered >= flow.committed + 1, timeout=30)
+            flow = pipeline.flow
+            assert flow.wait_until(lambda: flow.last_gathered >= flow.committed + 1, seconds=30)
             changed.append(step)
-            with pipeline.exclusive() as tables:
-                reset(tables)
+            pipeline.exclusive(reset)
         return state
 
     changed: list = []
-    pipeline = Slow(make_state(), update_of(SPEC), mode="semisync", loaders=1)
+    pipeline = Pipeline(watched(make_state(), before_read=wait), update_of(SPEC), mode="semisync", loaders=1)
+    pipeline.flow_type = Numbered
     losses = losses_of(pipeline, batches, [change])
     assert same((pipeline.state, losses), delayed_loop_with_reset(batches, at))
 
@@ -192,20 +185,16 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
     batches, window = make_batches(16), 2
     held = HeldBack(window, len(batches))
 
-    class Overtaken(Pipeline):
-        flow_type = Numbered
+    def send(tree, placement):
+        sent = held.send(tree, placement)  # tells `held`, which lets the oldest batch of the window be written
+        if len(tree) == 3:  # rows
+            flow, oldest = pipeline.flow, pipeline.flow.first + Numbered.mine.batch - window
+            assert flow.wait_until(lambda: oldest < flow.first or flow.watermark() > oldest, seconds=30)
+        return sent
 
-        def _gather(self, item):
-            rows = super()._gather(item)  # tells `held`, which lets the oldest batch of the window be written
-            flow, oldest = self._flow, item.number - self.window
-            with flow.changed:
-                written = lambda: oldest < flow.first or flow.watermark() > oldest
-                assert flow.changed.wait_for(written, timeout=30)
-            return rows
-
-    pipeline = Overtaken(
-        make_state(), update_of(SPEC), window=window, loaders=1, validation=validation, send=held.send, fetch=held.fetch
-    )
+    options = {"window": window, "loaders": 1, "validation": validation}
+    pipeline = Pipeline(make_state(), update_of(SPEC), send=send, fetch=held.fetch, **options)
+    pipeline.flow_type = Numbered
     losses = losses_of(pipeline, batches)
     assert same((pipeline.state, losses), plain_loop(batches))
     # All rows that the ring held were stale when the gathers began: of each batch the oldest of the window, too.

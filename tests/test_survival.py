@@ -12,7 +12,7 @@ from test_recovery import CAPACITY, DENSE, ROWS, SCHEMES, SPEC, STEP, batches, f
 from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest_first, restore
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, host_plan, rowwise_adagrad
-from jaxrec.loop import fit, planned
+from jaxrec.loop import Serial, planned
 from jaxrec.oac import Pipeline
 from jaxrec.step import make_update
 from jaxrec.types import DenseState, TrainState
@@ -20,9 +20,9 @@ from jaxrec.types import DenseState, TrainState
 TOTAL, EVERY = 400, 16
 
 
-def recovery_in(directory, scheme, **more):
+def recovery_of(engine, directory, scheme, **more):
     given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5} | more
-    return Recovery(directory, SPEC, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
+    return Recovery(engine, directory, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
 
 
 def all_rows(state):
@@ -49,11 +49,11 @@ def go_on(directory, scheme, steps, home="host", hooks=(), **more):
     if newest_first(directory):
         state, image = restore(directory, state)
     first = image.step if image else 0
-    with recovery_in(directory, scheme, **more) as recovery:
-        state = recovery.begin(state, image)
+    with Serial(state, STEP) as engine:
+        recovery = engine.enter(recovery_of(engine, directory, scheme, image=image, **more))
         given = planned(SPEC, batches(first, first + steps), CAPACITY)
-        state = fit(state, given, STEP, [*hooks, recovery.hook])
-    return state, recovery
+        list(engine.steps(given, [*hooks, recovery.hook]))
+    return engine.state, recovery
 
 
 def _train_until_killed(directory, notes, scheme, die_at):
@@ -151,19 +151,17 @@ def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
     update = make_update(SPEC, loss, DENSE, ROWS)
 
     def train(state, image, start, stop, directory):
-        pipeline = Pipeline(state, update, mode="oac", window=4)
-        with recovery_in(directory, "mfu", pipeline=pipeline) as recovery, pipeline:
-            recovery.begin(pipeline.state, image)
+        with Pipeline(state, update, mode="oac", window=4) as pipeline:
+            recovery = pipeline.enter(recovery_of(pipeline, directory, "mfu", image=image))
             for _ in pipeline.run(batches(start, stop), [recovery.hook]):
                 pass
-            pipeline.drain()
         return pipeline.state, recovery
 
     train(fresh("host"), None, 0, 30, tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     state, image = restore(tmp_path / "a", fresh("host"))
     found, first = train(state, image, image.step, 50, tmp_path / "a")
-    wanted, second = go_on(tmp_path / "b", "mfu", 50 - image.step, pick_ahead_steps=0)
+    wanted, second = go_on(tmp_path / "b", "mfu", 50 - image.step)
     assert same(all_rows(found), all_rows(wanted)) and first.pls == second.pls > 0
 
 
@@ -172,10 +170,11 @@ def test_trackers_go_on_where_they_were(tmp_path):
     for scheme, known in (("round_robin", "turn"), ("ssu", "batch")):
         _, recovery = go_on(tmp_path / scheme, scheme, 40, pick_ahead_steps=0)
         _, image = restore(tmp_path / scheme, fresh("host"))
-        with recovery_in(tmp_path / scheme, scheme) as again:
-            again.begin(fresh("host")._replace(dense=fresh("host").dense._replace(step=np.int32(image.step))), image)
-            for name, tracker in again._trackers.items():
-                np.testing.assert_array_equal(getattr(tracker, known), getattr(recovery._trackers[name], known))
+        state = fresh("host")._replace(dense=fresh("host").dense._replace(step=np.int32(image.step)))
+        with recovery_of(Serial(state, STEP), tmp_path / scheme, scheme, image=image) as again:
+            for name, tracker in again._watch.trackers.items():
+                there = recovery._watch.trackers[name]
+                np.testing.assert_array_equal(getattr(tracker, known), getattr(there, known))
 
 
 def bytes_of(directory, scheme, saves, rows, **more):
@@ -186,10 +185,13 @@ def bytes_of(directory, scheme, saves, rows, **more):
         DenseState(np.int32(0), {"w": np.zeros((1, 100), np.float32)}, ()), HostTables.create(spec, optimizer)
     )
     plans = [host_plan(spec, {"t": rng.integers(0, rows, rows // 4, dtype=np.int32)}) for _ in range(8)]
-    with Recovery(directory, spec, 8, 8 * saves, scheme=SCHEMES[scheme], **more) as recovery:
-        state = recovery.begin(state)
-        for step in range(1, 8 * saves + 1):
-            state = recovery.hook(state, step, plans[step % len(plans)], {})
+
+    def count(state, plans, batch):
+        return state._replace(dense=state.dense._replace(step=state.dense.step + 1)), {"loss": np.float32(0)}
+
+    with Serial(state, count) as engine:
+        recovery = engine.enter(Recovery(engine, directory, 8, 8 * saves, scheme=SCHEMES[scheme], **more))
+        list(engine.steps(((None, plans[step % len(plans)]) for step in range(8 * saves)), [recovery.hook]))
     return recovery.bytes_written
 
 

@@ -1,7 +1,5 @@
 """The three techniques in one run: OAC's pipeline, replicas that are synchronised, shards that fail and come back."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import jaxrec
 from jaxrec.checkpoint import restore, snapshot, write_image
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.loop import fit, planned
+from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import AllToAll, Foreground, Shadow, model_averaging
 
@@ -41,23 +39,22 @@ def averaging(kind, **more):
     return kind(model_averaging(), AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
 
 
-def recovery_in(directory, **more):
-    return Recovery(directory, SPEC, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
+def recovery_of(engine, directory, **more):
+    return Recovery(engine, directory, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
 
 
 def run(directory, synchroniser, failures=FAILURES):
     """All three; returns the state and the recovery."""
     update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
-    with contextlib.ExitStack() as stack:
-        pipeline = Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH)
-        recovery = stack.enter_context(recovery_in(directory, pipeline=pipeline, failures=dict(failures)))
-        stack.enter_context(synchroniser)
-        stack.enter_context(pipeline)
-        recovery.begin(pipeline.state)
-        for _ in pipeline.run(batches(), [synchroniser.hook, recovery.hook]):
-            pass
-        pipeline.drain()
-        return synchroniser.finish(pipeline.state), recovery
+    with Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH) as pipeline:
+        return train_with(pipeline, directory, synchroniser, failures)
+
+
+def train_with(engine, directory, synchroniser, failures=FAILURES):
+    recovery = engine.enter(recovery_of(engine, directory, failures=failures))
+    engine.enter(synchroniser)
+    list(engine.run(batches(), [synchroniser.hook, recovery.hook]))
+    return synchroniser.finish(engine.state), recovery
 
 
 def arrays(state):
@@ -69,10 +66,8 @@ def same(a, b):
 
 
 def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):
-    step, synchroniser = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, MESH), averaging(Foreground, every_steps=5)
-    with synchroniser, recovery_in(tmp_path / "plain", failures=dict(FAILURES), pick_ahead_steps=0) as plain:
-        hooks = [synchroniser.hook, plain.hook]
-        wanted = synchroniser.finish(fit(plain.begin(fresh()), planned(SPEC, batches()), step, hooks))
+    with Serial(fresh(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, MESH)) as serial:
+        wanted, plain = train_with(serial, tmp_path / "plain", averaging(Foreground, every_steps=5))
     found, recovery = run(tmp_path / "all", averaging(Foreground, every_steps=5))
     assert same(arrays(found), arrays(wanted)) and recovery.pls == plain.pls > 0
     calm, _ = run(tmp_path / "calm", averaging(Foreground, every_steps=5), failures={})  # negative controls

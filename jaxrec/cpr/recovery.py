@@ -125,7 +125,7 @@ class Recovery:
         self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
         # The step of the last regular save that is committed; and of the one that is being written, if one is.
         self._regular = self._coming = 0
-        self._first = 0  # step on entering
+        self._first, self._closed = 0, False  # step on entering
         self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
         self.stall_seconds = 0.0
 
@@ -212,11 +212,12 @@ class Recovery:
         return {"cpr": {name: getattr(self, name) for name in _FIGURES} | more}
 
     def __exit__(self, kind, error, trace) -> None:
+        self._closed = True
         try:
             if self._watch:
                 self._watch.close()
                 if error is None:
-                    self._watch.picked_ahead()
+                    self._watch.drop_picks()  # which tells what went wrong in the thread
         finally:
             self._open.__exit__(kind, error, trace)
 
@@ -234,10 +235,10 @@ class Recovery:
         cut_here = step in self._announced
         if self._watch:
             if cut_here:
-                self._watch.begin_cut()
+                self._watch.begin_cut(step)
             self._watch.tell(step, plans)
             if self._ahead and self._clock.due(step + self._ahead):
-                self._watch.pick_ahead(step, self._settle)
+                self._watch.pick_ahead(step, step + self._ahead, self._settle)
         self._announced.discard(step)
         self._announce(step)
         if step in self._failures:
@@ -247,31 +248,35 @@ class Recovery:
     def _announce(self, step):
         """A step ahead, as an engine takes a cut right after its step is committed."""
         if self._clock.due(step + 1):
-            self._engine.cut(step + 1, self._save_cut)
+            self._engine.cut(step + 1, self._save_cut, unreached="ignore")
             self._announced.add(step + 1)
 
     def _refuse_closed(self):
         if self._checkpointer is None:
             raise ValueError("enter the recovery before the first step: engine.enter(recovery).")
+        if self._closed:
+            raise ValueError("this recovery is closed: the block of its engine was left. Make one for each run.")
 
     # ---- saving
 
     def _save_cut(self, state):
-        start = time.perf_counter()
+        start, step = time.perf_counter(), int(state.dense.step)
         try:
-            self._save(state, int(state.dense.step))
+            self._save(state, step)
         finally:
             if self._watch:
-                self._watch.end_cut()
+                self._watch.end_cut(step)
             self.stall_seconds += time.perf_counter() - start
 
     def _save(self, state, step):
         state = _at_step(state, step)
         if self._base_wanted:
-            self._track(step)
+            if self._watch:
+                self._watch.picked_ahead(step)  # and dropped, as all rows are saved
+                self._watch.touch(step)
             self._save_base(state)
         elif self._watch:
-            self._save_rows(state, step)
+            self._save_rows(state, step, self._watch)
         else:
             self._settle()
             self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
@@ -279,21 +284,15 @@ class Recovery:
             self._checkpointer.save(state, self._figures(step))
             self._coming = step
 
-    def _track(self, step):
-        """Tracks all batches up to a step; what was picked ahead is dropped."""
-        if self._watch:
-            self._watch.picked_ahead()
-            self._watch.touch(step)
-
-    def _save_rows(self, state, step):
+    def _save_rows(self, state, step, watch):
         """Saves what is picked, and at a regular save, which is due until one is committed, the tables in `whole`."""
-        picked = self._watch.picked_ahead()
-        self._watch.touch(step, picked)
+        picked = watch.picked_ahead(step)
+        watch.touch(step, picked)
         if picked is None:
             self._settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
-            picked = self._watch.pick(state.tables)
+            picked = watch.pick(state.tables)
         regular = self._clock.regular_due(step, self._regular)  # only now is the last save settled
-        rows = self._with_whole(picked, self._watch.whole) if regular else _rows_of(picked)
+        rows = self._with_whole(picked, watch.whole) if regular else _rows_of(picked)
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
         self._deltas.save(state.tables, rows, step, self._figures(step if regular else self._regular), state.dense)
@@ -361,7 +360,9 @@ class Recovery:
 
     def _settle_all(self, step):
         try:  # a save that failed does not keep a shard from coming back
-            self._track(step)  # rows of lost shards are no longer what was picked
+            if self._watch:
+                self._watch.drop_picks()  # rows of lost shards are no longer what was picked
+                self._watch.touch(step)
             self._settle()
         except Exception as error:
             warnings.warn(f"a save failed: {error}", stacklevel=5)

@@ -38,8 +38,10 @@ class Watch:
         self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet
         self._lock = threading.Lock()
         self._picker = ThreadPoolExecutor(1, "pick")
-        self._picking: Future | None = None
-        self._cut_over = threading.Event()  # of the latest cut: its rows are picked and copied
+        # Step of a save -> its pick. Under OAC the pick of the next save begins while the cut of this one waits.
+        self._picking: dict[int, Future] = {}
+        self._cuts: dict[int, threading.Event] = {}  # of those that have still to pick their rows
+        self._cut_over = threading.Event()  # of the latest one
         self._cut_over.set()
 
     def begin(self, tables: Tables, known: Mapping[str, Any]) -> None:
@@ -62,7 +64,7 @@ class Watch:
         """A batch was trained."""
         with self._lock:
             self._waiting.append((step, plans))
-        if self._picking is None and self._cut_over.is_set():
+        if not self._picking and self._cut_over.is_set():
             self.touch(step)
 
     def touch(self, step: int, picked: Mapping[str, Pick] | None = None) -> None:
@@ -81,19 +83,20 @@ class Watch:
         gone = gone | in_pick(plan, picked[name].rows) if picked else gone
         return without_rows(plan, gone, self.spec.stacks[name].rows)
 
-    def begin_cut(self) -> None:
-        """The state of this step will be saved, perhaps beside training: batches of later steps wait until then."""
-        self._cut_over = threading.Event()
+    def begin_cut(self, step: int) -> None:
+        """The state of a step will be saved, perhaps beside training: batches of later steps wait until then."""
+        self._cuts[step] = self._cut_over = threading.Event()
 
-    def end_cut(self) -> None:
-        """The rows of the cut are picked and copied, or it will never be saved."""
-        self._cut_over.set()
+    def end_cut(self, step: int) -> None:
+        """The rows of a step's cut are picked and copied. Training may have reached the cut after it by now."""
+        self._cuts.pop(step).set()
 
-    def pick_ahead(self, step: int, settle: Callable[[], None]) -> None:
+    def pick_ahead(self, step: int, save_step: int, settle: Callable[[], None]) -> None:
         """Begins to pick the rows of the next save, in the thread.
 
         Args:
           step: the pick knows the batches up to here.
+          save_step: of the save.
           settle: waits for the save before it; a row of that one, once committed, is not picked again unchanged.
         """
 
@@ -105,12 +108,17 @@ class Watch:
             settle()
             return self.pick()
 
-        self._picking = self._picker.submit(pick)
+        self._picking[save_step] = self._picker.submit(pick)
 
-    def picked_ahead(self) -> dict[str, Pick] | None:
-        """Waits for the thread; None if nothing was picked ahead."""
-        picking, self._picking = self._picking, None
+    def picked_ahead(self, save_step: int) -> dict[str, Pick] | None:
+        """Waits for the thread to pick the rows of a save; None if nothing was picked ahead."""
+        picking = self._picking.pop(save_step, None)
         return picking.result() if picking else None
+
+    def drop_picks(self) -> None:
+        """Waits for the thread, and forgets what it has picked: rows have changed that no batch has touched."""
+        for save_step in list(self._picking):
+            self.picked_ahead(save_step)
 
     def pick(self, tables: Tables | None = None) -> dict[str, Pick]:
         """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at values."""
@@ -132,7 +140,8 @@ class Watch:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._cut_over.set()
+        for step in list(self._cuts):  # they will never be saved
+            self.end_cut(step)
         self._picker.shutdown()
 
 

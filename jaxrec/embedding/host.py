@@ -277,4 +277,4 @@ class HostTables:
         wrong = [shard for shard in shards if not 0 <= shard < self.spec.shards]
         if wrong:
             raise ValueError(f"shards {wrong} must lie between 0 and {self.spec.shards - 1}.")
-        return shards
+        return list(shards)  # a tuple would be an index of several axes

@@ -2,16 +2,86 @@
 
 import inspect
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxrec import boundary
 from jaxrec.embedding import HostTables
-from jaxrec.oac.sizes import MODES
+from jaxrec.oac.sizes import MODES, VALIDATIONS
 from jaxrec.oac.view import LaggingTables
 from jaxrec.sharding import AXES, as_mesh, check_shards
 from jaxrec.types import TrainState
+
+
+class Way(NamedTuple):
+    """How a pipeline runs its batches."""
+
+    mode: str
+    window: int  # W
+    validation: str
+    skip_reads: bool  # rows that the ring will patch are neither gathered nor sent
+    skip_writes: bool  # rows that a later batch will write are neither fetched nor written
+
+    @property
+    def repairs(self) -> bool:
+        """Whether stale rows are replaced from the ring."""
+        return self.mode == "oac" and self.window > 0
+
+    @property
+    def plans_sources(self) -> bool:
+        """Whether the host finds what is stale."""
+        return self.repairs and self.validation == "planned"
+
+    @property
+    def adds(self) -> bool:
+        """Whether the change of a row is added to it, as others may have written it since."""
+        return self.mode in ("async", "semisync")
+
+    @property
+    def depth(self) -> int:
+        """Slots of the ring."""
+        return max(1, self.window)
+
+    @property
+    def lookahead(self) -> int:
+        """How many batches must be known before one is committed: only then it is known what they rewrite."""
+        return self.window if self.skip_writes else 0
+
+
+def check_way(mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool) -> Way:
+    """The way that is meant by some arguments of a pipeline.
+
+    Raises:
+      ValueError: they are unknown, or do not fit each other.
+    """
+    way = Way(mode, check_window(mode, window), validation, skip_reads, skip_writes)
+    if validation not in VALIDATIONS:
+        raise ValueError(f"validation={validation!r} must be 'planned' or 'device'.")
+    if (skip_reads or skip_writes) and not way.plans_sources:
+        raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
+    return way
+
+
+class Threads(NamedTuple):
+    """How many threads of each kind there are, and how many batches beyond the window are planned."""
+
+    loaders: int
+    fetchers: int
+    writers: int
+    ahead: int
+
+
+def check_threads(threads: Threads, shards: int) -> Threads:
+    """The numbers as plain ones.
+
+    Raises:
+      ValueError: one is less than 1; a writer would have no shard.
+    """
+    checked = Threads(*(whole_number(name, count, 1) for name, count in threads._asdict().items()))
+    if checked.writers > shards:
+        raise ValueError(f"writers={checked.writers} must not be more than the shards, {shards}.")
+    return checked
 
 
 def state_itself(state) -> TrainState:

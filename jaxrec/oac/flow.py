@@ -1,26 +1,27 @@
 """Who may do what when: the order of a pipeline's batches, without the batches.
 
 Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and written.
-Threads ask here for their next batch and say here what is done; one lock guards a few counters.
+Threads ask here for their next batch and say here what is done. One lock guards a few counters, which only this file
+and `ends` write; whoever reads one without the lock reads a number that may be behind, never ahead.
 
     planned >= claimed, committed >= fetched >= written         counters of batches, in batch order
     admission: batch t is gathered when all batches up to t - 1 - W are written, by all writers
     order: a writer writes batch by batch; the watermark is the first batch that some writer has not written
 
 Failures: ahead of the commit nothing is lost, so the batches before the one that failed are committed and then it is
-told; behind the commit rows are lost, and only the batches before that one are still written.
+told; behind the commit rows are lost, and only the batches before that one are still written. While shards are gone
+nothing is committed or gathered, and everybody else's rows are written; `restart` has everything gathered anew.
 
 Legend: W window.
 """
 
-import collections
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from jaxrec.interrupts import uninterrupted, wait
+from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.ends import Ends
 
 
-class Flow:
+class Flow(Ends):
     """The state of one run of a pipeline.
 
     Args:
@@ -32,31 +33,16 @@ class Flow:
     """
 
     def __init__(self, window: int, ahead: int, writers: int, first: int, one_stale: bool = False):
+        super().__init__()
         self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
-        self.changed = threading.Condition()
         self.planned = self.claimed = self.committed = self.fetching = first
         self.floor = first  # what batches before it left in the ring is void
         self.written = [first] * writers
         self.loaded: set[int] = set()
         self.fetched: set[int] = set()
         self.last_gathered = first - 1
-        self.end: int | None = None  # number behind the last batch to commit: of the stream, or of one that failed
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
-        self.stopped = self.finished = False
-        self.dense_gone = False  # the dense state died with the update that failed
-        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
-        self.in_stream = False  # the planner is inside the caller's iterator, which may block
-        self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
-        self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
-        self.lost: BaseException | None = None  # behind the commit: rows are gone, of batches from here on:
-        self.lost_from = 2**63
-        self.unsaved: BaseException | None = None  # of a cut
-
-    @property
-    def broken(self) -> bool:
-        """Whether rows that were committed are lost."""
-        return self.lost is not None
 
     def watermark(self) -> int:
         """All batches before it are written, by all writers."""
@@ -66,33 +52,40 @@ class Flow:
 
     def wait_to_plan(self) -> bool:
         """Waits until one more batch may be taken from the stream; False if none is wanted any more."""
-        with self.changed:
+        with self._changed:
             limit = lambda: self.committed + self.window + 1 + self.ahead
-            self.changed.wait_for(lambda: self._complete() or self.planned < limit())
+            self._changed.wait_for(lambda: self._complete() or self.planned < limit())
             self.in_stream = not self._complete()
             return self.in_stream
 
     def leave_stream(self) -> bool:
         """The planner is back from the stream; False if what it brings is not wanted any more."""
-        with self.changed:
+        with self._changed:
             self.in_stream = False
-            self.changed.notify_all()
+            self._changed.notify_all()
             return not self._complete()
+
+    def tell_planned(self, store: Callable[[], None]) -> None:
+        """A batch is planned; `store` keeps it, while nothing is committed and `floor` stays."""
+        with self._changed:
+            store()
+            self.planned += 1
+            self._changed.notify_all()
 
     def end_stream(self) -> None:
         """The stream has no more batches."""
-        with self.changed:
+        with self._changed:
             self.end = self.planned if self.end is None else self.end
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _complete(self):
         return self.stopped or self.end is not None
 
     def claim(self) -> tuple[int, int] | None:
         """The next batch to load, and the epoch of the claim; None if the run stops."""
-        with self.changed:
+        with self._changed:
             last = lambda: self.planned if self.end is None else min(self.planned, self.end)
-            self.changed.wait_for(lambda: self.stopped or (not self.paused and self.claimed < last()))
+            self._changed.wait_for(lambda: self.stopped or (self._may_gather() and self.claimed < last()))
             if self.stopped:
                 return None
             self.claimed += 1
@@ -100,12 +93,12 @@ class Flow:
 
     def admit(self, number: int, epoch: int) -> int | None:
         """Waits until a claimed batch may be gathered; returns the watermark, None if the claim is void."""
-        with self.changed:
-            self.changed.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: (
                     self.stopped
                     or self.epoch != epoch
-                    or (not self.paused and self.watermark() >= number - self.window)
+                    or (self._may_gather() and self.watermark() >= number - self.window)
                 )
             )
             if self.stopped or self.epoch != epoch:
@@ -113,43 +106,63 @@ class Flow:
             self.gathering += 1
             return self.watermark()
 
+    def _may_gather(self):
+        return not self.paused and not self.gone
+
     def tell_gathered(self, number: int) -> None:
         """The tables have been read."""
-        with self.changed:
+        with self._changed:
             self.last_gathered = max(self.last_gathered, number)
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def tell_loaded(self, number: int, epoch: int, store: Callable[[], None]) -> None:
         """The rows are on the device; `store` keeps them, unless the claim has become void."""
-        with self.changed:
+        with self._changed:
             self.gathering -= 1
             if self.epoch == epoch:
                 store()
                 self.loaded.add(number)
-            self.changed.notify_all()
+            self._changed.notify_all()
 
-    def tell_not_loaded(self) -> None:
-        """The gather or the way to the device failed."""
-        with self.changed:
+    def tell_not_loaded(self, gone: Collection[int] = ()) -> None:
+        """The gather or the way to the device failed, perhaps as shards are gone: then it comes again."""
+        with self._changed:
+            # In one breath: whoever brings shards back waits until nobody gathers, and must know of all by then.
+            self.gone |= frozenset(gone)
             self.gathering -= 1
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def wait_to_commit(self, lookahead: int) -> int | None:
-        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure."""
+        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure, and
+        while shards are gone."""
         number = self.committed
         known = lambda: self.end is not None or self.planned > number + lookahead
-        over = lambda: self.broken or self.unsaved is not None or number == self.end
-        self._wait(lambda: over() or (number in self.loaded and known()))
+        over = lambda: self.broken or self.unsaved is not None or number == self.end or bool(self.gone)
+        self.wait(lambda: over() or (number in self.loaded and known()))
         return None if over() else number
 
     # Behind the commit: what is committed is written, whatever happens, unless rows were lost.
 
+    def tell_committed(self, number: int) -> None:
+        """The step of a batch is done, and its rows wait to be fetched."""
+        with self._changed:
+            self.loaded.discard(number)
+            self.committed += 1
+            self._changed.notify_all()
+
     def claim_fetch(self) -> int | None:
         """The next committed batch to fetch; None when there will be none."""
-        with self.changed:
+        with self._changed:
             number = self.fetching
             self.fetching += 1
             return number if self._wait_for(number, lambda: number < self.committed) else None
+
+    def tell_fetched(self, number: int, store: Callable[[], None]) -> None:
+        """The rows of a batch are on the host; `store` keeps them."""
+        with self._changed:
+            store()
+            self.fetched.add(number)
+            self._changed.notify_all()
 
     def wait_to_write(self, writer: int) -> int | None:
         """The next batch of a writer, in batch order, when it is fetched and not held; None when there will be none."""
@@ -157,136 +170,100 @@ class Flow:
 
         def ready():
             read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
+            read = read or bool(self.gone)  # the batch behind it cannot be gathered, and will be gathered anew
             return number in self.fetched and read and (self.hold is None or number < self.hold)
 
-        with self.changed:
+        with self._changed:
             return number if self._wait_for(number, ready) else None
 
+    def tell_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
+        """A writer has written its shards of a batch: `mark` says so of them, the last writer lets `forget` drop it."""
+        with self._changed:
+            mark()  # before anybody who waits for the write can look
+            self.mark_written(writer, number)
+            if min(self.written) > number:  # nobody asks for it any more
+                self.fetched.discard(number)
+                forget()
+            self._changed.notify_all()
+
     def mark_written(self, writer: int, number: int) -> None:
-        """A writer has written its shards of a batch; the caller holds the lock."""
+        """Counts a batch of a writer; the caller holds the lock."""
         self.written[writer] = number + 1
-        if min(self.written) > number:  # nobody asks for it any more
-            self.fetched.discard(number)
 
     def _wait_for(self, number, ready):
         gone = lambda: number >= self.lost_from or (self.finished and number >= self.committed)
-        self.changed.wait_for(lambda: gone() or ready())
+        self._changed.wait_for(lambda: gone() or ready())
         return number < self.lost_from and ready()
 
     # For the committing thread. Ctrl-C ends its waits, and never finds it between two lines of the lock.
 
-    def _wait(self, ready):
-        if not ready():  # only this thread undoes what it waits for: else no lock, and no handler, which takes 20 us
-            wait(self.changed, ready, by_the_clock=True)
-
     def drain(self) -> None:
         """Waits until all that is committed, and not lost, is written."""
-        self._wait(lambda: self.watermark() >= min(self.committed, self.lost_from))
+        self.wait(lambda: self.watermark() >= min(self.committed, self.lost_from))
 
     def pause(self) -> None:
         """Stops gathering, and waits until nobody gathers."""
-        with uninterrupted(), self.changed:
+        with uninterrupted(), self._changed:
             self.paused = True
-        self._wait(lambda: self.broken or not self.gathering)
+        self.wait(lambda: self.broken or not self.gathering)
 
-    def restart(self, void: Callable[[], None]) -> None:
-        """Goes on after `pause`: everything not committed is loaded again, after `void` has dropped what was."""
-        with uninterrupted(), self.changed:
+    def restart(self, void: Callable[[int], None]) -> None:
+        """Goes on after `pause`: everything not committed is loaded again, after `void(floor)` has dropped what was."""
+        with uninterrupted(), self._changed:
             self.epoch += 1
             self.claimed = self.floor = self.committed
             self.last_gathered = min(self.last_gathered, self.committed - 1)
             self.loaded.clear()
-            void()
+            void(self.floor)
             self.paused = False
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def wait_for_release(self) -> None:
         """Waits until nobody holds the writes."""
-        self._wait(lambda: self.broken or self.hold is None)
+        self.wait(lambda: self.broken or self.hold is None)
 
     def hold_writes(self) -> int:
         """Lets writers go up to what is committed now, and no further; after `wait_for_release`."""
-        with uninterrupted(), self.changed:
+        with uninterrupted(), self._changed:
             self.hold = self.committed
             return self.hold
 
     def wait_for_hold(self) -> bool:
-        """Waits until writers stand at the hold; False if they never will."""
-        with self.changed:
+        """Waits until writers stand at the hold; False if they never will, or the tables are not whole there."""
+        with self._changed:
             hold = self.committed if self.hold is None else self.hold
-            self.changed.wait_for(lambda: self.watermark() >= min(hold, self.lost_from))
-            return hold <= self.lost_from
+            self._changed.wait_for(lambda: self.gone or self.watermark() >= min(hold, self.lost_from))
+            return hold <= self.lost_from and not self.gone
 
     def release_writes(self) -> None:
         """Ends the hold."""
-        with self.changed:
+        with self._changed:
             self.hold = None
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def wait_for_cut(self) -> None:
         """Waits until no cut is being saved."""
-        self._wait(lambda: not self.alive["cut"])
+        self.wait(lambda: not self.alive["cut"])
 
     # The end of a run.
 
     def fail_ahead(self, number: int, error: BaseException, epoch: int | None = None) -> None:
         """A batch will never be committed, nor those behind it; of several the first counts."""
-        with self.changed:
+        with self._changed:
             void = epoch is not None and epoch != self.epoch  # it is loaded again
             if not void and (self.end is None or number < self.end):
                 self.end, self.failure = number, error
-                self.changed.notify_all()
-
-    def fail_behind(self, number: int, error: BaseException) -> None:
-        """Rows of a committed batch are lost: only what is before it is still written. The first error counts."""
-        with self.changed:
-            self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
-            self.stopped = True
-            self.changed.notify_all()
-
-    def fail_cut(self, error: BaseException) -> None:
-        """A cut was not saved; no further batch is committed."""
-        with self.changed:
-            self.unsaved = self.unsaved or error
-            self.changed.notify_all()
-
-    def start(self, stage: str, thread: threading.Thread) -> None:
-        """Starts a thread, which will say `leave` as the last thing that it does."""
-        with self.changed:
-            self.alive[stage] += 1
-        try:
-            thread.start()
-        except BaseException:
-            self.leave(stage)
-            raise
-
-    def leave(self, stage: str) -> None:
-        """A thread ends."""
-        with self.changed:
-            self.alive[stage] -= 1
-            self.changed.notify_all()
+                self._changed.notify_all()
 
     def finish(self) -> None:
         """No batch will be committed any more: threads end when the rest is written."""
-        with uninterrupted(), self.changed:
+        with uninterrupted(), self._changed:
             self.stopped = self.finished = True
             if not self.alive["cut"]:
                 self.hold = None  # of a cut that was interrupted before its thread began
-            self.changed.notify_all()
-
-    def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until all threads have ended, or it is enough; not for the planner inside the caller's stream."""
-        self._wait(lambda: self._ended() or enough())
-
-    def _ended(self):
-        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
-        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
+            self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
         """Breaks the pipeline, as loaders or fetchers do not come back: when they do, they touch nothing."""
         self.fail_behind(self.watermark(), error)
         self.given_up = True
-
-    def over(self) -> bool:
-        """Whether no batch will be committed any more and no thread is at work."""
-        return self.finished and self._ended()

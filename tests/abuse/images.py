@@ -1,5 +1,6 @@
 """Images, row deltas and recovery: damaged, mixed up, misplaced, interrupted, out of room."""
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -38,6 +39,7 @@ from jaxrec.checkpoint import (
 )
 from jaxrec.cpr import Recovery, RolledBack, mfu, round_robin, ssu
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
+from jaxrec.loop import Serial
 from jaxrec.types import DenseState, TrainState
 
 SPEC = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=2)
@@ -80,14 +82,25 @@ def value(state, row):
     return float(state.tables.shards["width_2"][row % 2]["value"][row // 2, 0])
 
 
-def recovery_in(directory, **more):
-    return Recovery(directory, SPEC, **({"save_every_steps": 4, "total_steps": 100} | more))
+@contextlib.contextmanager
+def recovering(directory, state=None, **more):
+    """An engine, and the recovery that watches it."""
+    with Serial(state or state_of(), None) as engine:
+        given = {"save_every_steps": 4, "total_steps": 100} | more
+        yield engine, engine.enter(Recovery(engine, directory, **given))
 
 
-def save_all_rows(recovery, step):
-    """A save of a scheme after a batch that touched every row."""
-    recovery._waiting.append((step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]}))
-    recovery._save(state_of(step), step)
+def recovery_of(directory, **more):
+    """One that nobody has entered."""
+    return Recovery(Serial(state_of(), None), directory, **({"save_every_steps": 4, "total_steps": 100} | more))
+
+
+def save_at(engine, recovery, step):
+    """A save of the state of a step, after a batch that touched every row."""
+    engine.reset(state_of(step))
+    if recovery._watch:
+        recovery._watch.tell(step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]})
+    recovery._save(engine.state, step)
     recovery._settle()
 
 
@@ -121,9 +134,8 @@ def _(directory):
 
 @situation("a second recovery in one directory", ValueError, "is locked: somebody else is saving")
 def _(directory):
-    with recovery_in(directory, scheme=mfu()) as first, recovery_in(directory, scheme=mfu()) as second:
-        first.begin(state_of())
-        second.begin(state_of())
+    with recovering(directory, scheme=mfu()), recovering(directory, scheme=mfu()):
+        pass
 
 
 @situation("a writer in another process", ValueError, "is locked")
@@ -223,7 +235,7 @@ for _scheme in ("s3", "gs", "file"):
 
 @situation("s3:// as the directory of a recovery", ValueError, "object stores are not supported")
 def _(directory):
-    recovery_in("s3://bucket/run")
+    recovery_of("s3://bucket/run")
 
 
 @situation("gs:// as the image to restore", ValueError, "object stores are not supported")
@@ -376,11 +388,9 @@ def _(directory):
 
 @situation("a damaged delta of the chain, restored as a whole state from the directory")
 def _(directory):
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        state = recovery.begin(state_of())
+    with recovering(directory, scheme=mfu(), fraction=1.0) as (engine, recovery):
         for step in (4, 8):
-            recovery._save(state_of(step), step)
-            recovery._settle()
+            save_at(engine, recovery, step)
     state_deltas = deltas(directory)
     file = next(file for file in sorted(state_deltas[0].rglob("*")) if file.is_file() and "dense.0001" in str(file))
     file.write_bytes(b"x" * file.stat().st_size)
@@ -518,121 +528,132 @@ def _(directory):
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=10)
     try:
-        with recovery_in(directory, mode="full") as recovery:
-            recovery.begin(state_of())
+        with recovering(directory, mode="full"):
+            pass
     finally:
         shutil.disk_usage = usage
 
 
-@situation("a first step before begin", ValueError, "call state = recovery.begin")
+@situation("a first step before it is entered", ValueError, "enter the recovery before the first step")
 def _(directory):
-    recovery_in(directory).hook(state_of(), 1, {}, {})
+    recovery_of(directory).hook(state_of(), 1, {}, {})
 
 
-@situation("a failure before begin", ValueError, "call state = recovery.begin")
+@situation("a failure before it is entered", ValueError, "enter the recovery before the first step")
 def _(directory):
-    recovery_in(directory).fail(state_of(), [0])
+    recovery_of(directory).recover([0])
 
 
-@situation("begin twice", ValueError, "begin was called before")
+@situation("a recovery entered twice", ValueError, "was entered before")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.begin(recovery.begin(state_of()))
+    with recovering(directory) as (engine, recovery):
+        engine.enter(recovery)
+
+
+@situation("a recovery without an engine", ValueError, "the engine is a str.*Recovery.engine, directory")
+def _(directory):
+    Recovery(str(directory), directory, 4, 100)
 
 
 @situation("a fresh run in the directory of another one", ValueError, "would pass for rows of this run")
 def _(directory):
     save(directory, 3)
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of())
+    with recovering(directory):
+        pass
 
 
-@situation("begin with an image of another directory", ValueError, "must lie in")
+@situation("a run that goes on from an image of another directory", ValueError, "must lie in")
 def _(directory):
     image = read_manifest(save(directory / "a", 3))
-    with recovery_in(directory / "b") as recovery:
-        recovery.begin(state_of(3), image)
+    with recovering(directory / "b", state_of(3), image=image):
+        pass
 
 
-@situation("begin with an image and a state of different steps", ValueError, "must be what `restore` returned")
+@situation(
+    "a run that goes on from an image, with a state of another step", ValueError, "must be what `restore` return"
+)
 def _(directory):
     image = read_manifest(save(directory, 3))
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of(4), image)
+    with recovering(directory, state_of(4), image=image):
+        pass
+
+
+@situation("a run that goes on from the path of an image", ValueError, "image is a PosixPath: give what `restore` ret")
+def _(directory):
+    with recovering(directory, state_of(3), image=save(directory, 3)):
+        pass
 
 
 @situation("a shard that is not there", ValueError, r"shards=\[2\] must be distinct and lie between 0 and 1")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.fail(recovery.begin(state_of()), [2])
+    with recovering(directory) as (_, recovery):
+        recovery.recover([2])
 
 
 @situation("the newest image of a vanilla recovery is damaged: the one before it is used, and its step counts")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of())
+    with recovering(directory) as (engine, recovery):
         for step in (4, 8):
-            recovery._save(state_of(step), step)
-            recovery._settle()
+            save_at(engine, recovery, step)
         damage(directory / "step_00000008")
-        state = state_of(9)
+        engine.reset(state_of(9))
         with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000008"):
-            recovery.fail(state, [1], step=9)
-        assert value(state, 1) == 4 and value(state, 0) == 9
+            recovery.recover([1])
+        assert value(engine.state, 1) == 4 and value(engine.state, 0) == 9
         assert recovery.pls == pytest.approx((9 - 4) / (100 * 2))
         assert (directory / "step_00000008.damaged").is_dir()
 
 
 @situation("all images of a vanilla recovery are damaged: no initial rows in silence", DamagedImage, "step_00000004")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of())
-        recovery._save(state_of(4), 4)
-        recovery._settle()
+    with recovering(directory) as (engine, recovery):
+        save_at(engine, recovery, 4)
         damage(directory / "step_00000004")
-        state = state_of(5)
+        engine.reset(state_of(5))
         try:
-            recovery.fail(state, [1], step=5)
+            recovery.recover([1])
         finally:
-            assert value(state, 1) == 5 and recovery.pls == 0 and recovery.failed == 0
+            assert value(engine.state, 1) == 5 and recovery.pls == 0 and recovery.failed == 0
 
 
 @situation("the newest image of a full recovery is damaged: all goes back to the one before it")
 def _(directory):
-    with recovery_in(directory, mode="full") as recovery:
-        recovery.begin(state_of())
+    with recovering(directory, mode="full") as (engine, recovery):
         for step in (4, 8):
-            recovery._save(state_of(step), step)
-            recovery._settle()
+            save_at(engine, recovery, step)
         damage(directory / "step_00000008")
-        with pytest.warns(UserWarning, match="step_00000008"), pytest.raises(RolledBack) as back:
-            recovery.fail(state_of(9), [1], step=9)
-        assert back.value.step == 4 and recovery.lost_steps == 5 and value(back.value.state, 3) == 4
+        engine.reset(state_of(9))
+        with pytest.raises(RolledBack) as back:
+            recovery.recover([1])
+        assert engine.step == 9 and value(engine.state, 3) == 9  # nothing goes back while a run may go on
+        with pytest.warns(UserWarning, match="step_00000008"):
+            back.value.go_back()
+        assert engine.step == 4 and recovery.lost_steps == 5 and value(engine.state, 3) == 4
 
 
 @situation("a damaged delta of a recovery: rows come from before it, and a whole image is saved over it")
 def _(directory):
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        recovery.begin(state_of())
+    with recovering(directory, scheme=mfu(), fraction=1.0) as (engine, recovery):
         for step in (4, 8):
-            save_all_rows(recovery, step)
+            save_at(engine, recovery, step)
         damage(deltas(directory)[0])
-        state = state_of(9)
+        engine.reset(state_of(9))
         with pytest.warns(UserWarning, match="skipped what is damaged"):
-            state = recovery.fail(state, [1], step=9)
-        assert value(state, 1) == 4 and value(state, 0) == 9
+            recovery.recover([1])
+        assert value(engine.state, 1) == 4 and value(engine.state, 0) == 9
         assert recovery.pls == pytest.approx((9 - 4) / (100 * 2))
         assert [path.name for path in images(directory)] == ["step_00000009"] and not deltas(directory)
-        other = recovery.fail(state_of(10), [0], step=10)  # the survivor has what it had then
-        assert value(other, 0) == 9
+        engine.reset(state_of(10))
+        recovery.recover([0])  # the survivor has what it had then
+        assert value(engine.state, 0) == 9
 
 
 @situation("an exception in the body, and a save that failed before it", KeyError, "the body")
 def _(directory):
     try:
-        with recovery_in(directory) as recovery:
-            recovery.begin(state_of())
-            recovery._save(state_of(4), 4)
+        with recovering(directory) as (engine, recovery):
+            engine.reset(state_of(4))
+            recovery._save(engine.state, 4)
             recovery._checkpointer._idle.wait()
             recovery._checkpointer._error = OSError(errno.ENOSPC, "No space left on device")
             raise KeyError("the body")
@@ -647,93 +668,90 @@ def _(directory):
 def _(directory):
     older = read_manifest(save(directory, 3))
     save(directory, 6)
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of(3), older)
+    with recovering(directory, state_of(3), image=older):
+        pass
 
 
-@situation("steps counted from 1 again after a resume", ValueError, "step 1 after step 3: steps rise")
+@situation(
+    "the hook called by somebody else than its engine", ValueError, "step 1 is not that of this recovery's engin"
+)
 def _(directory):
     save(directory, 3)
     state, image = restore(directory, state_of())
-    with recovery_in(directory) as recovery:
-        recovery.hook(recovery.begin(state, image), 1, {}, {})
+    with recovering(directory, state, image=image) as (_, recovery):
+        recovery.hook(state, 1, {}, {})
 
 
 @situation("a warm start at step 0: its rows are no initial ones, and come back")
 def _(directory):
-    with recovery_in(directory, scheme=mfu()) as recovery:
-        state = recovery.begin(state_of(0, fill=7))
-        for shard in state.tables.shards["width_2"]:
+    with recovering(directory, state_of(0, fill=7), scheme=mfu()) as (engine, recovery):
+        for shard in engine.tables.shards["width_2"]:
             shard["value"][:] = 9
-        recovery.fail(state, [1], step=2)
-        assert value(state, 1) == 7 and value(state, 0) == 9
+        recovery.recover([1])
+        assert value(engine.state, 1) == 7 and value(engine.state, 0) == 9
 
 
 @situation("a resume with another number of shards and another scheme")
 def _(directory):
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        recovery.begin(state_of())
-        recovery._save(state_of(4), 4)
+    with recovering(directory, scheme=mfu(), fraction=1.0) as (engine, recovery):
+        save_at(engine, recovery, 4)
     for shards, scheme, step in ((4, ssu(), 8), (1, round_robin(), 12), (2, None, 16), (4, mfu(), 20)):
         spec = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=shards)
         state, image = restore(directory, state_of(spec=spec))
-        with Recovery(directory, spec, 4, 100, scheme=scheme) as recovery:
-            recovery.begin(state, image)
-            recovery.hook(state, step, {"width_2": jaxrec.plan(spec, {"t": np.arange(8)})["width_2"]}, {})
-            recovery.fail(state, [0], step=step)
+        with recovering(directory, state, scheme=scheme, image=image) as (engine, recovery):
+            engine.reset(state._replace(dense=state.dense._replace(step=np.int32(step))))
+            recovery.hook(engine.state, step, {"width_2": jaxrec.plan(spec, {"t": np.arange(8)})["width_2"]}, {})
+            recovery._save(engine.state, step)
+            recovery.recover([0])
     assert restore(directory, state_of())[1].step == 20
 
 
 @situation("one of two shards damaged in the only image: neither changes", DamagedImage, "is damaged")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of())
-        recovery._save(state_of(4), 4)
-        recovery._settle()
+    with recovering(directory) as (engine, recovery):
+        save_at(engine, recovery, 4)
         damage(directory / "step_00000004")  # its last shard
-        state = state_of(5)
+        engine.reset(state_of(5))
         try:
-            recovery.fail(state, [0, 1], step=5)
+            recovery.recover([0, 1])
         finally:
-            assert value(state, 0) == value(state, 1) == 5 and recovery.pls == recovery.failed == 0
+            assert value(engine.state, 0) == value(engine.state, 1) == 5 and recovery.pls == recovery.failed == 0
 
 
 @situation("a failure before the last save", ValueError, "0 <= saved")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of())
-        recovery._save(state_of(8), 8)
-        state = state_of(9)
+    with recovering(directory) as (engine, recovery):
+        save_at(engine, recovery, 8)
+        engine.reset(state_of(3, fill=9))
         try:
-            recovery.fail(state, [0], step=3)
+            recovery.recover([0])
         finally:
-            assert value(state, 0) == 9
+            assert value(engine.state, 0) == 9
 
 
 @situation("an image left out by hand: its step does not count, and the chain goes on without it")
 def _(directory):
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        recovery.begin(state_of())
+    with recovering(directory, scheme=mfu(), fraction=1.0) as (engine, recovery):
         for step in (4, 8):
-            save_all_rows(recovery, step)
-        state = recovery.fail(state_of(9), [1], step=9, without=[deltas(directory)[0].name])
-        assert value(state, 1) == 4 and recovery.pls == pytest.approx((9 - 4) / (100 * 2))
+            save_at(engine, recovery, step)
+        engine.reset(state_of(9))
+        recovery.recover([1], without=[deltas(directory)[0].name])
+        assert value(engine.state, 1) == 4 and recovery.pls == pytest.approx((9 - 4) / (100 * 2))
     assert restore(directory, state_of())[1].step == 9
 
 
 @situation("the newest delta is damaged: what restore gives can be begun with, and is gone on from")
 def _(directory):
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        recovery.begin(state_of())
+    with recovering(directory, scheme=mfu(), fraction=1.0) as (engine, recovery):
         for step in (4, 8, 12):
-            save_all_rows(recovery, step)
+            save_at(engine, recovery, step)
     damage(deltas(directory)[1])
     with pytest.warns(UserWarning, match="skipped what is damaged"):
         state, image = restore(directory, state_of())
     assert image.step == 4
-    with recovery_in(directory, scheme=mfu(), fraction=1.0) as recovery:
-        recovery.begin(state, image)
-        recovery._save(state_of(5), 5)
+    with recovering(directory, state, scheme=mfu(), fraction=1.0, image=image) as (engine, recovery):
+        engine.reset(state_of(5))
+        recovery._save(engine.state, 5)
     assert restore(directory, state_of())[1].step == 5 and len(list(directory.glob("delta_*.damaged"))) == 2
 
 
@@ -744,57 +762,36 @@ def _(directory):
         state, image = state_of(), None
         if life:
             state, image = restore(directory, state)
-        with recovery_in(directory, scheme=mfu(), save_every_steps=80, fraction=0.025) as recovery:
-            recovery.begin(state, image)
-            recovery._save(state_of(2 * life + 2), 2 * life + 2)
+        more = {"scheme": mfu(), "save_every_steps": 80, "fraction": 0.025}
+        with recovering(directory, state, image=image, **more) as (engine, recovery):
+            engine.reset(state_of(2 * life + 2))
+            recovery._save(engine.state, 2 * life + 2)
         lost.append(recovery.pls)
     assert lost == pytest.approx([0, 2 / 100, 4 / 100, 6 / 100])
 
 
-@situation("full recovery under a pipeline", ValueError, "full recovery rolls the state back, which a pipeline cannot")
-def _(directory):
-    recovery_in(directory, mode="full", pipeline=object())
-
-
-@situation("a recovery that does not know of the pipeline whose hook it is", ValueError, "the tables lag behind step")
-def _(directory):
-    with recovery_in(directory) as recovery:
-        state = recovery.begin(state_of())
-        state.tables.put(
-            jaxrec.plan(SPEC, {"t": np.arange(8)}), state.tables.read(jaxrec.plan(SPEC, {"t": np.arange(8)}))
-        )
-        recovery.hook(state, 1, {}, {})
-        recovery.hook(state, 2, {}, {})
-
-
 @situation("a scheme that was not called", ValueError, "one of mfu.., ssu..")
 def _(directory):
-    recovery_in(directory, scheme=mfu)
+    recovery_of(directory, scheme=mfu)
 
 
 @situation("a number in place of shards", ValueError, "shards=1 must be a list")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        recovery.fail(recovery.begin(state_of()), 1)
+    with recovering(directory) as (_, recovery):
+        recovery.recover(1)
 
 
 @situation("failures at a step that is none", ValueError, "steps are whole numbers from 1")
 def _(directory):
-    recovery_in(directory, failures={0: [1]})
-
-
-@situation("a path in place of the image to go on from", ValueError, "give what `restore` returned beside the state")
-def _(directory):
-    path = save(directory, 3)
-    with recovery_in(directory) as recovery:
-        recovery.begin(state_of(3), path)
+    recovery_of(directory, failures={0: [1]})
 
 
 @situation("a recovery used after its block", ValueError, "is closed")
 def _(directory):
-    with recovery_in(directory) as recovery:
-        state = recovery.begin(state_of())
-    recovery.hook(state, 4, {}, {})
+    with recovering(directory) as (engine, recovery):
+        pass
+    engine.reset(state_of(4))
+    recovery.hook(engine.state, 4, {}, {})
 
 
 @situation("two savers of a fresh directory belong to one run")
@@ -811,13 +808,13 @@ def _(directory):
         compact(last)
 
 
-@situation("a begin that was refused can be repeated")
+@situation("a recovery whose entering was refused can be entered")
 def _(directory):
-    recovery = recovery_in(directory / "run", scheme=mfu())
+    recovery = recovery_of(directory / "run", scheme=mfu())
     with RowCheckpointer(directory / "run"), pytest.raises(ValueError, match="is locked"):
-        recovery.begin(state_of())
+        recovery.__enter__()
     with recovery:
-        recovery.begin(state_of())
+        pass
 
 
 @situation("rows in a chain.json that nobody wrote keep all images")

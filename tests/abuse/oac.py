@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from hooks import at_step
 
 import jaxrec
 from abuse import situation
@@ -17,7 +18,7 @@ from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.types import Batch, TrainState
+from jaxrec.types import Batch, ShardsLost, TrainState
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.sgd(0.01)
@@ -72,17 +73,6 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
         assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
     return pipeline
-
-
-def at_step(step, act):
-    """A hook that does something after one step."""
-
-    def hook(state, number, plan, metrics):
-        if number == step:
-            act(state)
-        return state
-
-    return hook
 
 
 def look_at(act):
@@ -299,21 +289,17 @@ def _(directory):
 def _(directory):
     pipeline = pipeline_of()
 
-    def change(state):
-        with pipeline.exclusive(), pipeline.exclusive():
-            pass
-
-    train(pipeline, hook=at_step(2, change), steps=2)
+    change = lambda tables: pipeline.exclusive(lambda same: same)
+    train(pipeline, hook=at_step(2, lambda state: pipeline.exclusive(change)), steps=2)
 
 
-@situation("the next batch within exclusive", ValueError, "take the next batch after its block")
+@situation("the next batch within exclusive", ValueError, "take the next batch when it has returned")
 def _(directory):
     pipeline = pipeline_of(window=8)
     with pipeline:
         running = pipeline.run(batches_of())
         next(running)
-        with pipeline.exclusive():
-            next(running)
+        pipeline.exclusive(lambda tables: next(running))
 
 
 @situation("a cut of a step that is over", ValueError, "step=2 is committed already")
@@ -334,16 +320,230 @@ def _(directory):
     pipeline_of().cut(4, None)
 
 
+def reset(tables, shards=(0,)):
+    """A change that gives shards their initial rows, in place."""
+    for shard in shards:
+        tables.reset_shard("width_4", shard)
+    return tables
+
+
 @situation("drain, exclusive and close outside of a run")
 def _(directory):
     pipeline = pipeline_of()
     for _ in range(2):
         assert pipeline.drain() is pipeline.tables
-        with pipeline.exclusive() as tables:
-            tables.reset_shard("width_4", 0)
+        pipeline.exclusive(reset)
         pipeline.close()
         list(pipeline.run(batches_of()))
     assert pipeline.step == 12
+
+
+@situation("exclusive without a function", ValueError, "wants a function .tables. -> tables, and was given a NoneType")
+def _(directory):
+    pipeline_of().exclusive(None)
+
+
+@situation("a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.exclusive(lambda tables: None)), steps=2)
+
+
+@situation("exclusive in another thread than that of the step", ValueError, "another thread is in the middle of a step")
+def _(directory):
+    failed, pipeline = [], pipeline_of()
+
+    def change():
+        try:
+            pipeline.exclusive(reset)
+        except ValueError as error:
+            failed.append(error)
+
+    def elsewhere(state):
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join(60)
+
+    train(pipeline, hook=at_step(2, elsewhere))
+    raise failed[0]
+
+
+@situation("pipeline.state in a hook", ValueError, "take the state that it was given")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.state), steps=2)
+
+
+@situation("pipeline.state in the save of a cut", ValueError, "take the state that it was given")
+def _(directory):
+    pipeline = pipeline_of(window=8)
+    pipeline.cut(6, lambda state: pipeline.state)
+    train(pipeline)
+
+
+# ---- lost shards, other states, watchers
+
+
+class Watcher:
+    """Brings lost shards back with initial rows, or does what it is made with."""
+
+    def __init__(self, pipeline, act=None):
+        self.pipeline, self.act, self.seen = pipeline, act, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.seen.append("left")
+
+    def recover(self, shards):
+        self.seen.append(shards)
+        act = self.act or (lambda shards: self.pipeline.exclusive(lambda tables: reset(tables, shards)))
+        act(shards)
+
+
+def lose_at_2(shards, steps=6, act=None, watchers=1):
+    """Trains with a hook that loses shards; returns the watchers."""
+    pipeline, found = pipeline_of(), []
+
+    def hook(state, step, plan, metrics):
+        if step == 1:
+            found.extend(pipeline.enter(Watcher(pipeline, act)) for _ in range(watchers))
+        if step == 2:
+            pipeline.lose(shards)
+        return state
+
+    train(pipeline, hook=hook, steps=steps)
+    return found
+
+
+@situation("lose outside of a run", ValueError, "nothing runs: `lose` is for a hook")
+def _(directory):
+    pipeline_of().lose([1])
+
+
+@situation("losing a shard that is not there", ValueError, r"shards \[4\] must lie between 0 and 3")
+def _(directory):
+    lose_at_2([1, 4], steps=2)
+
+
+@situation("losing one shard, not a list of them", ValueError, "numbers of shards, as in .3., and was given 3")
+def _(directory):
+    lose_at_2(3, steps=2)
+
+
+@situation("losing the names of shards", ValueError, "wants the numbers of shards")
+def _(directory):
+    lose_at_2("one", steps=2)
+
+
+@situation("losing a shard when nobody recovers", ShardsLost, "no watcher brings them back: pipeline.enter.Recovery")
+def _(directory):
+    lose_at_2([1], steps=2, watchers=0)
+
+
+@situation("losing no shard, all shards, a shard twice, with two watchers")
+def _(directory):
+    assert lose_at_2([])[0].seen == ["left"]
+    for watcher in lose_at_2(np.array([3, 1, 0, 2, 1]), watchers=2):
+        assert watcher.seen == [(0, 1, 2, 3), "left"]
+
+
+@situation("a recovery that raises", OSError, "no image")
+def _(directory):
+    def act(shards):
+        raise OSError("no image")
+
+    lose_at_2([1], steps=2, act=act)
+
+
+@situation("a recovery that changes nothing")
+def _(directory):
+    assert lose_at_2([1], act=lambda shards: None)[0].seen == [(1,), "left"]
+
+
+@situation("ShardsLost without a shard", ValueError, "at least one")
+def _(directory):
+    ShardsLost([])
+
+
+@situation("ShardsLost travels between processes")
+def _(directory):
+    for error in (ShardsLost([2, 1]), ShardsLost((1, 2), "the node is down")):
+        again = pickle.loads(pickle.dumps(error))
+        assert again.shards == (1, 2) and str(again) == str(error)
+
+
+@situation("a watcher outside of `with`", ValueError, "enter a watcher within `with pipeline:`")
+def _(directory):
+    pipeline = pipeline_of()
+    pipeline.enter(Watcher(pipeline))
+
+
+@situation("a watcher that is no context manager", ValueError, "wants a context manager, and was given a function")
+def _(directory):
+    with pipeline_of() as pipeline:
+        pipeline.enter(reset)
+
+
+@situation("a watcher that cannot be entered keeps nobody from being left", OSError, "not today")
+def _(directory):
+    class Closed(Watcher):
+        def __enter__(self):
+            raise OSError("not today")
+
+    pipeline = pipeline_of()
+    first = Watcher(pipeline)
+    try:
+        with pipeline:
+            pipeline.enter(first)
+            pipeline.enter(Closed(pipeline))
+    finally:
+        assert first.seen == ["left"]
+
+
+@situation("reset within a run", ValueError, "leave the loop, or close the pipeline, first")
+def _(directory):
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.reset(state_of())), steps=2)
+
+
+@situation("reset to no state", ValueError, "state is a int, but a TrainState")
+def _(directory):
+    pipeline_of().reset(3)
+
+
+@situation("reset to a state that was donated", ValueError, "was donated to an earlier step")
+def _(directory):
+    state = state_of()
+    train(pipeline_of(state))
+    pipeline_of().reset(state)
+
+
+@situation("reset to a state of other shapes", ValueError, "reset to a dense state of other shapes")
+def _(directory):
+    state = state_of()
+    params = {"bias": np.zeros((1, 3), np.float32)}
+    pipeline_of().reset(state._replace(dense=state.dense._replace(params=params)))
+
+
+@situation("reset to tables of another spec", ValueError, "reset to tables of another spec")
+def _(directory):
+    spec = dataclasses.replace(SPEC, seed=7)
+    pipeline_of().reset(state_of()._replace(tables=HostTables.create(spec, ROWS)))
+
+
+@situation(
+    "reset to tables with which another pipeline runs", ValueError, "another pipeline is running over these tables"
+)
+def _(directory):
+    first = pipeline_of()
+    running = first.run(batches_of())
+    next(running)
+    try:
+        pipeline_of().reset(state_of()._replace(tables=first.tables))
+    finally:
+        running.close()
 
 
 @situation("an iterator that nobody ever asks")

@@ -1,0 +1,285 @@
+"""How a run of a pipeline is left, at whatever line, and who is told what leaving has found.
+
+Leaving a run in any way (its end, `break`, an error, Ctrl-C, `close`, dropping its iterator) ends its threads and
+writes what is committed. It never waits for the stream: a planner that is blocked in there is left behind. A failure
+is raised; where the body of the loop or a hook raises something else, that goes on, with a note:
+
+  ahead of the commit (stream, plan, send, gather): nothing is lost. All batches before the one that failed are trained
+    and written, then the error is raised, and `run` may be called again. Given the same iterator again it begins with
+    the batches that were taken and not trained; one that could not be planned is left out.
+  behind the commit (fetch, write back): rows are lost, and the pipeline is broken. From then on it raises
+    BrokenPipeline, which says at which steps the dense state and each shard stand.
+  the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
+  shards that are lost while a run is left other than by its end: nobody brings them back, and ShardsLost says so. The
+    next run begins with that.
+
+A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that comes in the commit
+waits for the hooks of the step, in which a second one is not put off, and the cut of the step is saved though a hook
+raised or was interrupted. What leaving by `break` without `with` has found is printed, and raised by the next call. A
+process that ends within a run writes what is committed.
+
+A `send` or `fetch` that never returns keeps the run from being left: after 10 seconds a warning says which threads are
+awaited, at which batch. From then on Ctrl-C gives up those that are in `send` or `fetch`, which breaks the pipeline.
+The save of a cut is never given up.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, Self, TypeVar
+
+import jax
+
+from jaxrec.embedding import HostTables
+from jaxrec.interrupts import uninterrupted
+from jaxrec.oac import turns
+from jaxrec.oac.cuts import Cuts
+from jaxrec.oac.failures import caught, first, note
+from jaxrec.oac.flow import Flow
+from jaxrec.oac.stages import Stages
+from jaxrec.oac.steps import Steps
+from jaxrec.oac.view import Standing
+from jaxrec.oac.workers import Workers
+from jaxrec.types import ShardsLost, TrainState
+
+Entered = TypeVar("Entered")
+REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
+
+
+class Leaving:
+    """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed here."""
+
+    patience_seconds = 10.0  # how long leaving waits before it says what it waits for, and `run` for an iterator in use
+
+    tables: HostTables
+    flow: Flow
+    compilations: int
+    _stages: Stages
+    _steps: Steps
+    _standing: Standing
+    _cuts: Cuts
+    _workers: Workers
+    _compiled_before: int
+    _view: HostTables  # the tables of the state: they refuse while they lag
+
+    def __init__(self):
+        self._watchers: list = []  # in the order in which they were entered
+        self._entered = contextlib.ExitStack()  # what leaves them
+        self._generator: Callable = lambda: None  # weak: who drops the iterator of a run has left it
+        self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
+        self._untold: list[BaseException] = []
+        self._interrupted: list[int] = []  # signals that came while a finalizer left the run
+        self._iterating: threading.Thread | None = None  # who takes the batches of the run
+        self._left, self._in_hooks = True, False
+
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun and not ended."""
+        generator = self._generator()
+        return generator is not None and generator.gi_frame is not None
+
+    def _hold(self, generator: Generator) -> Generator:
+        self._generator = weakref.ref(generator)
+        return generator
+
+    def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
+        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm.
+
+        Args:
+          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the `with` block.
+          recovers: whether the caller brings lost shards back, so that they are no failure.
+        """
+        flow, workers = self.flow, self._workers
+        with uninterrupted() as asked:
+            if self._left or workers.process != os.getpid():  # a fork has the run without its threads
+                return
+            if threading.current_thread() in workers.threads:
+                flow.finish()
+                return  # the collector has dropped the run in here: the next call waits for the threads
+            # Before the threads are told that no more will come: of the last step, if its hooks were interrupted.
+            failed = caught(lambda: self._cuts.begin(self.step, workers))
+            workers.end(asked, self.patience_seconds)
+            if not flow.broken:
+                # Behind the threads, so that nothing older comes after it.
+                self._write_rest()
+            elif not flow.given_up:
+                if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
+                    flow.tell_dense_gone()
+            # The tables are free for others only when all is written.
+            turns.end(flow)
+            self.compilations += self._steps.compiled() - self._compiled_before
+            self._left = True
+            unrecovered = ShardsLost(flow.gone, REMEDY) if flow.gone and not recovers else None
+            failures = (flow.lost, flow.unsaved, flow.failure, failed, caught(self._steps.check_losses), unrecovered)
+            self._untold += [failure for failure in failures if failure is not None]
+            if postpone and asked:
+                self._interrupted = [*asked]
+                asked.clear()
+
+    def _write_rest(self):
+        try:
+            self._stages.write_rest(self._steps.ring, self.flow)
+        except Exception as error:
+            error.add_note("in the last write of a run of the pipeline")
+            self.flow.fail_behind(self.flow.committed, error)
+        else:
+            self._standing.settle()
+            self._view = self.tables
+
+    def _take_untold(self):
+        failures, self._untold = self._untold, []
+        return failures
+
+    def _refuse(self):
+        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in other hands."""
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
+        if not self.running:
+            self._leave()
+        self._standing.refuse_broken()
+        if failures := self._take_untold():
+            raise first(failures)
+        turns.refuse(self.tables, self.flow)
+
+    def close(self) -> None:
+        """Ends a run: what is committed is written, what is not comes first when the same iterator is given to `run`.
+
+        Raises:
+          ValueError: in a hook, which leaves a run by an exception; in another thread than the one that iterates.
+          Whatever a stage raised, unless it was raised before.
+        """
+        if failures := self._end():
+            raise first(failures)
+        self._cuts.warn(self.step)
+
+    def _end(self):
+        generator, self._within = self._generator(), self._within + 1
+        try:
+            with uninterrupted() as asked:
+                if self.running:
+                    self._refuse_close(generator)
+                if generator is not None:
+                    generator.close()
+                self._leave()
+                asked += self._interrupted
+                self._interrupted = []
+        finally:
+            self._within -= 1
+        return self._take_untold()
+
+    def _refuse_close(self, generator):
+        here, iterating = threading.current_thread(), self._iterating
+        if here in self._workers.threads:
+            raise ValueError("close was called by a thread of the pipeline (a cut's save, send, fetch): raise there.")
+        if iterating is not None and iterating is not here and iterating.is_alive() and not self._left:
+            raise ValueError(
+                f"close was called in another thread than {iterating.name!r}, which iterates over the run: leave the "
+                "loop there."
+            )
+        if generator.gi_running:
+            raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+
+    def leave_at_exit(self) -> None:
+        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it belongs to.
+
+        Raises:
+          As `close`.
+        """
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
+
+    def __enter__(self) -> Self:
+        self._within += 1
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._within -= 1
+        if self._within:
+            self._close_within(error)
+            return False
+        entered, self._watchers = self._entered.pop_all(), []
+        try:
+            self._close_within(error)
+        except BaseException as failure:
+            # Watchers leave last: what a cut has begun to save belongs to them until the run is closed.
+            if not entered.__exit__(type(failure), failure, failure.__traceback__):
+                raise
+            return False
+        return bool(entered.__exit__(kind, error, trace))
+
+    def _close_within(self, error):
+        try:
+            failures = self._end()
+        except KeyboardInterrupt as interrupt:
+            note(interrupt, self._take_untold())
+            raise
+        if error is not None:
+            note(error, failures)
+        elif failures:
+            raise first(failures)
+        else:
+            self._cuts.warn(self.step)
+
+    def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
+        """Enters a context manager, which is left when the `with` block of this pipeline ends.
+
+            with Pipeline(state, update) as pipeline:
+                recovery = pipeline.enter(Recovery(...))
+
+        It is left behind the run: when that is closed, and its cuts are saved. Of several the last is left first. If it
+        has `recover(shards)`, that is called when shards are lost: see `lose`.
+
+        Args:
+          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if there is one.
+
+        Returns:
+          What its `__enter__` has returned.
+
+        Raises:
+          ValueError: outside of a `with` block, or no context manager.
+        """
+        if not self._within:
+            raise ValueError("enter a watcher within `with pipeline:`, whose end will leave it.")
+        if not hasattr(watcher, "__enter__") or not hasattr(watcher, "__exit__"):
+            raise ValueError(f"enter wants a context manager, and was given a {type(watcher).__name__}.")
+        entered = self._entered.enter_context(watcher)
+        self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
+        return entered
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step; for who calls between two steps.
+
+        Raises:
+          ValueError: in a hook or in the save of a cut, which have one of their own.
+        """
+        if self._in_hooks or threading.current_thread() in self._workers.threads:
+            raise ValueError(
+                "pipeline.state was read in a hook or in the save of a cut: take the state that it was given, as this "
+                "one is behind what earlier hooks have made of it, or ahead."
+            )
+        return self._state()
+
+    def _state(self):
+        return TrainState(self._steps.dense, self._view)
+
+    @property
+    def step(self) -> int:
+        """How many steps the state has seen."""
+        return self._standing.step
+
+
+@atexit.register
+def _leave_all():
+    """Interpreters end in the middle of threads: what is committed is written first, and what went wrong is said."""
+    for pipeline in turns.pipelines():
+        try:
+            pipeline.leave_at_exit()
+        except Exception:
+            traceback.print_exc()

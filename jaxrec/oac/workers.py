@@ -1,0 +1,232 @@
+"""The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says that it is done."""
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrec.oac.arguments import Threads
+from jaxrec.oac.failures import caught
+from jaxrec.oac.flow import Flow
+from jaxrec.oac.stages import Item, Stages
+from jaxrec.oac.view import Standing
+from jaxrec.stream import END, Stream
+from jaxrec.types import ShardsLost
+
+
+class Worker(threading.Thread):
+    """One thread, and the batch that it is at.
+
+    Args:
+      stage: its name.
+      number: of the first batch.
+      body: called with this thread.
+      fail: called with this thread and what the body raised.
+      leave: called when all is over, as the last thing that the thread does.
+    """
+
+    def __init__(self, stage: str, number: int, body: Callable, fail: Callable, leave: Callable):
+        super().__init__(name=f"oac-{stage}", daemon=True)
+        self.stage, self.number = stage, number
+        self._body, self._fail, self._leave = body, fail, leave
+
+    def run(self):
+        """What `start` starts."""
+        try:
+            self._body(self)
+        except BaseException as error:
+            self._fail(self, error)
+        finally:
+            self._leave(self.stage)
+
+
+class Workers:
+    """All threads of a run, but for the one that commits.
+
+    Args:
+      flow: of the run.
+      stages: of the pipeline.
+      stream: the batches of the run.
+      standing: of the pipeline's tables.
+      threads: how many of each kind.
+    """
+
+    def __init__(self, flow: Flow, stages: Stages, stream: Stream, standing: Standing, threads: Threads):
+        self.flow, self.stages, self.stream, self.standing, self.count = flow, stages, stream, standing, threads
+        self.threads: list[Worker] = []
+        self.process = os.getpid()  # a fork has the run without its threads
+
+    def start_all(self) -> None:
+        """Starts all threads that a run has from its beginning.
+
+        Raises:
+          RuntimeError: the system gives no more threads; those that were started are ended by `end`.
+        """
+        self.stream.free.clear()
+        self.start("plan", self._plan_all)
+        for _ in range(self.count.loaders):
+            self.start("load", self._load_all)
+        for _ in range(self.count.fetchers):
+            self.start("fetch", self._fetch_all)
+        for writer in range(self.count.writers):
+            self.start("write back", functools.partial(self._write_all, writer))
+
+    def start(self, stage: str, body: Callable[[Worker], None]) -> None:
+        """Starts a thread of a stage; what the body raises is told to `flow`."""
+        worker = Worker(stage, self.flow.first, body, self._fail, self.flow.leave)
+        self.threads = [*self.threads[:1], *(t for t in self.threads[1:] if t.is_alive()), worker]
+        # It is in the list before it runs, and can ask whether it is one of these.
+        try:
+            self.flow.start(stage, worker)
+        except BaseException:
+            self.threads.remove(worker)
+            raise
+
+    def where(self, stage: str, number: int) -> str:
+        """What an error says of where it came from."""
+        return f"in stage '{stage}' of the pipeline, batch {number - self.flow.first} of this run"
+
+    def _fail(self, worker, error, epoch=None):
+        error.add_note(self.where(worker.stage, worker.number))
+        if worker.stage in ("plan", "load"):
+            self.flow.fail_ahead(worker.number, error, epoch)
+        elif worker.stage == "cut":
+            self.flow.fail_cut(error)
+        else:
+            self.flow.fail_behind(worker.number, error)
+
+    # The end of a run.
+
+    def end(self, asked: Sequence[int], patience_seconds: float) -> None:
+        """Waits until all threads have written what is committed, and ended; what was not trained goes back.
+
+        Args:
+          asked: signals that came meanwhile; it grows.
+          patience_seconds: how long before it says what it waits for.
+        """
+        flow = self.flow
+        flow.finish()
+        self._wait(asked, patience_seconds)
+        for thread in self.threads:
+            behind = flow.given_up and thread.stage in ("load", "fetch")
+            if not behind and not (flow.alive["plan"] and thread is self.threads[0]):
+                thread.join()
+        # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch is given back.
+        left = [self.stages.items[number].planned.batch for number in range(flow.committed, flow.planned)]
+        self.stream.waiting.extendleft(reversed(left))
+        if not self.threads:  # no thread could be started, so none will say so
+            self.stream.free.set()
+        self.stream.rest()
+        self.stages.items, self.threads = {}, []
+
+    def _wait(self, asked, patience_seconds):
+        flow, late = self.flow, time.monotonic() + patience_seconds
+        flow.wait_for_threads(lambda: time.monotonic() > late)
+        if flow.over():
+            return
+        alive = [thread for thread in self.threads if thread.is_alive()]
+        awaited = ", ".join(f"{thread.name} at batch {thread.number - flow.first}" for thread in alive)
+        with contextlib.suppress(UserWarning):  # where warnings are errors the run is to be left all the same
+            warnings.warn(
+                f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
+                "`send` or `fetch`, and breaks the pipeline.",
+                stacklevel=5,
+            )
+        before = len(asked)  # who saves or writes has the tables in hand, and is never given up
+        flow.wait_for_threads(lambda: len(asked) > before and flow.alive["load"] + flow.alive["fetch"] > 0)
+        if not flow.over():
+            flow.give_up(InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
+            flow.wait_for_threads()
+
+    # The bodies. `worker.number` is the batch in work.
+
+    def _plan_all(self, worker):
+        flow, stream = self.flow, self.stream
+        try:
+            while flow.wait_to_plan():
+                worker.number = flow.planned
+                taken = caught(stream.take)
+                if not flow.leave_stream():  # who was blocked in there may wake up in the middle of another run
+                    stream.give_back(taken)
+                    return
+                if isinstance(taken, BaseException):
+                    raise taken
+                if taken is END:
+                    flow.end_stream()
+                    return
+                self._plan(taken, worker.number)
+        finally:
+            stream.free.set()
+
+    def _plan(self, batch: Any, number: int):
+        flow, stages = self.flow, self.stages
+        planned = stages.plan(batch, number)
+        flow.tell_planned(lambda: stages.enter(planned, flow.floor, flow.committed))
+
+    def _load_all(self, worker):
+        while (claim := self.flow.claim()) is not None:
+            worker.number, epoch = claim
+            item = self.stages.items.get(worker.number)  # None if the claim was void, and the batch is written by now
+            try:
+                if item is not None:
+                    self._load(item, worker.number, epoch)
+            except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
+                self._fail(worker, error, epoch)
+            del item  # while this thread waits for its next batch this one's rows must not wait with it
+
+    def _load(self, item: Item, number: int, epoch: int):
+        flow, stages = self.flow, self.stages
+        if item.inputs is None:  # they stay right when the rows are gathered anew
+            item.inputs = stages.send_inputs(item.planned)
+        watermark = flow.admit(number, epoch)
+        if watermark is None:
+            return
+        try:
+            loaded = [stages.load(item.planned, watermark, flow.floor, flow.tell_gathered)]
+        except ShardsLost as lost:  # parked: when the shards are back, it is claimed and gathered anew
+            flow.tell_not_loaded(lost.shards)
+            return
+        except BaseException:
+            flow.tell_not_loaded()
+            raise
+
+        def store():
+            item.loaded = loaded.pop()  # nothing here holds the rows: the batch may be committed before this call ends
+
+        flow.tell_loaded(number, epoch, store)
+
+    def _fetch_all(self, worker):
+        while (number := self.flow.claim_fetch()) is not None:
+            worker.number = number
+            self._fetch(self.stages.items[number], number)
+
+    def _fetch(self, item: Item, number: int):
+        fetched = [self.stages.fetch(item, self.flow.end)]
+
+        def store():
+            item.committed, item.fetched = None, fetched.pop()
+
+        self.flow.tell_fetched(number, store)
+
+    def _write_all(self, writer: int, worker: Worker):
+        shards = range(writer, self.stages.tables.spec.shards, self.count.writers)
+        while (number := self.flow.wait_to_write(writer)) is not None:
+            worker.number = number
+            self._write(self.stages.items[number], shards, writer, number)
+
+    def _write(self, item: Item, shards: range, writer: int, number: int):
+        try:
+            self.stages.write(item, shards, self.flow)
+        except BaseException:
+            if not self.standing.exact:  # `add` does not count: nobody knows how far it came
+                self.standing.half.update(shards)
+            raise
+
+        def forget():
+            self.stages.items.pop(number).fetched = None  # a thread that has it still in hand holds no rows
+
+        self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
