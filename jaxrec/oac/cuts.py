@@ -1,4 +1,5 @@
-"""Cuts: consistent states that are announced for a step, and saved in a thread while training goes on."""
+"""Cuts: consistent states that are announced for a step, and saved in a thread while training goes
+on."""
 
 import warnings
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class Cuts:
         """Keeps a cut for a step behind that of now.
 
         Raises:
-          ValueError: the step lies behind, or has a cut already; no whole number, no function, an unknown word.
+          ValueError: the step lies behind, or has a cut already; no whole number, no function, an
+            unknown word.
         """
         if not isinstance(step, int | np.integer) or not callable(cut.save):
             raise ValueError(f"cut(step={step!r:.80}, save={cut.save!r:.80}) wants a whole number and a function.")
@@ -51,14 +53,16 @@ class Cuts:
         self._to_come[step] = cut
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begins the cut of a step that was just committed, if there is one, and those that lost shards have kept."""
+        """Begins the cut of a step that was just committed, if there is one, and those that lost
+        shards have kept."""
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if step in self._to_come:
             self._begin(self._to_come[step].save, workers, lambda: self._to_come.pop(step))
 
     def save_missed(self, state: TrainState) -> None:
-        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended."""
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has
+        ended."""
         missed, self._missed = self._missed, []
         for save in missed:
             save(state)
@@ -67,7 +71,8 @@ class Cuts:
         flow = workers.flow
         flow.wait_for_release()  # of the cut before; Ctrl-C may end it, and then this one is still to come
         with uninterrupted():  # whoever holds the writes has a thread that lets them go
-            # Before the copy: no later batch is written from here on, and what is copied fits what will be written.
+            # Before the copy: no later batch is written from here on, and what is copied fits what
+            # will be written.
             number = flow.hold_writes()
             try:
                 ring = self._steps.ring if self._stages.way.skip_writes else None
