@@ -220,6 +220,8 @@ class Committing(Leaving):
         self._recovered_at = self.step
         if self._tries > _TRIES:
             raise ShardsLost(shards, f"again, after {_TRIES} recoveries at step {self.step}: {REMEDY}")
+        # The cut of this step belongs before the failure: whoever recovers finds it saved.
+        self.flow.wait_for_cut()
         before = self.flow.epoch
         for watcher in watchers:
             watcher.recover(tuple(sorted(shards)))
