@@ -10,13 +10,13 @@ import pytest
 from hooks import at_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oac_equivalence import Numbered
 from oac_failures import equal
 from test_oac import SPEC, Broken, copied, frozen, make_batches, make_state, no_threads_left, same, update_of
 
 import jaxrec
 from jaxrec.embedding import HostTables
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.oac.flow import Flow
 from jaxrec.types import ShardsLost, TrainState
 
 STEPS = 14
@@ -163,20 +163,57 @@ def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
     assert calls["refused read"] + calls["refused write"] > 0
 
 
-def test_a_loss_that_several_stages_meet_is_recovered_once():
-    """Whoever was gathering tells of it before it is brought back, though it tells as late as it may."""
+class Waiting(MortalTables):
+    """Tables whose ninth read says that it has begun, and waits for something before it looks."""
 
-    class Late(Flow):
+    def read(self, plans):
+        if self.calls["read"] == 8 and not self.begun.is_set():
+            self.begun.set()
+            assert self.until()
+        return super().read(plans)
+
+
+def pipeline_over_waiting(death, until, flow_type, **options):
+    tables = Waiting.of(make_state().tables, [death])
+    tables.__dict__.update(begun=threading.Event(), until=lambda: until(pipeline.flow))
+    pipeline = Pipeline(make_state()._replace(tables=tables), update_of(SPEC), window=4, loaders=1, **options)
+    pipeline.flow_type = flow_type
+    return pipeline
+
+
+def test_a_loss_that_two_stages_meet_is_recovered_once():
+    """A loader gathers when a write meets the loss: it tells of it before it lets anybody alone with the tables."""
+
+    class Late(Numbered):
         def tell_lost(self, shards):
             if threading.current_thread().name == "oac-load":
-                self.wait_until(lambda: self.epoch > 0, seconds=5)
+                self.wait_until(lambda: self.epoch > 0 and not self.gone, seconds=5)
             super().tell_lost(shards)
 
-    pipeline = Pipeline(mortal(("write", 5, 1)), update_of(SPEC), window=4, loaders=3)
-    pipeline.flow_type = Late
-    with pipeline:
+    def fetch(tree):
+        assert Numbered.mine.batch != 4 or pipeline.tables.begun.wait(60)
+        return jax.tree.map(np.asarray, tree)
+
+    gone = lambda flow: flow.wait_until(lambda: flow.gone, seconds=60)
+    with pipeline_over_waiting(("write", 4, 1), gone, Late, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
+    assert pipeline.tables.calls["refused read"] == pipeline.tables.calls["refused write"] == 1
+    assert len(watcher.lost) == 1 and equal(pipeline.state, serial_loop(watcher.lost)[0])
+
+
+def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
+    def fetch(tree):
+        flow = pipeline.flow
+        if Numbered.mine.batch >= 5:  # committed by then, and written only when the loss is known
+            assert flow.wait_until(lambda: flow.gone or watcher.lost, seconds=60)
+        return jax.tree.map(np.asarray, tree)
+
+    committed = lambda flow: flow.wait_until(lambda: flow.committed - flow.first >= 6, seconds=60)
+    with pipeline_over_waiting(("read", 8, 1), committed, Numbered, fetch=fetch) as pipeline:
+        watcher = pipeline.enter(Reviver(pipeline))
+        list(pipeline.run(BATCHES))
+    assert pipeline.tables.calls["refused read"] == 1 and pipeline.tables.calls["refused write"] == 0
     assert len(watcher.lost) == 1 and equal(pipeline.state, serial_loop(watcher.lost)[0])
 
 
