@@ -19,7 +19,8 @@ class _Raised(NamedTuple):
 
 
 class Stream:
-    """One iterator of batches; what a run took from it and did not train comes first in the next run.
+    """One iterator of batches; what a run took from it and did not train comes first in the next
+    run.
 
     Args:
       iterator: of Batch; `next` of it is called by one thread at a time, and may block.
@@ -41,12 +42,14 @@ class Stream:
         return own_batch(taken) if isinstance(taken, Batch) else taken
 
     def give_back(self, taken: Any) -> None:
-        """What was taken and is not wanted any more: a batch, or an error that the stream raised."""
+        """What was taken and is not wanted any more: a batch, or an error that the stream
+        raised."""
         if taken is not END:
             self.waiting.append(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
     def rest(self) -> None:
-        """No run uses the stream: what waits is kept as long as somebody else keeps the iterator."""
+        """No run uses the stream: what waits is kept as long as somebody else keeps the
+        iterator."""
         if self._weak is not None or (self.free.is_set() and not self.waiting):
             self.iterator = None
 
@@ -63,8 +66,9 @@ class Stream:
 
 
 class Streams:
-    """The streams of a pipeline's runs that may come back: of iterators that live, and of those that do not tell
-    whether they live (of `map`, `zip`, a list) the last, and all of which batches wait or in which a planner does."""
+    """The streams of a pipeline's runs that may come back: of iterators that live, and of those
+    that do not tell whether they live (of `map`, `zip`, a list) the last, and all of which batches
+    wait or in which a planner does."""
 
     def __init__(self):
         self._known: list[Stream] = []
@@ -74,10 +78,12 @@ class Streams:
 
         Args:
           batches: an iterable of Batch.
-          patience_seconds: how long a planner that was left inside the iterator may take to come out of it.
+          patience_seconds: how long a planner that was left inside the iterator may take to come
+            out of it.
 
         Raises:
-          ValueError: no iterable of batches; a planner that was left still waits inside the iterator.
+          ValueError: no iterable of batches; a planner that was left still waits inside the
+            iterator.
         """
         if isinstance(batches, Batch):
             raise ValueError("run wants an iterable of batches, and was given one Batch: run([batch]).")

@@ -89,7 +89,8 @@ class Watch:
 
     def end_cut(self, step: int) -> None:
         """The rows of a step's cut are picked and copied. Training may have reached the cut after it by now."""
-        self._cuts.pop(step).set()
+        if cut := self._cuts.pop(step, None):
+            cut.set()
 
     def pick_ahead(self, step: int, save_step: int, settle: Callable[[], None]) -> None:
         """Begins to pick the rows of the next save, in the thread.
@@ -116,7 +117,9 @@ class Watch:
         return picking.result() if picking else None
 
     def drop_picks(self) -> None:
-        """Waits for the thread, and forgets what it has picked: rows have changed that no batch has touched."""
+        """Forgets what the thread has picked, as rows have changed that no batch has touched; while no cut is saved."""
+        for step in list(self._cuts):  # of one that met lost shards, which will be saved later, and waits for nobody
+            self.end_cut(step)
         for save_step in list(self._picking):
             self.picked_ahead(save_step)
 

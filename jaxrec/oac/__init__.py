@@ -1,4 +1,5 @@
-"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the other.
+"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the
+other.
 
 `ring` is pure and usable alone; `pipeline` is the host that runs it over `HostTables`.
 """

@@ -1,4 +1,5 @@
-"""What a pipeline is given: state, update, mesh and window fit each other, or an error names what does not."""
+"""What a pipeline is given: state, update, mesh and window fit each other, or an error names what
+does not."""
 
 import inspect
 import operator
@@ -45,7 +46,8 @@ class Way(NamedTuple):
 
     @property
     def lookahead(self) -> int:
-        """How many batches must be known before one is committed: only then it is known what they rewrite."""
+        """How many batches must be known before one is committed: only then it is known what they
+        rewrite."""
         return self.window if self.skip_writes else 0
 
 
@@ -64,7 +66,8 @@ def check_way(mode: str, window: int | None, validation: str, skip_reads: bool, 
 
 
 class Threads(NamedTuple):
-    """How many threads of each kind there are, and how many batches beyond the window are planned."""
+    """How many threads of each kind there are, and how many batches beyond the window are
+    planned."""
 
     loaders: int
     fetchers: int

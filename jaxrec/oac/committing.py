@@ -1,6 +1,8 @@
-"""What the committing thread does: steps with their hooks, being alone with the tables, bringing back lost shards.
+"""What the committing thread does: steps with their hooks, being alone with the tables, bringing
+back lost shards.
 
-The order at a step: the commit, its hooks in their order, shards that are really gone, the cut, emulated failures.
+The order at a step: the commit, its hooks in their order, shards that are really gone, the cut,
+emulated failures.
 """
 
 import operator
@@ -91,10 +93,12 @@ class Committing(Leaving):
             self._in_hooks = False
 
     def drain(self) -> HostTables:
-        """Waits until all committed batches are written, and returns the tables, now those of `state.dense`.
+        """Waits until all committed batches are written, and returns the tables, now those of
+        `state.dense`.
 
-        Call it on the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
-        semisync it waits until the next batch has come and was gathered, as that one must not see the rows of this one.
+        Call it on the committing thread, for example in a hook that evaluates. Batches gathered
+        already stay valid. In semisync it waits until the next batch has come and was gathered, as
+        that one must not see the rows of this one.
 
         Raises:
           BrokenPipeline: rows are lost.
@@ -125,12 +129,13 @@ class Committing(Leaving):
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Changes the tables while nobody else reads or writes them: what was gathered ahead is gathered anew.
+        """Changes the tables while nobody else reads or writes them: what was gathered ahead is
+        gathered anew.
 
             pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
 
-        For the committing thread, between steps or in a hook; the state that later hooks get and that is yielded has
-        the tables as they are then. Tables in host memory are changed in place.
+        For the committing thread, between steps or in a hook; the state that later hooks get and
+        that is yielded has the tables as they are then. Tables in host memory are changed in place.
 
         Args:
           change: (tables) -> tables, those that hold from then on; here the same ones.
@@ -152,8 +157,9 @@ class Committing(Leaving):
             changed = change(self.tables)
         finally:
             with uninterrupted():
-                # Before the restart: who gathers anew may look at the tables at once. What the ring and the last
-                # writers say of earlier batches is forgotten, or a later batch would undo the change.
+                # Before the restart: who gathers anew may look at the tables at once. What the ring
+                # and the last writers say of earlier batches is forgotten, or a later batch would
+                # undo the change.
                 self._standing.settle()
                 self.flow.restart(self._stages.void)
         if not self.running:  # whoever changes them then answers for their shards
@@ -165,11 +171,13 @@ class Committing(Leaving):
             )
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all watchers that have it.
+        """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all
+        watchers that have it.
 
-        For a hook that emulates a failure. A home whose shards are really lost says so by `ShardsLost`, and the same
-        happens at the step that is committed when it is noticed: what was to be written to them by then is lost with
-        them, what was gathered ahead is gathered anew. A cut that meets them is saved when they are back.
+        For a hook that emulates a failure. A home whose shards are really lost says so by
+        `ShardsLost`, and the same happens at the step that is committed when it is noticed: what
+        was to be written to them by then is lost with them, what was gathered ahead is gathered
+        anew. A cut that meets them is saved when they are back.
 
         Args:
           shards: their numbers.
@@ -212,6 +220,8 @@ class Committing(Leaving):
         self._recovered_at = self.step
         if self._tries > _TRIES:
             raise ShardsLost(shards, f"again, after {_TRIES} recoveries at step {self.step}: {REMEDY}")
+        # The cut of this step belongs before the failure: whoever recovers finds it saved.
+        self.flow.wait_for_cut()
         before = self.flow.epoch
         for watcher in watchers:
             watcher.recover(tuple(sorted(shards)))

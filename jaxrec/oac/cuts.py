@@ -1,4 +1,5 @@
-"""Cuts: consistent states that are announced for a step, and saved in a thread while training goes on."""
+"""Cuts: consistent states that are announced for a step, and saved in a thread while training goes
+on."""
 
 from collections.abc import Callable
 
@@ -26,14 +27,16 @@ class Cuts(Announced):
         self._missed: list[Callable] = []  # saves that met lost shards, and come again when those are back
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begins the cut of a step that was just committed, if there is one, and those that lost shards have kept."""
+        """Begins the cut of a step that was just committed, if there is one, and those that lost
+        shards have kept."""
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
             self._begin(save, workers, lambda: self.tell_begun(step))
 
     def save_missed(self, state: TrainState) -> None:
-        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended."""
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has
+        ended."""
         missed, self._missed = self._missed, []
         for save in missed:
             save(state)
@@ -42,7 +45,8 @@ class Cuts(Announced):
         flow = workers.flow
         flow.wait_for_release()  # of the cut before; Ctrl-C may end it, and then this one is still to come
         with uninterrupted():  # whoever holds the writes has a thread that lets them go
-            # Before the copy: no later batch is written from here on, and what is copied fits what will be written.
+            # Before the copy: no later batch is written from here on, and what is copied fits what
+            # will be written.
             number = flow.hold_writes()
             try:
                 ring = self._steps.ring if self._stages.way.skip_writes else None

@@ -1,6 +1,8 @@
-"""What ends a run of a pipeline or keeps it from going on: its threads, what failed, shards that are lost.
+"""What ends a run of a pipeline or keeps it from going on: its threads, what failed, shards that
+are lost.
 
-`flow` adds the order of the batches. Both have one lock, and whoever waits for anything is woken by any change.
+`flow` adds the order of the batches. Both have one lock, and whoever waits for anything is woken by
+any change.
 """
 
 import collections
@@ -33,19 +35,23 @@ class Ends:
         return self.lost is not None
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Waits, on the committing thread, until something holds that only this thread can undo; Ctrl-C ends it."""
+        """Waits, on the committing thread, until something holds that only this thread can undo;
+        Ctrl-C ends it."""
         if not ready():  # nobody undoes it: so without the lock first, and without the handler, which takes 20 us
             interrupts.wait(self._changed, ready, by_the_clock=True)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Waits, as somebody who only looks on, until something holds of the counters; returns whether it does."""
+        """Waits, as somebody who only looks on, until something holds of the counters; returns
+        whether it does."""
         with self._changed:
             return self._changed.wait_for(ready, seconds)
 
-    # Shards that are lost: the tables go on without them, and no batch is committed until they are back.
+    # Shards that are lost: the tables go on without them, and no batch is committed until they are
+    # back.
 
     def tell_lost(self, shards: Collection[int]) -> None:
-        """A home has lost shards: what was to be written there is lost with them, what was to be read waits."""
+        """A home has lost shards: what was to be written there is lost with them, what was to be
+        read waits."""
         with self._changed:
             self.gone |= frozenset(shards)
             self._changed.notify_all()
@@ -63,7 +69,8 @@ class Ends:
         self.dense_gone = True
 
     def fail_behind(self, number: int, error: BaseException) -> None:
-        """Rows of a committed batch are lost: only what is before it is still written. The first error counts."""
+        """Rows of a committed batch are lost: only what is before it is still written. The first
+        error counts."""
         with self._changed:
             self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
             self.stopped = True
@@ -95,8 +102,15 @@ class Ends:
             self._changed.notify_all()
 
     def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until all threads have ended, or it is enough; not for the planner inside the caller's stream."""
+        """Waits until all threads have ended, or it is enough; not for the planner inside the
+        caller's stream."""
         self.wait(lambda: self._ended() or enough())
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """Breaks the pipeline from a batch on, as loaders or fetchers do not come back: when they
+        do, they touch nothing."""
+        self.fail_behind(number, error)
+        self.given_up = True
 
     def _ended(self):
         behind = self.given_up * (self.alive["load"] + self.alive["fetch"])

@@ -18,7 +18,8 @@ def first(failures: Sequence[BaseException]) -> BaseException:
 
 
 def note(error: BaseException, failures: Sequence[BaseException]) -> None:
-    """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in its context."""
+    """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in
+    its context."""
     for failure in failures:
         if _among(failure, _behind(error)):
             continue

@@ -1,16 +1,19 @@
 """Who may do what when: the order of a pipeline's batches, without the batches.
 
-Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and written.
-Threads ask here for their next batch and say here what is done. One lock guards a few counters, which only this file
-and `ends` write; whoever reads one without the lock reads a number that may be behind, never ahead.
+Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and
+written. Threads ask here for their next batch and say here what is done. One lock guards a few
+counters, which only this file and `ends` write; whoever reads one without the lock reads a number
+that may be behind, never ahead.
 
     planned >= claimed, committed >= fetched >= written         counters of batches, in batch order
     admission: batch t is gathered when all batches up to t - 1 - W are written, by all writers
-    order: a writer writes batch by batch; the watermark is the first batch that some writer has not written
+    order: a writer writes batch by batch
+    watermark: the first batch that some writer has not written
 
-Failures: ahead of the commit nothing is lost, so the batches before the one that failed are committed and then it is
-told; behind the commit rows are lost, and only the batches before that one are still written. While shards are gone
-nothing is committed or gathered, and everybody else's rows are written; `restart` has everything gathered anew.
+Failures: ahead of the commit nothing is lost, so the batches before the one that failed are
+committed and then it is told; behind the commit rows are lost, and only the batches before that one
+are still written. While shards are gone nothing is committed or gathered, and everybody else's rows
+are written; `restart` has everything gathered anew.
 
 Legend: W window.
 """
@@ -51,7 +54,8 @@ class Flow(Ends):
     # Ahead of the commit: give up when the run stops.
 
     def wait_to_plan(self) -> bool:
-        """Waits until one more batch may be taken from the stream; False if none is wanted any more."""
+        """Waits until one more batch may be taken from the stream; False if none is wanted any
+        more."""
         with self._changed:
             limit = lambda: self.committed + self.window + 1 + self.ahead
             self._changed.wait_for(lambda: self._complete() or self.planned < limit())
@@ -92,17 +96,15 @@ class Flow(Ends):
             return self.claimed - 1, self.epoch
 
     def admit(self, number: int, epoch: int) -> int | None:
-        """Waits until a claimed batch may be gathered; returns the watermark, None if the claim is void."""
+        """Waits until a claimed batch may be gathered; returns the watermark, None if the claim is
+        void."""
+        void = lambda: self.stopped or self.epoch != epoch
+        written = lambda: self.watermark() >= number - self.window
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self.stopped
-                    or self.epoch != epoch
-                    or (self._may_gather() and self.watermark() >= number - self.window)
-                )
-            )
-            if self.stopped or self.epoch != epoch:
+            self._changed.wait_for(lambda: void() or (self._may_gather() and written()))
+            if void():
                 return None
+            # With the watermark, in one breath: what is written from here on may be read half.
             self.gathering += 1
             return self.watermark()
 
@@ -125,16 +127,18 @@ class Flow(Ends):
             self._changed.notify_all()
 
     def tell_not_loaded(self, gone: Collection[int] = ()) -> None:
-        """The gather or the way to the device failed, perhaps as shards are gone: then it comes again."""
+        """The gather or the way to the device failed, perhaps as shards are gone: then it comes
+        again."""
         with self._changed:
-            # In one breath: whoever brings shards back waits until nobody gathers, and must know of all by then.
+            # In one breath: whoever brings shards back waits until nobody gathers, and must know of
+            # all by then.
             self.gone |= frozenset(gone)
             self.gathering -= 1
             self._changed.notify_all()
 
     def wait_to_commit(self, lookahead: int) -> int | None:
-        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or after a failure, and
-        while shards are gone."""
+        """The next batch, when it is loaded and `lookahead` more are planned; None at the end or
+        after a failure, and while shards are gone."""
         number = self.committed
         known = lambda: self.end is not None or self.planned > number + lookahead
         over = lambda: self.broken or self.unsaved is not None or number == self.end or bool(self.gone)
@@ -165,7 +169,8 @@ class Flow(Ends):
             self._changed.notify_all()
 
     def wait_to_write(self, writer: int) -> int | None:
-        """The next batch of a writer, in batch order, when it is fetched and not held; None when there will be none."""
+        """The next batch of a writer, in batch order, when it is fetched and not held; None when
+        there will be none."""
         number = self.written[writer]
 
         def ready():
@@ -177,7 +182,8 @@ class Flow(Ends):
             return number if self._wait_for(number, ready) else None
 
     def tell_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
-        """A writer has written its shards of a batch: `mark` says so of them, the last writer lets `forget` drop it."""
+        """A writer has written its shards of a batch: `mark` says so of them, the last writer lets
+        `forget` drop it."""
         with self._changed:
             mark()  # before anybody who waits for the write can look
             self.mark_written(writer, number)
@@ -195,7 +201,7 @@ class Flow(Ends):
         self._changed.wait_for(lambda: gone() or ready())
         return number < self.lost_from and ready()
 
-    # For the committing thread. Ctrl-C ends its waits, and never finds it between two lines of the lock.
+    # For the committing thread. Ctrl-C ends its waits, and never finds it within the lock.
 
     def drain(self) -> None:
         """Waits until all that is committed, and not lost, is written."""
@@ -208,10 +214,12 @@ class Flow(Ends):
         self.wait(lambda: self.broken or not self.gathering)
 
     def restart(self, void: Callable[[int], None]) -> None:
-        """Goes on after `pause`: everything not committed is loaded again, after `void(floor)` has dropped what was."""
+        """Goes on after `pause`: everything not committed is loaded again, after `void(floor)` has
+        dropped what was."""
         with uninterrupted(), self._changed:
-            self.epoch += 1
+            self.epoch += 1  # who still has a claim of before finds that it is void
             self.claimed = self.floor = self.committed
+            # In semisync the last write waits again, for a gather that comes anew.
             self.last_gathered = min(self.last_gathered, self.committed - 1)
             self.loaded.clear()
             void(self.floor)
@@ -229,7 +237,8 @@ class Flow(Ends):
             return self.hold
 
     def wait_for_hold(self) -> bool:
-        """Waits until writers stand at the hold; False if they never will, or the tables are not whole there."""
+        """Waits until writers stand at the hold; False if they never will, or the tables are not
+        whole there."""
         with self._changed:
             hold = self.committed if self.hold is None else self.hold
             self._changed.wait_for(lambda: self.gone or self.watermark() >= min(hold, self.lost_from))
@@ -262,8 +271,3 @@ class Flow(Ends):
             if not self.alive["cut"]:
                 self.hold = None  # of a cut that was interrupted before its thread began
             self._changed.notify_all()
-
-    def give_up(self, error: BaseException) -> None:
-        """Breaks the pipeline, as loaders or fetchers do not come back: when they do, they touch nothing."""
-        self.fail_behind(self.watermark(), error)
-        self.given_up = True

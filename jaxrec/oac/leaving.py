@@ -1,26 +1,30 @@
 """How a run of a pipeline is left, at whatever line, and who is told what leaving has found.
 
-Leaving a run in any way (its end, `break`, an error, Ctrl-C, `close`, dropping its iterator) ends its threads and
-writes what is committed. It never waits for the stream: a planner that is blocked in there is left behind. A failure
-is raised; where the body of the loop or a hook raises something else, that goes on, with a note:
+Leaving a run in any way (its end, `break`, an error, Ctrl-C, `close`, dropping its iterator) ends
+its threads and writes what is committed. It never waits for the stream: a planner that is blocked
+in there is left behind. A failure is raised; where the body of the loop or a hook raises something
+else, that goes on, with a note:
 
-  ahead of the commit (stream, plan, send, gather): nothing is lost. All batches before the one that failed are trained
-    and written, then the error is raised, and `run` may be called again. Given the same iterator again it begins with
-    the batches that were taken and not trained; one that could not be planned is left out.
-  behind the commit (fetch, write back): rows are lost, and the pipeline is broken. From then on it raises
-    BrokenPipeline, which says at which steps the dense state and each shard stand.
-  the save of a cut: no further batch is committed, the tables are whole, and `run` may be called again.
-  shards that are lost while a run is left other than by its end: nobody brings them back, and ShardsLost says so. The
-    next run begins with that.
+  ahead of the commit (stream, plan, send, gather): nothing is lost. All batches before the one that
+    failed are trained and written, then the error is raised, and `run` may be called again. Given
+    the same iterator again it begins with the batches that were taken and not trained; one that
+    could not be planned is left out.
+  behind the commit (fetch, write back): rows are lost, and the pipeline is broken. From then on it
+    raises BrokenPipeline, which says at which steps the dense state and each shard stand.
+  the save of a cut: no further batch is committed, the tables are whole, and `run` may be called
+    again.
+  shards that are lost while a run is left other than by its end: nobody brings them back, and
+    ShardsLost says so. The next run begins with that.
 
-A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that comes in the commit
-waits for the hooks of the step, in which a second one is not put off, and the cut of the step is saved though a hook
-raised or was interrupted. What leaving by `break` without `with` has found is printed, and raised by the next call. A
-process that ends within a run writes what is committed.
+A step that is committed keeps what belongs to it: a Ctrl-C (or a SIGTERM whose handler raises) that
+comes in the commit waits for the hooks of the step, in which a second one is not put off, and the
+cut of the step is saved though a hook raised or was interrupted. What leaving by `break` without
+`with` has found is printed, and raised by the next call. A process that ends within a run writes
+what is committed.
 
-A `send` or `fetch` that never returns keeps the run from being left: after 10 seconds a warning says which threads are
-awaited, at which batch. From then on Ctrl-C gives up those that are in `send` or `fetch`, which breaks the pipeline.
-The save of a cut is never given up.
+A `send` or `fetch` that never returns keeps the run from being left: after 10 seconds a warning
+says which threads are awaited, at which batch. From then on Ctrl-C gives up those that are in
+`send` or `fetch`, which breaks the pipeline. The save of a cut is never given up.
 """
 
 import atexit
@@ -52,7 +56,8 @@ REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
 
 
 class Leaving:
-    """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed here."""
+    """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed
+    here."""
 
     patience_seconds = 10.0  # how long leaving waits before it says what it waits for, and `run` for an iterator in use
 
@@ -88,10 +93,12 @@ class Leaving:
         return generator
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
-        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more is no harm.
+        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
+        is no harm.
 
         Args:
-          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the `with` block.
+          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the
+            `with` block.
           recovers: whether the caller brings lost shards back, so that they are no failure.
         """
         flow, workers = self.flow, self._workers
@@ -101,7 +108,8 @@ class Leaving:
             if threading.current_thread() in workers.threads:
                 flow.finish()
                 return  # the collector has dropped the run in here: the next call waits for the threads
-            # Before the threads are told that no more will come: of the last step, if its hooks were interrupted.
+            # Before the threads are told that no more will come: of the last step, if its hooks
+            # were interrupted.
             failed = caught(lambda: self._cuts.begin(self.step, workers))
             workers.end(asked, self.patience_seconds)
             if not flow.broken:
@@ -136,7 +144,8 @@ class Leaving:
         return failures
 
     def _refuse(self):
-        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in other hands."""
+        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
+        other hands."""
         if threading.current_thread() in self._workers.threads:
             raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
         if not self.running:
@@ -147,10 +156,12 @@ class Leaving:
         turns.refuse(self.tables, self.flow)
 
     def close(self) -> None:
-        """Ends a run: what is committed is written, what is not comes first when the same iterator is given to `run`.
+        """Ends a run: what is committed is written, what is not comes first when the same iterator
+        is given to `run`.
 
         Raises:
-          ValueError: in a hook, which leaves a run by an exception; in another thread than the one that iterates.
+          ValueError: in a hook, which leaves a run by an exception; in another thread than the one
+            that iterates.
           Whatever a stage raised, unless it was raised before.
         """
         if failures := self._end():
@@ -185,7 +196,8 @@ class Leaving:
             raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
 
     def leave_at_exit(self) -> None:
-        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it belongs to.
+        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it
+        belongs to.
 
         Raises:
           As `close`.
@@ -207,7 +219,8 @@ class Leaving:
         try:
             self._close_within(error)
         except BaseException as failure:
-            # Watchers leave last: what a cut has begun to save belongs to them until the run is closed.
+            # Watchers leave last: what a cut has begun to save belongs to them until the run is
+            # closed.
             if not entered.__exit__(type(failure), failure, failure.__traceback__):
                 raise
             return False
@@ -232,11 +245,12 @@ class Leaving:
             with Pipeline(state, update) as pipeline:
                 recovery = pipeline.enter(Recovery(...))
 
-        It is left behind the run: when that is closed, and its cuts are saved. Of several the last is left first. If it
-        has `recover(shards)`, that is called when shards are lost: see `lose`.
+        It is left behind the run: when that is closed, and its cuts are saved. Of several the last
+        is left first. If it has `recover(shards)`, that is called when shards are lost: see `lose`.
 
         Args:
-          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if there is one.
+          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if
+            there is one.
 
         Returns:
           What its `__enter__` has returned.
@@ -277,7 +291,8 @@ class Leaving:
 
 @atexit.register
 def _leave_all():
-    """Interpreters end in the middle of threads: what is committed is written first, and what went wrong is said."""
+    """Interpreters end in the middle of threads: what is committed is written first, and what went
+    wrong is said."""
     for pipeline in turns.pipelines():
         try:
             pipeline.leave_at_exit()

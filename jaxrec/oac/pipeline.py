@@ -1,12 +1,14 @@
-"""The pipeline: batches over host tables in flight in parallel, committed in order, results of one after the other.
+"""The pipeline: batches over host tables in flight in parallel, committed in order, results of one
+after the other.
 
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
     planner  `---------------- loaders ----------------'   caller   fetchers  writers            who does it
 
-The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather when all but the last
-W batches are written (`flow`, the only throttle). The caller's thread commits in batch order: replay what is stale,
-update, append to the ring (`steps`). Writers put final rows in batch order, each its own shards. `stages` say what is
-done to a batch, `workers` are the threads that do it, and `leaving` is how a run ends.
+The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather
+when all but the last W batches are written (`flow`, the only throttle). The caller's thread commits
+in batch order: replay what is stale, update, append to the ring (`steps`). Writers put final rows
+in batch order, each its own shards. `stages` say what is done to a batch, `workers` are the threads
+that do it, and `leaving` is how a run ends.
 
 Legend: W window.
 """
@@ -43,47 +45,54 @@ class Pipeline(Committing):
             ...
     state = pipeline.state
 
-    Modes: `sync` gathers a batch when the one before it is written; only rows wait, plans and inputs go ahead. `oac`
-    gives bitwise the same results with W batches in flight. `async` repairs nothing and writes with `add`, as Marius
-    (OSDI 2021): rows are up to W batches old. `semisync` is exactly one batch stale and repeatable, as TorchRec's
-    SemiSync: batch t sees rows after batch t - 2, and its change is added in order. All modes run the same compiled
-    update.
+    Modes: `sync` gathers a batch when the one before it is written; only rows wait, plans and
+    inputs go ahead. `oac` gives bitwise the same results with W batches in flight. `async` repairs
+    nothing and writes with `add`, as Marius (OSDI 2021): rows are up to W batches old. `semisync`
+    is exactly one batch stale and repeatable, as TorchRec's SemiSync: batch t sees rows after batch
+    t - 2, and its change is added in order. All modes run the same compiled update.
 
-    Between batches the tables lag behind `state.dense` by up to W + 1 batches: `state.tables` refuses to be read until
-    `drain`, and from then to the next batch it can be read. `pipeline.tables` are the tables themselves, unguarded.
+    Between batches the tables lag behind `state.dense` by up to W + 1 batches: `state.tables`
+    refuses to be read until `drain`, and from then to the next batch it can be read.
+    `pipeline.tables` are the tables themselves, unguarded.
 
     However a run is left, what is committed is written, and no failure is swallowed: see `leaving`.
+    At a step come the commit, the hooks in their order, the cut, and then failures that are
+    emulated; shards that their home has lost come back before the cut.
 
     Args:
       state: TrainState with HostTables; its dense half is donated.
-      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
+      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not
+        jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
-      window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync (0) and semisync
-        (1).
+      window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync
+        (0) and semisync (1).
       mesh: from `make_mesh`; that of the state's dense half if None.
-      send: (tree of arrays, tree of shardings) -> tree on the device, in a loader's thread; `jax.device_put` if None.
-      fetch: (tree on the device) -> tree of numpy arrays, in a fetcher's thread; starts a copy and waits if None.
+      send: (tree of arrays, tree of shardings) -> tree on the device, in a loader's thread;
+        `jax.device_put` if None.
+      fetch: (tree on the device) -> tree of numpy arrays, in a fetcher's thread; starts a copy and
+        waits if None.
       loaders, fetchers, writers: threads of each kind; a writer has its own shards.
       ahead: how many batches are planned, and their inputs sent, before they are admitted.
-      validation: 'planned' finds stale rows on the host, where plans are made; 'device' compares row numbers and
-        versions on the device, as the paper says. Same values.
+      validation: 'planned' finds stale rows on the host, where plans are made; 'device' compares
+        row numbers and versions on the device, as the paper says. Same values.
       skip_stale_reads: do not gather and send rows that the ring will patch.
-      skip_rewritten: do not fetch and write rows that a batch within the window, planned already, will write again.
-        A batch is committed when W more are planned or the stream has ended or failed: while a stream blocks, the last
-        W batches taken from it wait.
+      skip_rewritten: do not fetch and write rows that a batch within the window, planned already,
+        will write again. A batch is committed when W more are planned or the stream has ended or
+        failed: while a stream blocks, the last W batches taken from it wait.
 
     Memory: see `memory_bytes`.
 
     Attributes:
-      counters: of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
-        `bytes_fetched`, all that was handed to `send` and `fetch`; `bytes_without_savings`, what that would have been
-        with both savings off.
+      tables: those that are trained, unguarded. state: between two steps. step: committed steps.
+      counters: of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`;
+        `bytes_sent` and `bytes_fetched`, all that was handed to `send` and `fetch`;
+        `bytes_without_savings`, what that would have been with both savings off.
       compilations: how many programs its runs have compiled: some more whenever a capacity grows.
       flow: where the batches of the run are, to look at.
 
     Raises:
-      ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out of range; state,
-        update and mesh that do not fit each other.
+      ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out
+        of range; state, update and mesh that do not fit each other.
     """
 
     flow_type, steps_type = Flow, Steps
@@ -134,23 +143,27 @@ class Pipeline(Committing):
         """Trains on all batches.
 
         Args:
-          batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what is committed, and
-            copied. An iterator that an earlier run has left begins with what was taken from it and not trained; what
-            was taken from one that cannot be watched (`map`, `zip`) is kept as long as the pipeline.
-          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that iterates; they may change
-            the values of the dense state.
-          check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
+          batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what
+            is committed, and copied. An iterator that an earlier run has left begins with what was
+            taken from it and not trained; what was taken from one that cannot be watched (`map`,
+            `zip`) is kept as long as the pipeline.
+          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that
+            iterates; they may change the values of the dense state.
+          check_every_steps: how often the losses are fetched and checked; they are, too, at the end
+            of a run.
 
         Yields:
-          (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of
-          the update, and where rows are repaired 'stale_rows', whose last writer was not written when the gather
-          began, and 'patched_rows', which were taken from the ring.
+          (TrainState, metrics) after every batch. The dense half is donated to the next step.
+          Metrics are those of the update, and where rows are repaired 'stale_rows', whose last
+          writer was not written when the gather began, and 'patched_rows', which were taken from
+          the ring.
 
         Raises:
           BrokenPipeline: rows were lost before.
           FloatingPointError: a loss is not finite; names the step.
-          ValueError: a run goes on, of this or of another pipeline over the same tables; a batch that does not fit.
-            Whatever else a stage raised; all with a note that names stage and batch.
+          ValueError: a run goes on, of this or of another pipeline over the same tables; a batch
+            that does not fit. Whatever else a stage raised; all with a note that names stage and
+            batch.
         """
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
@@ -168,7 +181,8 @@ class Pipeline(Committing):
                 yield self._state(), metrics
             self._steps.check_losses()
             self._leave(recovers=True)
-            # The last rows may have met lost shards on their way back, when no thread was left to gather anew.
+            # The last rows may have met lost shards on their way back, when no thread was left to
+            # gather anew.
             if not self._untold:
                 self._recover_lost()
         except GeneratorExit:  # perhaps from a finalizer, where Python prints what is raised, and drops it
@@ -189,7 +203,8 @@ class Pipeline(Committing):
             self._refuse()
             self._left, self._iterating, self._to_lose = False, threading.current_thread(), set()
             self._compiled_before = self._steps.compiled()
-            # Numbers go on behind everything planned before, so that no row of an earlier run counts as in flight.
+            # Numbers go on behind everything planned before, so that no row of an earlier run
+            # counts as in flight.
             self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
             self._standing.turn = turns.begin(self.tables, self.flow, self)
             self._workers.start_all()
@@ -197,14 +212,15 @@ class Pipeline(Committing):
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces a consistent state after a step, to be saved while training goes on.
 
-        When the step is committed its dense state is copied; when its rows are written, `save` runs in a thread of
-        its own, with tables that stand exactly after that step. Until it returns, later batches are not written, and
-        compute goes on until the window is full.
+        When the step is committed its dense state is copied; when its rows are written, `save` runs
+        in a thread of its own, with tables that stand exactly after that step. Until it returns,
+        later batches are not written, and compute goes on until the window is full.
 
         Args:
           step: a step that is not committed yet.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether leaving a run warns that the step was not reached; it stays announced for the next run.
+          unreached: whether leaving a run warns that the step was not reached; it stays announced
+            for the next run.
 
         Raises:
           ValueError: the step lies behind, or has a cut already.
@@ -216,10 +232,12 @@ class Pipeline(Committing):
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state: an image that was restored, after an error or before the next run.
+        """Goes on from another state: an image that was restored, after an error or before the next
+        run.
 
-        What the ring and the last writers say of earlier batches is void. Cuts that are announced are forgotten, as
-        are rows and shards that were lost. The data go back with the state: that is the caller's part.
+        What the ring and the last writers say of earlier batches is void. Cuts that are announced
+        are forgotten, as are rows and shards that were lost. The data go back with the state: that
+        is the caller's part.
 
         Args:
           state: TrainState of the same shapes; its step is that of the pipeline from then on.

@@ -1,16 +1,22 @@
-"""The device ring of OAC: what the last W batches wrote, and how a later batch finds its rows there.
+"""The device ring of OAC: what the last W batches wrote, and how a later batch finds its rows
+there.
 
-A batch gathers its rows from the host while up to W batches before it are not written back yet. Before it is applied,
-every row whose last writer the gather could not see is replaced by what that writer left in the ring. What the gather
-read instead, old, new or torn, is thrown away; so the step sees the values of serial execution, and results are bitwise
-those of it. After OAC (OpenReview xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derived:
+A batch gathers its rows from the host while up to W batches before it are not written back yet.
+Before it is applied, every row whose last writer the gather could not see is replaced by what that
+writer left in the ring. What the gather read instead, old, new or torn, is thrown away; so the step
+sees the values of serial execution, and results are bitwise those of it. After OAC (OpenReview
+xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derived:
 
     w(r, t) = max {s < t : r in U_s}       the last writer of row r before batch t
-    row r of batch t is stale  iff  w(r, t) > A_t,  A_t: all batches <= A_t were written when the gather began
-    admission: A_t >= t - 1 - W, so a stale row's writer is one of the last W batches, all of which the ring holds
+    row r of batch t is stale  iff  w(r, t) > A_t
+        A_t: all batches <= A_t were written when the gather began
+    admission: A_t >= t - 1 - W, so a stale row's writer is one of the last W batches
+        the ring holds all of these
 
-Every leaf has the shards as its first axis, one ring a shard, so all functions work under `shard_map` unchanged.
-Legend: S shards, W slots of the ring, U padded unique rows a shard, E embedding width, K slot width, V rows of a stack.
+Every leaf has the shards as its first axis, one ring a shard, so all functions work under
+`shard_map` unchanged.
+Legend: S shards, W slots of the ring, U padded unique rows a shard, E embedding width, K slot
+width, V rows of a stack.
 """
 
 from collections.abc import Callable
@@ -82,11 +88,12 @@ def validate(ring: Ring, plan: dict[str, Plan], read_version) -> dict[str, Array
     Args:
       ring: after all batches before this one.
       plan: {stack: Plan} of the batch.
-      read_version: i32[], A_t: all batches up to it had been written when the rows were gathered. -1 - W or less
-        replaces every row that the ring holds, which gives the same values.
+      read_version: i32[], A_t: all batches up to it had been written when the rows were gathered.
+        -1 - W or less replaces every row that the ring holds, which gives the same values.
 
     Returns:
-      {stack: i32[S, U]}: where in the ring of its shard, flattened to [W U], the right value is; -1 for a valid row.
+      {stack: i32[S, U]}: where in the ring of its shard, flattened to [W U], the right value is; -1
+        for a valid row.
     """
     newest_last = jnp.argsort(ring.version, axis=1)
     return {
@@ -98,7 +105,8 @@ def validate(ring: Ring, plan: dict[str, Plan], read_version) -> dict[str, Array
 
 
 def _validate_shard(held, version, newest_last, unique, count, read_version):
-    """One shard: sorts its U rows, looks all W U held ones up among them, and lets the newest win."""
+    """One shard: sorts its U rows, looks all W U held ones up among them, and lets the newest
+    win."""
     (depth, width), size = held.shape, unique.shape[0]
     ordered, place = jax.lax.sort_key_val(unique, jnp.arange(size, dtype=jnp.int32))
     candidates = held[newest_last]  # [W, U], oldest slot first
@@ -177,11 +185,14 @@ def commit(update: Callable, dense, ring: Ring, rows, plan, batch, number, *, so
 
 
 def spread(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
-    """Puts rows that travelled without gaps, f32[S, C, E], to their places of a batch, f32[S, U, E].
+    """Puts rows that travelled without gaps, f32[S, C, E], to their places of a batch.
 
     Args:
       rows: {stack: Rows} of C rows a shard.
       place: {stack: i32[S, U]}, which of the C each place takes; any where the ring will patch.
+
+    Returns:
+      {stack: Rows}, f32[S, U, E].
     """
     return {name: jax.tree.map(lambda leaf, at=place[name]: _take(leaf, at), r) for name, r in rows.items()}
 

@@ -1,6 +1,7 @@
 """How many bytes a pipeline holds and moves, and in how many padded rows they travel.
 
-Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K slot width.
+Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K
+slot width.
 """
 
 import dataclasses
@@ -35,12 +36,14 @@ def memory_bytes(
     loaders: int = 2,
     ahead: int = 2,
 ) -> dict[str, int]:
-    """How much memory a pipeline needs at most beside tables, dense state and the update's own scratch memory.
+    """How much memory a pipeline needs at most beside tables, dense state and the update's own
+    scratch memory.
 
-    At most W + 1 batches are gathered and not yet written, and each is on the device once: as it was gathered, or as
-    the update left it. The one that is being committed is there as both, and where rows are repaired also as repaired.
-    The inputs of those batches, and of one more for each loader that waits for admission, are on the device too. With
-    R = rows and F = row_floats, oac holds at most
+    At most W + 1 batches are gathered and not yet written, and each is on the device once: as it
+    was gathered, or as the update left it. The one that is being committed is there as both, and
+    where rows are repaired also as repaired. The inputs of those batches, and of one more for each
+    loader that waits for admission, are on the device too. With R = rows and F = row_floats, oac
+    holds at most
 
         device: 4 R (W (F + 1)             the ring and its row numbers
                    + (W + 3) F             rows of batches; W + 2 in the other modes, which have no ring
@@ -51,9 +54,10 @@ def memory_bytes(
                                                              planned about staleness: other modes, or 'device'
                 + 8 table_rows             the last writer of every row; nothing in those cases
 
-    On a CPU both are the same memory, and what was fetched is a view of what is on the device. `skip_stale_reads`
-    needs at most one more batch of rows on the device, `skip_rewritten` W more batches of inputs on the host. While the
-    ring is widened, because a batch has more unique rows than any before it, the old ring is there too.
+    On a CPU both are the same memory, and what was fetched is a view of what is on the device.
+    `skip_stale_reads` needs at most one more batch of rows on the device, `skip_rewritten` W more
+    batches of inputs on the host. While the ring is widened, because a batch has more unique rows
+    than any before it, the old ring is there too.
 
     Args:
       window: W.
@@ -99,8 +103,9 @@ def memory_bytes(
 class Travelling:
     """C: the most rows a shard that recent batches needed, rounded up to a size of few.
 
-    It grows when a batch needs more, and is reviewed every `review_every` batches: one odd batch does not decide for
-    ever. Sizes come from `bucket`, so that going back and forth compiles nothing anew.
+    It grows when a batch needs more, and is reviewed every `review_every` batches: one odd batch
+    does not decide for ever. Sizes come from `bucket`, so that going back and forth compiles
+    nothing anew.
     """
 
     review_every: int = 256

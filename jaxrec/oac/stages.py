@@ -77,7 +77,8 @@ class Fetched(NamedTuple):
 
 @dataclasses.dataclass
 class Item:
-    """One batch on its way: each part comes from one stage, and goes when the stage behind it is done."""
+    """One batch on its way: each part comes from one stage, and goes when the stage behind it is
+    done."""
 
     planned: Planned
     inputs: Inputs | None = None
@@ -136,7 +137,8 @@ class Stages:
         if number - window < floor:  # the ring holds rows of batches that are void
             planned = planned._replace(source=written_since(planned.source, number, window, floor))
         if self.way.skip_writes:
-            # What is committed may be on its way already: too late to leave a row of it to this batch.
+            # What is committed may be on its way already: too late to leave a row of it to this
+            # batch.
             keep_of = lambda n: self.items[n].planned.keep if n >= committed and n in self.items else None
             mark_rewritten(keep_of, planned.source, number, window)
         self.items[number] = Item(planned)
@@ -195,11 +197,13 @@ class Stages:
         return Fetched(plans, rows, committed.read)
 
     def write(self, item: Item, shards: Sequence[int], flow: Flow) -> None:
-        """Writes the rows of a batch, which is fetched, into some shards; to those that are lost goes nothing."""
+        """Writes the rows of a batch, which is fetched, into some shards; to those that are lost
+        goes nothing."""
         fetched = item.fetched
         assert fetched is not None
         there = [shard for shard in shards if shard not in flow.gone] if flow.gone else shards
-        # What is lost is told before the write counts, or a batch that waits for it might be gathered without.
+        # What is lost is told before the write counts, or a batch that waits for it might be
+        # gathered without.
         with telling_lost(flow):
             if self.way.adds:
                 self.tables.add(fetched.plans, fetched.rows, fetched.read, there)
@@ -241,7 +245,8 @@ class Stages:
         return self._send(tree, self._placement[kind])
 
     def _count_bytes(self, direction, number, whole=None):
-        """Counts what is handed over in one direction, and what it would be with both savings off."""
+        """Counts what is handed over in one direction, and what it would be with both savings
+        off."""
         with self._lock:
             self.counters[direction] += number
             self.counters["bytes_without_savings"] += number if whole is None else whole

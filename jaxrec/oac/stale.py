@@ -1,4 +1,5 @@
-"""What is stale, known from row numbers alone: last writers, rows that will be rewritten, the newest of a ring.
+"""What is stale, known from row numbers alone: last writers, rows that will be rewritten, the
+newest of a ring.
 
 Legend: W window, S shards, U padded unique rows a shard, V rows of a stack.
 """
@@ -30,7 +31,8 @@ class LastWriters:
         self._place = {name: np.empty(shape[name], np.int32) for name in shape}
 
     def sources(self, plans: dict[str, Plan], number: int) -> dict[str, np.ndarray]:
-        """Where the ring will hold each row of a batch, i32[S, U], -1 where it needs not; call it in batch order."""
+        """Where the ring will hold each row of a batch, i32[S, U], -1 where it needs not; call it
+        in batch order."""
         sources = {}
         for name, p in plans.items():
             sources[name] = np.empty(p.unique.shape, np.int32)
@@ -43,7 +45,8 @@ class LastWriters:
 
 
 def written_since(sources: dict[str, np.ndarray], number: int, window: int, floor: int) -> dict[str, np.ndarray]:
-    """The sources of batch `number` that lie in batches from the floor on; -1 in place of the others."""
+    """The sources of batch `number` that lie in batches from the floor on; -1 in place of the
+    others."""
 
     def newer(where):
         slot, base = where // where.shape[1], number - window
@@ -54,7 +57,8 @@ def written_since(sources: dict[str, np.ndarray], number: int, window: int, floo
 
 
 def found(sources: dict):
-    """How many rows have a place in the ring: an i32[] of numpy or of JAX, as the sources are; 0 without any."""
+    """How many rows have a place in the ring: an i32[] of numpy or of JAX, as the sources are; 0
+    without any."""
     return sum((where >= 0).sum() for where in sources.values())
 
 
@@ -62,7 +66,8 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
     """Clears, in the batches of the window, the rows that batch `number` will write again.
 
     Args:
-      keep: number -> {stack: bool[S, U]} of a batch, changed in place; None if it is too late for it.
+      keep: number -> {stack: bool[S, U]} of a batch, changed in place; None if it is too late for
+        it.
       sources: {stack: i32[S, U]} of batch `number`.
       number, window: which batch; W.
     """
@@ -75,7 +80,8 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
 
 
 def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
-    """The newest value of every row in a ring, from batches from the floor on, as plans and rows to `put`."""
+    """The newest value of every row in a ring, from batches from the floor on, as plans and rows to
+    `put`."""
     ring = jax.tree.map(np.asarray, ring)
     slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]  # newest first
     plans, rows = {}, {}

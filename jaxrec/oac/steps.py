@@ -1,7 +1,8 @@
-"""What happens to a batch on the device: its rows are repaired, updated and kept, in programs that are compiled once.
+"""What happens to a batch on the device: its rows are repaired, updated and kept, in programs that
+are compiled once.
 
-The programs are four, not one: `update` is then the same compiled program in every mode and in a loop without a
-pipeline, so that equality to the last bit is no accident of fusion.
+The programs are four, not one: `update` is then the same compiled program in every mode and in a
+loop without a pipeline, so that equality to the last bit is no accident of fusion.
 
 Legend: W window, S shards, U padded unique rows a shard.
 """
@@ -70,7 +71,8 @@ class Steps:
         return self._programs["take"](rows, place)
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
-        """The step of one batch, as `ring.commit`; returns its rows and metrics. `dense` is the new one from then on.
+        """The step of one batch, as `ring.commit`; returns its rows and metrics. `dense` is the new
+        one from then on.
 
         Args:
           item: a batch that is loaded.
@@ -78,7 +80,8 @@ class Steps:
 
         Raises:
           ValueError: the update returns other shapes than it was given; nothing has changed.
-          Whatever a program raises. If `dense` is another one then, the step is done and its rows are lost.
+          Whatever a program raises. If `dense` is another one then, the step is done and its rows
+            are lost.
         """
         planned, inputs, loaded = item.planned, item.inputs, item.loaded
         assert inputs is not None and loaded is not None
@@ -88,13 +91,15 @@ class Steps:
         if self.way.repairs:
             if loaded.place:
                 rows = self.take(rows, loaded.place)
-            # The ring is as wide as the batch before anything looks into it, also if the batch needs nothing of it.
+            # The ring is as wide as the batch before anything looks into it, also if the batch
+            # needs nothing of it.
             self._fit_ring(planned, rows)
             rows, source = self.repair(inputs, loaded, rows, floor)
         self.dense, new, metrics = self.update(self.dense, rows, *inputs)
         stale, patched = loaded.stale, loaded.patched
         if self.way.repairs:
-            # Behind the update, whose rows are the final ones: the next batch may be repaired from them.
+            # Behind the update, whose rows are the final ones: the next batch may be repaired from
+            # them.
             unique = {name: p.unique for name, p in inputs.plans.items()}
             self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
             if not self.way.plans_sources:  # the device has found what the gather could not see, and no more
@@ -139,7 +144,8 @@ class Steps:
             check_finite([loss for _, loss in losses], losses[-1][0])
 
     def _check_shapes(self, planned, inputs, loaded):
-        """Refuses an update that returns other shapes than it was given, before anything is donated to it."""
+        """Refuses an update that returns other shapes than it was given, before anything is donated
+        to it."""
         capacity = capacity_of(planned.plans)
         batch = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(inputs.batch))
         if (key := (*sorted(capacity.items()), *batch)) in self._checked:

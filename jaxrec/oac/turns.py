@@ -1,4 +1,5 @@
-"""Whose turn it is: tables are in one run at a time, whatever objects and attached files lead to them."""
+"""Whose turn it is: tables are in one run at a time, whatever objects and attached files lead to
+them."""
 
 import gc
 import itertools
@@ -10,7 +11,8 @@ from typing import Any
 from jaxrec.embedding import HostTables
 from jaxrec.oac.flow import Flow
 
-# {key of tables: (flow of the run, weak reference to its pipeline)}, and the number of the last run of each.
+# {key of tables: (flow of the run, weak reference to its pipeline)}, and the number of the last run
+# of each.
 _running: dict[Any, tuple[Flow, weakref.ref]] = {}
 _last: dict[Any, int] = {}
 _numbers = itertools.count(1)
@@ -18,7 +20,8 @@ _lock = threading.RLock()  # the collector may leave a run, which comes in here,
 
 
 def _keys(tables):
-    """What is the same for all that lead to the same rows: views share the counters, attached tables the directory."""
+    """What is the same for all that lead to the same rows: views share the counters, attached
+    tables the directory."""
     files = [] if tables.directory is None else [os.path.realpath(tables.directory)]
     return [id(tables.steps), *files]
 

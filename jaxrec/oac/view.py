@@ -1,4 +1,5 @@
-"""Where a pipeline's tables stand, and the tables that a yielded state carries: they refuse while they lag.
+"""Where a pipeline's tables stand, and the tables that a yielded state carries: they refuse while
+they lag.
 
 Legend: S shards.
 """
@@ -12,12 +13,14 @@ from jaxrec.oac import turns
 
 
 class BrokenPipeline(RuntimeError):
-    """Rows that were committed are lost: the dense state and the tables stand at different steps for good.
+    """Rows that were committed are lost: the dense state and the tables stand at different steps
+    for good.
 
     Attributes:
-      dense_step: steps that the dense state has seen; None if it is gone with the update that failed.
-      table_steps: for each shard the step at which it stands; None where it stands at none (a write that was cut
-        short, rows that were left for a later batch to write).
+      dense_step: steps that the dense state has seen; None if it is gone with the update that
+        failed.
+      table_steps: for each shard the step at which it stands; None where it stands at none (a write
+        that was cut short, rows that were left for a later batch to write).
     """
 
     def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
@@ -40,11 +43,13 @@ def _at(step):
 
 
 class Standing:
-    """Where the tables of a pipeline stand beside its dense state; views ask it, and it outlives the pipeline.
+    """Where the tables of a pipeline stand beside its dense state; views ask it, and it outlives
+    the pipeline.
 
     Args:
       tables: HostTables themselves.
-      exact: whether each batch puts all its rows: then the tables' own counters say where a shard stands.
+      exact: whether each batch puts all its rows: then the tables' own counters say where a shard
+        stands.
       whole: whether all rows of a batch are written with it.
     """
 
@@ -94,7 +99,8 @@ class Standing:
 
         Args:
           step: of the state.
-          puts: i64[S], of each shard when the holder of the state has put rows of its own last; None if it never has.
+          puts: i64[S], of each shard when the holder of the state has put rows of its own last;
+            None if it never has.
 
         Raises:
           BrokenPipeline: rows are lost.
@@ -128,7 +134,8 @@ class Standing:
 
 
 class LaggingTables(HostTables):
-    """The tables of a state that a pipeline yields: rows can be reached only while they are those of the state.
+    """The tables of a state that a pipeline yields: rows can be reached only while they are those
+    of the state.
 
     Args:
       standing: of the pipeline.
@@ -152,7 +159,8 @@ class LaggingTables(HostTables):
         return self._standing.tables
 
     def _keep_puts(self):
-        """What is put through this view makes it the newest; those of earlier states see that the rows were changed."""
+        """What is put through this view makes it the newest; those of earlier states see that the
+        rows were changed."""
         self.__dict__["_puts"] = self.steps[:, 1].copy()
         return self
 

@@ -1,4 +1,5 @@
-"""The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says that it is done."""
+"""The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says
+that it is done."""
 
 import contextlib
 import functools
@@ -64,7 +65,8 @@ class Workers:
         """Starts all threads that a run has from its beginning.
 
         Raises:
-          RuntimeError: the system gives no more threads; those that were started are ended by `end`.
+          RuntimeError: the system gives no more threads; those that were started are ended by
+            `end`.
         """
         self.stream.free.clear()
         self.start("plan", self._plan_all)
@@ -102,7 +104,8 @@ class Workers:
     # The end of a run.
 
     def end(self, asked: Sequence[int], patience_seconds: float) -> None:
-        """Waits until all threads have written what is committed, and ended; what was not trained goes back.
+        """Waits until all threads have written what is committed, and ended; what was not trained
+        goes back.
 
         Args:
           asked: signals that came meanwhile; it grows.
@@ -115,7 +118,8 @@ class Workers:
             behind = flow.given_up and thread.stage in ("load", "fetch")
             if not behind and not (flow.alive["plan"] and thread is self.threads[0]):
                 thread.join()
-        # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch is given back.
+        # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch
+        # is given back.
         left = [self.stages.items[number].planned.batch for number in range(flow.committed, flow.planned)]
         self.stream.waiting.extendleft(reversed(left))
         if not self.threads:  # no thread could be started, so none will say so
@@ -139,7 +143,7 @@ class Workers:
         before = len(asked)  # who saves or writes has the tables in hand, and is never given up
         flow.wait_for_threads(lambda: len(asked) > before and flow.alive["load"] + flow.alive["fetch"] > 0)
         if not flow.over():
-            flow.give_up(InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
+            flow.give_up(flow.watermark(), InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
             flow.wait_for_threads()
 
     # The bodies. `worker.number` is the batch in work.
