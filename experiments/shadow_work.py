@@ -130,10 +130,10 @@ def turn(
     transport = transport_of(rule, trainer.params, 1 if rule.has_centre else 2)
     with peer(rule, transport, trainer.params):
         if way == "foreground":
-            with Foreground(rule, transport, every_steps=every_steps) as foreground:
+            with Foreground(transport, every_steps=every_steps) as foreground:
                 return trainer.run(steps, foreground), foreground.average_sync_gap
         over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
-        with Shadow(rule, over, pace_seconds=pace_seconds) as shadow:
+        with Shadow(over, pace_seconds=pace_seconds) as shadow:
             times = trainer.run(steps, shadow)
         return times, shadow.average_sync_gap
 
@@ -166,7 +166,7 @@ class Trainers:
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
             transport = transport_of(rule, params, self.trainers)
-            synchroniser = lambda trainer: Shadow(rule, transport, trainer, pace)
+            synchroniser = lambda trainer: Shadow(transport, trainer, pace)
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
         first = len(self.batches)
 

@@ -156,7 +156,7 @@ class Job:
             together.wait(60)
             if rule is None:
                 return self.train(initial, shards[number])
-            with Shadow(rule, transport, number) as sync:
+            with Shadow(transport, number) as sync:
                 params = self.train(initial, shards[number], sync)
             rounds[number] = sync.rounds
             return params

@@ -45,8 +45,8 @@ from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, spread
-from jaxrec.shadowsync.emulate import make_events
+from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync.hogwild import make_events
 from jaxrec.step import make_eval_step
 from jaxrec.types import Batch
 
@@ -201,14 +201,14 @@ class Job:
         seconds = time.perf_counter() - start
         test = planned(self.spec, self.data.test(seed))
         found = evaluate(emulation.replica(0), test, self.eval_step)
-        gap = emulation.average_sync_gap
+        gap, replicas = emulation.average_sync_gap, [dense.params for dense in emulation.dense]
         return {
             "arm": arm, "trainers": trainers, "workers": workers, "seed": seed, "evaluated": "trainer 0",
             "last_rounds": self.config.last_rounds,
             "regime": "free-running, emulated", "train_loss": float(losses.mean()), "emulation_seconds": seconds,
             "example_level_parallelism": emulation.example_level_parallelism,
             "average_sync_gap": gap if np.isfinite(gap) else None,
-            "spread": spread(jax.tree.map(lambda *x: jnp.stack(x), *[dense.params for dense in emulation.dense])),
+            "spread": replica_spread(jax.tree.map(lambda *x: jnp.stack(x), *replicas)),
             **{f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")},
         }  # fmt: skip
 

@@ -178,8 +178,7 @@ def emulate(point: Point, window: int) -> dict[str, float]:
     else:
         transport = Ring(rule, small, point.trainers, point.ring_s)
     synchronisers: list[Any] = [
-        Foreground(rule, transport, i, every_steps=every) if every else Shadow(rule, transport, i)
-        for i in range(point.trainers)
+        Foreground(transport, i, every_steps=every) if every else Shadow(transport, i) for i in range(point.trainers)
     ]
     stop, failures = threading.Event(), list[BaseException]()
 

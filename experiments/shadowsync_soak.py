@@ -187,7 +187,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
             dense, figures = train_freely(
                 SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
                 [stream(injection, i, until, finished) for i in range(n)],
-                lambda i: case.kind(rule, transport, i, **every), config.workers, hook=injection.hook,
+                lambda i: case.kind(transport, i, **every), config.workers, hook=injection.hook,
             )  # fmt: skip
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and raised is not injection.error:

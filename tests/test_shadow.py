@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,18 @@ import pytest
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
-from jaxrec.shadowsync.rules import bmuf, easgd, model_averaging
-from jaxrec.shadowsync.shadow import Foreground, Shadow, spread
-from jaxrec.shadowsync.transport import AllToAll, Centre, Left
+from jaxrec.shadowsync import (
+    AllToAll,
+    Centre,
+    Foreground,
+    Left,
+    Shadow,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+    replica_spread,
+)
 from jaxrec.types import DenseState, TrainState
 
 PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
@@ -144,7 +154,7 @@ def no_threads_left():
 def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps(rule, kept):
     gate = Gate(AllToAll(rule, PARAMS))
     alpha = 1.0 if rule.name == "bmuf" else 0.5
-    with Shadow(rule, gate) as shadow:
+    with Shadow(gate) as shadow:
         state = shadow.exchange(state_of(1.0, 3.0))  # handed over: 1 and 3, their mean is 2
         assert gate.entered.wait(60)
         for _ in range(8):  # no step waits for the round, which cannot end
@@ -169,12 +179,12 @@ def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
 
     shared, a, b, rounds = transport(), state_of(1.0, -2.0, 4.0), state_of(1.0, -2.0, 4.0), 0
     shared.join(0)
-    with Foreground(rule, transport(), every_steps=3) as foreground:
+    with Foreground(transport(), every_steps=3) as foreground:
         for number in range(1, 13):
             a, b = (step(state, 0.1 * number) for state in (a, b))
             a = foreground.exchange(a)
             if number % 3 == 0:
-                with Shadow(rule, Once(shared)) as shadow:
+                with Shadow(Once(shared)) as shadow:
                     b = shadow.exchange(b)
                     wait_for_round(shadow)
                     b = shadow.exchange(b)
@@ -190,7 +200,7 @@ def run_trainers(rule, transport, steps, change=1.0):
     def train(trainer, number):
         try:
             state = state_of(float(trainer))
-            with Shadow(rule, transport, trainer) as shadow:
+            with Shadow(transport, trainer) as shadow:
                 for _ in range(number):
                     state = shadow.exchange(step(state, change))
                 states[trainer] = shadow.finish(state)
@@ -230,7 +240,7 @@ def test_nobody_waits_for_a_trainer_that_fails():
     reached = threading.Event()
 
     def failing():
-        with pytest.raises(RuntimeError, match="out of memory"), Shadow(rule, transport, 1) as shadow:
+        with pytest.raises(RuntimeError, match="out of memory"), Shadow(transport, 1) as shadow:
             shadow.exchange(state_of(0.0))
             assert reached.wait(60)
             raise RuntimeError("out of memory")
@@ -239,7 +249,7 @@ def test_nobody_waits_for_a_trainer_that_fails():
     thread.start()
     with (
         pytest.raises(Left, match="trainer 1 left after its round . with RuntimeError: out of memory"),
-        Shadow(rule, transport, 0) as shadow,
+        Shadow(transport, 0) as shadow,
     ):
         state = shadow.exchange(state_of(1.0))
         reached.set()
@@ -251,12 +261,12 @@ def test_nobody_waits_for_a_trainer_that_fails():
 def test_what_a_round_raises_surfaces_at_the_next_exchange_and_on_leaving():
     gate = Gate(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
     gate.open.set()
-    with pytest.raises(ValueError, match="corrupt"), Shadow(model_averaging(), gate) as shadow:
+    with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:
         state = shadow.exchange(state_of(1.0, 2.0))
         shadow._thread.join(60)
         shadow.exchange(state)
     gate = Gate(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
-    with pytest.raises(ValueError, match="corrupt"), Shadow(model_averaging(), gate) as shadow:
+    with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:
         shadow.exchange(state_of(1.0, 2.0))
         assert gate.entered.wait(60)
         gate.open.set()
@@ -269,14 +279,14 @@ def test_lock_step_replicas_of_a_mesh_are_averaged_where_they_lie():
     state = state_of(0.0, 2.0, 4.0, 6.0)
     state = state._replace(dense=state.dense._replace(params=jax.tree.map(place, state.dense.params)))
     rule = model_averaging(0.5)
-    before = spread(state.dense.params)
-    with Shadow(rule, AllToAll(rule, PARAMS)) as shadow:
+    before = replica_spread(state.dense.params)
+    with Shadow(AllToAll(rule, PARAMS)) as shadow:
         state = shadow.exchange(state)
         wait_for_round(shadow)
         state = shadow.exchange(state)
     assert weights(state).tolist() == [1.5, 2.5, 3.5, 4.5]
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(state.dense.params)} == {jaxrec.sharding.PER_REPLICA}
-    np.testing.assert_allclose(spread(state.dense.params), before / 2, rtol=1e-6)
+    np.testing.assert_allclose(replica_spread(state.dense.params), before / 2, rtol=1e-6)
 
 
 def rounds_of(shadow, steps, state, number):
@@ -295,7 +305,7 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
     """One trainer of two replicas by differences: a round brings both to their mean, a second time would go beyond."""
     rule = model_averaging(1.0, "delta")
     steps = Steps(AllToAll(rule, PARAMS))
-    with Shadow(rule, steps) as shadow:
+    with Shadow(steps) as shadow:
         state = shadow.exchange(state_of(0.0, 8.0))
         steps.begin.release()
         wait_for_round(shadow)
@@ -322,7 +332,7 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
 
     steps = Late(AllToAll(rule, PARAMS))
     steps.begin.release(10)
-    with Shadow(rule, steps) as shadow:
+    with Shadow(steps) as shadow:
         state = step(shadow.exchange(state_of(0.0, 8.0)))
         until(lambda: shadow._busy)
         state = shadow.finish(state)
@@ -335,7 +345,7 @@ def test_the_state_of_bmuf_goes_on_from_round_to_round():
     """Beside the equations by hand, from the initial parameters 0 on."""
     rule = bmuf(0.5, eta=0.8, momentum=0.5, form="lerp")
     steps = Steps(AllToAll(rule, PARAMS))
-    with Shadow(rule, steps) as shadow:
+    with Shadow(steps) as shadow:
         state = shadow.exchange(state_of(4.0, 8.0))
         state, found = rounds_of(shadow, steps, state, 7)
         assert shadow.rounds == 7
@@ -365,7 +375,7 @@ def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
             return super().meet(trainer, before, done)
 
     steps = Logged(AllToAll(rule, PARAMS))
-    with Shadow(rule, steps) as shadow:
+    with Shadow(steps) as shadow:
         state = shadow.exchange(state_of(1.0, 3.0))
         steps.begin.release()
         wait_for_round(shadow)
@@ -374,20 +384,15 @@ def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
 
 
 def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
-    rule = model_averaging()
-    for pace_seconds, rounds in ((1e6, 1), (0.0, 3)):
-        steps = Steps(AllToAll(rule, PARAMS))
-        steps.begin.release(3)
-        with Shadow(rule, steps, pace_seconds=pace_seconds) as shadow:
-            state = state_of(1.0, 3.0)
-            for _ in range(1 if rounds == 1 else 3):
-                state = shadow.exchange(state)
-                wait_for_round(shadow)
-            for _ in range(10):
-                state = shadow.exchange(step(state))
-            assert len(steps.brought) == shadow.rounds == rounds
-            steps.begin.release(10)
-            shadow.finish(state)  # does not wait for the pace
+    """Beside a witness without a pace, which takes the same calls, so that no clock is read."""
+    group, params = SyncGroup(easgd(), PARAMS, 2, pace_seconds=1e6), PARAMS
+    with group.trainer(0) as paced, Shadow(group.transport, 1) as witness:
+        while witness.rounds < 30 or not paced.rounds:
+            for sync in (paced, witness):
+                sync.exchange(params)
+        assert paced.rounds == 1
+        with ThreadPoolExecutor(2) as pool:  # neither waits for the pace
+            list(pool.map(lambda sync: sync.finish(params), (paced, witness)))
 
 
 def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
@@ -400,7 +405,7 @@ def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
     rule = model_averaging(1.0)
     initial = {"w": np.zeros(3, np.float32), "n": 0, "key": jax.random.key(1)}
     steps = Steps(AllToAll(rule, initial))
-    with Shadow(rule, steps) as shadow:
+    with Shadow(steps) as shadow:
         found = shadow.exchange(state)
         steps.begin.release(10)
         wait_for_round(shadow)
@@ -416,7 +421,7 @@ def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
 
 def test_the_hook_returns_what_exchange_returns():
     rule = model_averaging(1.0)
-    with Foreground(rule, AllToAll(rule, PARAMS), every_steps=1) as foreground:
+    with Foreground(AllToAll(rule, PARAMS), every_steps=1) as foreground:
         found = foreground.hook(state_of(1.0, 5.0), 1, None, None)
     assert weights(found).tolist() == [3.0, 3.0] and foreground.rounds == 1
 
@@ -429,7 +434,7 @@ def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
         high = jnp.asarray([[60000.0, 1.0], [60000.0, 2.0]], dtype)
         initial = {"w": np.asarray(high[0])}
         transport = Steps((Centre if rule.has_centre else AllToAll)(rule, initial))
-        with kind(rule, transport, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+        with kind(transport, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
             transport.begin.release(10)
             state = synchroniser.exchange({"w": high})
             if kind is Shadow:
@@ -449,7 +454,7 @@ def test_small_differences_add_up_in_the_centre_of_bfloat16():
     """A centre of 256 in bfloat16 would not see 0.5; trainers bring it 40 times."""
     rule = easgd(0.01)
     centre = Centre(rule, {"w": jnp.full(2, 256.0, jnp.bfloat16)})
-    with Foreground(rule, centre, every_steps=1) as foreground:
+    with Foreground(centre, every_steps=1) as foreground:
         for _ in range(100):
             foreground.exchange({"w": jnp.full(2, 260.0, jnp.bfloat16)})
     assert centre.parameters["w"].dtype == jnp.bfloat16 and float(centre.parameters["w"][0]) == 258.0
@@ -484,7 +489,7 @@ def test_flax_states_are_synchronised_as_they_come(of, kind):
 
     def train(trainer):
         state, kernel = of(10.0 * trainer)
-        with kind(rule, transport, trainer, **more) as synchroniser:
+        with kind(transport, trainer, **more) as synchroniser:
             while synchroniser.rounds < 2:
                 state = synchroniser.exchange(state)
             found[trainer] = kernel(state), kernel(synchroniser.finish(state)), state
@@ -509,7 +514,7 @@ def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays()
 
     def run(trainer):
         params = {"w": initial["w"] + 0.0}
-        with Shadow(rule, centre, trainer) as shadow:
+        with Shadow(centre, trainer) as shadow:
             while shadow.rounds < 10:
                 params = shadow.exchange(train(params))
                 whole = np.asarray(params["w"])
@@ -535,7 +540,7 @@ def test_the_results_of_a_round_lie_where_the_parameters_lie():
     device = jax.devices()[3]
     rule = model_averaging()
     params = jax.device_put({"w": jnp.ones(3), "b": jnp.ones(2)}, device)
-    with Shadow(rule, AllToAll(rule, PARAMS)) as shadow:
+    with Shadow(AllToAll(rule, PARAMS)) as shadow:
         params = shadow.exchange(params)
         wait_for_round(shadow)
         params = shadow.exchange(params)
@@ -572,12 +577,12 @@ def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
     rule = model_averaging()
     stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
     with pytest.raises(TimeoutError, match=r"trainer 0: `meet` of Stuck .* timeout_s=0\.2; its thread is left behind"):
-        with Shadow(rule, stuck) as shadow:
+        with Shadow(stuck) as shadow:
             shadow.exchange(state_of(1.0))
             assert stuck.entered.wait(60)
     stuck.end()
     stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
-    with pytest.raises(OSError, match="its own") as caught, Shadow(rule, stuck) as shadow:
+    with pytest.raises(OSError, match="its own") as caught, Shadow(stuck) as shadow:
         shadow.exchange(state_of(1.0))
         assert stuck.entered.wait(60)
         raise OSError("its own")
@@ -588,7 +593,7 @@ def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
 def test_a_meet_that_never_returns_does_not_hold_up_finish():
     rule = model_averaging()
     stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
-    with pytest.raises(TimeoutError, match="has not returned for 0.6 s"), Shadow(rule, stuck) as shadow:
+    with pytest.raises(TimeoutError, match="has not returned for 0.6 s"), Shadow(stuck) as shadow:
         shadow.finish(state_of(1.0))
     stuck.end()
 
@@ -596,7 +601,7 @@ def test_a_meet_that_never_returns_does_not_hold_up_finish():
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_every_wrong_order_of_calls_is_refused_by_name(kind):
     rule = model_averaging()
-    make = lambda: kind(rule, AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
+    make = lambda: kind(AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
     state = state_of(1.0)
     calls = [lambda s: s.exchange(state), lambda s: s.hook(state, 1, None, None), lambda s: s.finish(state)]
     for call in calls:
@@ -618,13 +623,13 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
     [
         (lambda: AllToAll(easgd(), PARAMS), "without a centre"),
         (lambda: AllToAll(model_averaging(), PARAMS, 0), "trainers=0"),
-        (lambda: AllToAll(model_averaging(), 3), "AllToAll.rule, parameters, trainers=3"),
+        (lambda: AllToAll(model_averaging(), 3), "SyncGroup.rule, params, trainers=3"),
         (lambda: Centre(bmuf(), PARAMS), "with a centre"),
         (lambda: Centre(easgd(), PARAMS, servers=0), "servers=0"),
         (lambda: Centre(easgd(), PARAMS, bytes_per_s=0), "bytes_per_s=0"),
-        (lambda: Foreground(easgd(), None, every_steps=0), "every_steps=0"),
-        (lambda: Foreground(easgd(), None), "one of them"),
-        (lambda: Shadow(easgd(), None, pace_seconds=-1), "pace_seconds=-1"),
+        (lambda: Foreground(None, every_steps=0), "every_steps=0"),
+        (lambda: Foreground(None), "one of them"),
+        (lambda: Shadow(None, pace_seconds=-1), "pace_seconds=-1"),
         (
             lambda: Centre(easgd(), {"w": np.zeros(3)}).meet(0, {"w": np.zeros((1, 4))}, False),
             r"trainer 0 brings does not fit at \['w'\]",
@@ -658,7 +663,7 @@ def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
         return np.asarray(state.dense.params["w"]), np.asarray(state.tables.value["width_4"])
 
     rule = model_averaging(1.0)
-    with Foreground(rule, AllToAll(rule, {"w": np.ones(4)}), every_steps=1) as foreground:
+    with Foreground(AllToAll(rule, {"w": np.ones(4)}), every_steps=1) as foreground:
         each, rows = trained(4, foreground)
     whole, wanted = trained(1, None)
     np.testing.assert_allclose(each, np.broadcast_to(whole, (4, 4)), rtol=1e-6, atol=1e-6)
@@ -684,7 +689,7 @@ def test_a_round_that_ends_in_the_middle_of_an_exchange_keeps_its_result(form):
                 steps.begin.release()
                 until(lambda: not shadow._busy)
 
-    shadow = Shadow(rule, steps)
+    shadow = Shadow(steps)
     shadow._changed = Lets()
     with shadow:
         params = shadow.exchange({"w": jnp.full(3, 8.0)})
@@ -717,7 +722,7 @@ def test_numpy_parameters_may_be_changed_in_place_while_a_round_is_made():
             return super().meet(trainer, before, done)
 
     rule = model_averaging()
-    with Foreground(rule, Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:
+    with Foreground(Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:
         assert isinstance(foreground.exchange(mine)["w"], jax.Array)
     assert seen == [0.0]
 
@@ -726,7 +731,7 @@ def test_seconds_count_from_entering(monkeypatch):
     now = [100.0]
     rule = model_averaging()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    foreground = Foreground(rule, AllToAll(rule, PARAMS), every_seconds=5.0)
+    foreground = Foreground(AllToAll(rule, PARAMS), every_seconds=5.0)
     now[0] = 200.0  # compiling, say
     with foreground:
         foreground.exchange(PARAMS)
@@ -773,7 +778,7 @@ def test_ctrl_c_leaves_no_lock_held_and_no_thread(whose, countdown):
     transport = AllToAll(rule, PARAMS)
     changed = Interrupting(countdown)
     with pytest.raises(KeyboardInterrupt):
-        shadow = Shadow(rule, transport)
+        shadow = Shadow(transport)
         (shadow if whose == "shadow" else transport)._changed = changed
         with shadow:
             state = shadow.exchange(state_of(1.0))
@@ -794,7 +799,7 @@ def test_ctrl_c_while_entering_ends_the_thread():
         def leave(self, trainer, error=None):
             transport.leave(trainer, error)
 
-    with pytest.raises(KeyboardInterrupt), Shadow(rule, Asked(rule, PARAMS)):
+    with pytest.raises(KeyboardInterrupt), Shadow(Asked(rule, PARAMS)):
         raise AssertionError("it was entered")
     until(no_threads_left)
     with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):

@@ -38,7 +38,7 @@ def fresh():
 
 
 def averaging(kind, **more):
-    return kind(model_averaging(), AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
+    return kind(AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
 
 
 def recovery_in(directory, **more):

@@ -43,7 +43,7 @@ def stream(seed, batches, rows=40, size=8):
 def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
     of = of or (Centre if rule.has_centre else AllToAll)
     transport = of(rule, PARAMS, trainers, on_failure=on_failure, timeout_s=timeout_s)
-    return lambda number: kind(rule, transport, number, **more)
+    return lambda number: kind(transport, number, **more)
 
 
 def alone_in(transport, rule):
@@ -67,7 +67,7 @@ def test_one_trainer_with_one_worker_is_plain_training():
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, found.params, state.dense.params)
     jax.tree.map(close, tables.shards, state.tables.shards)
-    assert figures.steps == [30] and figures.examples == 240 and figures.spread == 0
+    assert figures.steps == [30] and figures.examples == 240 and figures.replica_spread == 0
 
 
 def counted(trainers, workers, synchroniser=None):
@@ -206,7 +206,7 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
 
     (found,), figures = train_freely(
         SPEC, counting, optax.sgd(1.0), sgd(0.0), PARAMS, HostTables.create(SPEC, sgd(0.0)), [stream(0, 15)],
-        lambda i: Foreground(rule, transport, i, every_steps=4), workers, hook=hook,
+        lambda i: Foreground(transport, i, every_steps=4), workers, hook=hook,
     )  # fmt: skip
     assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
     # Every step adds 1 and every round 100: those of the steps during a round are kept, and no round counts twice.

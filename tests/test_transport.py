@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
-from jaxrec.shadowsync import Emulation, Foreground, Script, Shadow
+from jaxrec.shadowsync import Emulation, Foreground, Left, Script, Shadow
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, model_averaging
-from jaxrec.shadowsync.transport import AllToAll, Centre, Left, pack, queued
+from jaxrec.shadowsync.transport import AllToAll, Centre, pack, queued
 from jaxrec.types import Batch
 
 PARAMS = {"w": np.zeros(3, np.float32)}
@@ -67,7 +67,7 @@ def test_a_wrong_number_of_trainers_is_a_time_out_that_names_who_never_joined(ki
     more = {"every_steps": 1} if kind is Foreground else {}
 
     def train(trainer):
-        with kind(rule, transport, trainer, **more) as synchroniser:
+        with kind(transport, trainer, **more) as synchroniser:
             return synchroniser.finish({"w": jnp.ones(3)})
 
     for error in in_threads(lambda: train(0), lambda: train(2)):
@@ -79,10 +79,10 @@ def test_a_wrong_number_of_trainers_is_a_time_out_that_names_who_never_joined(ki
 @pytest.mark.parametrize(("trainer", "message"), [(0, "has joined already"), (2, "from 0 to 1"), (-1, "from 0 to 1")])
 def test_a_place_is_taken_once_and_must_exist(make, trainer, message):
     transport = make()
-    with Shadow(transport.rule, transport):
+    with Shadow(transport):
         with pytest.raises(ValueError, match=message):
-            Shadow(transport.rule, transport, trainer).__enter__()
-        with pytest.raises(ValueError, match=message), Foreground(transport.rule, transport, trainer, every_steps=1):
+            Shadow(transport, trainer).__enter__()
+        with pytest.raises(ValueError, match=message), Foreground(transport, trainer, every_steps=1):
             pass
     with pytest.raises(ValueError, match="=0 left without `finish` after its round 0, and no trainer comes back"):
         transport.join(0)
@@ -111,7 +111,7 @@ def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
     transport, more = AllToAll(MEAN, PARAMS, 3), {"every_steps": 1} if kind is Foreground else {}
 
     def train(trainer):
-        with kind(MEAN, transport, trainer, **more) as synchroniser:
+        with kind(transport, trainer, **more) as synchroniser:
             state = {"w": jnp.ones(3)}
             if trainer == 1:
                 raise OSError("the disk is gone")
@@ -214,7 +214,7 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
             return centre.meet(trainer, before, done)
 
     def train(trainer):
-        with kind(rule, Told(), trainer, **more) as synchroniser:
+        with kind(Told(), trainer, **more) as synchroniser:
             state = {"w": jnp.full((1 + trainer, 3), 1000.0 * trainer)}
             if trainer:
                 assert early_waits.wait(20)
@@ -324,7 +324,7 @@ def test_bmuf_with_momentum_is_that_of_the_emulation_over_many_rounds():
 
     def train(trainer):
         params = initial
-        with Foreground(rule, transport, trainer, every_steps=every) as foreground:
+        with Foreground(transport, trainer, every_steps=every) as foreground:
             foreground.exchange(params)  # the emulation applies in a tick what the last one has computed
             for label in labels[:-1, trainer]:
                 params = foreground.exchange({"w": params["w"] + label})
@@ -339,7 +339,7 @@ def test_fifty_trainers_meet():
     transport, rounds = AllToAll(model_averaging(0.5, "delta"), PARAMS, 50), 5
 
     def train(trainer):
-        with Foreground(transport.rule, transport, trainer, every_steps=1) as foreground:
+        with Foreground(transport, trainer, every_steps=1) as foreground:
             state = {"w": jnp.full(3, float(trainer))}
             for _ in range(rounds):
                 state = foreground.exchange(state)
@@ -373,7 +373,7 @@ def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
 
     sender = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        with Shadow(MEAN, Told()) if kind == "Shadow" else Foreground(MEAN, Told(), every_steps=1) as synchroniser:
+        with Shadow(Told()) if kind == "Shadow" else Foreground(Told(), every_steps=1) as synchroniser:
             try:
                 getattr(synchroniser, act)({"w": jnp.ones(3)})
             finally:
@@ -393,11 +393,11 @@ def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule):
     transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 2, timeout_s=0.2)
 
     def early():
-        with kind(rule, transport, 0, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+        with kind(transport, 0, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
             return synchroniser.finish({"w": jnp.ones(3)})
 
     def late():
-        with Foreground(rule, transport, 1, every_steps=10**9) as foreground:
+        with Foreground(transport, 1, every_steps=10**9) as foreground:
             state, end = {"w": jnp.ones(3)}, time.monotonic() + 1.0
             while time.monotonic() < end:
                 state = foreground.exchange(state)
@@ -497,7 +497,7 @@ def test_a_trainer_that_has_diverged_is_named_and_poisons_nobody(kind):
 
     def train(trainer):
         state = {"w": jnp.full(3, float("nan") if trainer else 1.0)}
-        with kind(MEAN, transport, trainer, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+        with kind(transport, trainer, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
             for _ in range(10**6):
                 gave.append(state := synchroniser.exchange(state))
 

@@ -14,8 +14,8 @@ from jaxrec.shadowsync.rules import is_synchronised
 from jaxrec.types import PyTree
 
 REMEDY = (
-    "Give the parameters that the transport was made with: one replica as it was given there, or all leaves with one "
-    "leading axis of at least one replica."
+    "Give the parameters that the group or the transport was made with: one replica as it was given there, or all "
+    "leaves with one leading axis of at least one replica."
 )
 
 
@@ -43,11 +43,6 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
     Raises:
       ValueError: there is no floating leaf; one is complex, is not finite, has been donated, or has no value.
     """
-    if isinstance(parameters, int):
-        raise ValueError(
-            f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
-            f"trainers, as in AllToAll(rule, parameters, trainers={parameters})."
-        )
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
     for name, leaf in named:
         if jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.complexfloating):

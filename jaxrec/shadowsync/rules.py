@@ -21,7 +21,6 @@ left as the first argument has them: each replica keeps its own.
 import functools
 import numbers
 from collections.abc import Callable
-from types import FunctionType as Function
 from typing import Any, NamedTuple
 
 import jax
@@ -39,16 +38,11 @@ class Rule(NamedTuple):
     init: Callable[[PyTree], Any]  # initial parameters -> shared
     combine: Callable[[Any, PyTree], tuple[Any, PyTree]]  # shared, one trainer's or the mean -> shared', target
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
-    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers; none: equal only to itself
+    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers
 
     def describe(self) -> str:
         """The call that makes it."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
-
-    def same_as(self, other: "Rule") -> bool:
-        """Whether both synchronise alike: two rules of one name, equal settings and functions do."""
-        alike = self.settings and (self.name, self.has_centre, self.settings) == other[:2] + (other.settings,)
-        return tuple(self) == tuple(other) or (bool(alike) and all(map(_alike, self[2:5], other[2:5])))
 
 
 class Block(NamedTuple):
@@ -180,7 +174,7 @@ def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], who
     """
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool | np.bool_) or not isinstance(value, kind) or not fits(value):
-        raise ValueError(f"{name}={value!r} must be {rule}{', a whole number' if whole else ''}.")
+        raise ValueError(f"{name}={value!r:.80} must be {rule}{', a whole number' if whole else ''}.")
     return value
 
 
@@ -219,18 +213,6 @@ def _towards(alpha, form):
 def _checked_alpha(alpha):
     # A scalar of NumPy would widen what it multiplies.
     return float(checked_number("alpha", alpha, "above 0 and at most 1", lambda x: 0 < x <= 1))
-
-
-def _alike(one, other):
-    """Whether two functions are made by the same lines with the same numbers, or two such numbers are equal."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or not isinstance(one, Function):
-        return type(one) is type(other) and isinstance(one, float | str) and one == other
-    if one.__code__ is not other.__code__ or one.__defaults__ != other.__defaults__:
-        return False
-    cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-    return all(map(_alike, *cells))
 
 
 def _map(function, first, *rest):

@@ -1,213 +1,24 @@
 """Where the trainers of one process meet: rounds of all of them, or a centre that each visits when it likes.
 
-A trainer joins once, makes rounds, and is done or leaves. Nobody waits for ever: who is awaited and has not been heard
-of for longer than `timeout_s` is overdue. A trainer is heard of by its rounds, by each call of `exchange`, and while it
-is in a transfer. With on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each
-gets `Left` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
-
 Legend: R replicas of a trainer, n trainers.
 """
 
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrec.interrupts import uninterrupted, wait
-from jaxrec.shadowsync.leaves import Template, floating, initial_leaves, replicas_in, with_floating
+from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
+from jaxrec.shadowsync.meeting import Meeting
 from jaxrec.shadowsync.rules import Rule, checked_number, mean_of, wide
 from jaxrec.types import PyTree
 
-LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
 
-
-class Left(RuntimeError):
-    """There are no more rounds: another trainer has left or is overdue, or this one has been dropped."""
-
-
-class Transport(Protocol):
-    """How trainers meet; `meet` is called by their background threads only, or in the foreground.
-
-    A transport around another one can hand on what it does not change: `__getattr__` for the attributes and `join`.
-
-    Attributes:
-      rule: by which trainers are synchronised.
-      template: of the parameters of one replica.
-      timeout_s: the longest that it waits for a trainer.
-
-    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early. Three methods
-    more are used if a transport has them: `alive(trainer)`, called by every `exchange`; `last_seen(trainer)`, when
-    `alive` or `meet` was last at work for it, in seconds of `time.monotonic`; `why_gone(trainer)`, empty for one that
-    takes part.
-    """
-
-    rule: Rule
-    template: Template
-    timeout_s: float
-
-    def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once."""
-
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings the floating leaves, numpy [R, ...]; returns where each should move to, and whether it was the last.
-
-        A trainer that is done goes on to meet until it is told that it was the last time. With a centre it brings
-        nothing any more then, waits for the others, and gets the centre's parameters.
-        """
-
-    def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes, because of an error if there is one; others must not wait for it."""
-
-
-class _Member:
-    """A trainer as the others see it."""
-
-    def __init__(self):
-        self.state = "expected"  # then "here", "done" (waits for the others), "finished" or "gone"
-        self.rounds, self.seen, self.why = 0, -math.inf, ""
-
-
-class _Meeting:
-    """Who takes part in a training; the fields are guarded by `_changed`."""
-
-    def __init__(self, rule, parameters, trainers, timeout_s, on_failure):
-        _check_meeting(rule, trainers, timeout_s, on_failure)
-        self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
-        self.template, self._initial = initial_leaves(parameters)
-        self._members = [_Member() for _ in range(trainers)]
-        self._changed, self._failure = threading.Condition(), ""
-
-    def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once: a transport is for one training.
-
-        Raises:
-          ValueError: there is no such place, or it was taken before.
-          Left: the others have stopped.
-        """
-        with uninterrupted(), self._changed:
-            member = self._member(trainer)
-            if member.state in ("here", "done"):
-                raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
-            if member.state != "expected":
-                raise ValueError(
-                    f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a transport is for "
-                    "one training, make a new one."
-                )
-            self._raise_failure(trainer)
-            member.state, member.seen = "here", time.monotonic()
-            self._changed.notify_all()
-
-    def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes; nothing happens if it has finished or gone before."""
-        with uninterrupted(), self._changed:
-            member = self._member(trainer)
-            if member.state not in ("finished", "gone"):
-                because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
-                without = "" if because or member.state == "expected" else " without `finish`"
-                self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
-
-    def alive(self, trainer: int) -> None:
-        """This trainer is heard of: one write without a lock, for every step."""
-        self._member(trainer).seen = time.monotonic()
-
-    def last_seen(self, trainer: int) -> float:
-        """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
-        return self._member(trainer).seen
-
-    def why_gone(self, trainer: int) -> str:
-        """Why this trainer takes no part any more; empty if it does, or has finished."""
-        return self._member(trainer).why
-
-    def _member(self, trainer):
-        if not isinstance(trainer, int | np.integer) or not 0 <= trainer < len(self._members):
-            raise ValueError(
-                f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
-                f"trainers={len(self._members)}."
-            )
-        return self._members[trainer]
-
-    def _present(self, trainer):
-        """The member, which must be taking part."""
-        member = self._member(trainer)
-        if member.state == "expected":
-            raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
-        if member.state == "finished":
-            raise ValueError(f"trainer={trainer} has finished: there are no more rounds.")
-        if member.state == "gone":
-            raise Left(f"trainer {trainer} {member.why}; it takes no part any more.")
-        return member
-
-    def _raise_failure(self, trainer):
-        if self._failure:
-            raise Left(f"trainer {trainer} has nobody to meet: {self._failure}")
-
-    def _awaited(self) -> list[int]:
-        """Who is still training, or has yet to come."""
-        return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
-
-    def _lose(self, whys: dict[int, str]):
-        for trainer, why in whys.items():
-            self._members[trainer].state, self._members[trainer].why = "gone", why
-        if self.on_failure == "raise" and not self._failure:
-            some = [f"trainer {trainer} {why}" for trainer, why in list(whys.items())[:3]]
-            more = [f"{len(whys) - 3} more"] if len(whys) > 3 else []
-            self._failure = f"{', '.join(some + more)}. on_failure='drop' would go on with the others."
-        self._settle()
-        self._changed.notify_all()
-
-    def _settle(self):
-        """What is due once nobody is awaited any more."""
-        raise NotImplementedError
-
-    def _count(self, trainer):
-        with uninterrupted(), self._changed:
-            member = self._members[trainer]
-            member.rounds, member.seen = member.rounds + 1, time.monotonic()
-
-    def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
-        """Until it is over; those who were awaited since then, or since they were last seen, for too long are lost.
-
-        Nobody holds the lock when it is called, as Ctrl-C ends the wait.
-        """
-        is_over = functools.partial(self._is_over, trainer, since, over, awaited)
-        while not wait(self._changed, is_over, min([self._nap, *self._due(trainer, since, awaited).values()])):
-            pass
-
-    @property
-    def _nap(self):
-        return self.timeout_s / 2  # a trainer that waits is heard of at least so often
-
-    def _due(self, trainer, since, awaited):
-        """In how many seconds each of the others that are awaited is overdue."""
-        due = since + self.timeout_s - time.monotonic()
-        return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
-
-    def _is_over(self, trainer, since, over, awaited):
-        if over() and self._members[trainer].state != "gone":
-            return True
-        self._present(trainer)
-        self._raise_failure(trainer)
-        self._members[trainer].seen = now = time.monotonic()
-        overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
-        if not overdue:
-            return False
-        self._lose({i: self._overdue(i, now) for i in overdue})
-        return self._is_over(trainer, since, over, awaited)
-
-    def _overdue(self, trainer, now):
-        member = self._members[trainer]
-        if member.state == "expected":
-            return f"never joined within timeout_s={self.timeout_s:g} (are there {len(self._members)} trainers?)"
-        ago = f"{now - member.seen:.3g} s ago, timeout_s={self.timeout_s:g}"
-        return f"was last seen {f'at its round {member.rounds}' if member.rounds else 'when it joined'}, {ago}"
-
-
-class AllToAll(_Meeting):
+class AllToAll(Meeting):
     """Rounds of all trainers of one process, for rules that combine the mean over all replicas.
 
     Args:
@@ -272,7 +83,7 @@ class AllToAll(_Meeting):
         self._changed.notify_all()
 
 
-class Centre(_Meeting):
+class Centre(Meeting):
     """Synchronisation parameter servers in this process, for EASGD: each trainer meets the centre when it likes.
 
     The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers to and from it take
@@ -293,9 +104,16 @@ class Centre(_Meeting):
     """
 
     def __init__(
-        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, servers: int = 1,
-        bytes_per_s: float | None = None, timeout_s: float = 60.0, on_failure: str = "raise",
-    ):  # fmt: skip
+        self,
+        rule: Rule,
+        parameters: PyTree,
+        trainers: int = 1,
+        *,
+        servers: int = 1,
+        bytes_per_s: float | None = None,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
+    ):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
@@ -430,14 +248,3 @@ def _brought(template, before, trainer):
     if rows is None:
         raise ValueError(f"what trainer {trainer} brings has no replica axis: bring leaves [R, ...].")
     return [leaf.astype(wide(leaf.dtype), copy=False) for leaf in floating(before)], rows
-
-
-def _check_meeting(rule, trainers, timeout_s, on_failure):
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
-    if isinstance(trainers, bool) or not isinstance(trainers, int | np.integer) or trainers < 1:
-        raise ValueError(f"trainers={trainers!r} must be a whole number from 1.")
-    fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
-    checked_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
-    if on_failure not in ("raise", "drop"):
-        raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")

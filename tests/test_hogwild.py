@@ -177,7 +177,7 @@ def in_earnest(rule, kind, finish, **more):
     )
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(TRAINERS))
-        syncs = [stack.enter_context(kind(rule, transport, i, **more)) for i in range(TRAINERS)]
+        syncs = [stack.enter_context(kind(transport, i, **more)) for i in range(TRAINERS)]
         if rule.has_centre:  # trainer i is i ticks ahead of trainer 0, so that no two are at the centre at once
             for i, sync in enumerate(syncs):
                 for _ in range(i):
