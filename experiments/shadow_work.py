@@ -18,7 +18,16 @@ from reference import Job, reference_work, synthetic
 
 from jaxrec.embedding import DeviceTables, HostTables, capacity_of
 from jaxrec.loop import keep_memory, planned
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Rule, Shadow, bmuf, easgd, model_averaging, train_freely
+from jaxrec.shadowsync import (
+    Foreground,
+    Rule,
+    Shadow,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+    train_freely,
+)
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
 
@@ -91,11 +100,6 @@ class Trainer:
         return np.array(times)
 
 
-def transport_of(rule: Rule, params, trainers: int) -> Centre | AllToAll:
-    """All to all, or a centre."""
-    return (Centre if rule.has_centre else AllToAll)(rule, params, trainers)
-
-
 @contextlib.contextmanager
 def peer(rule: Rule, transport, params):
     """The other trainer of an all-to-all round: brings its parameters whenever there is a round."""
@@ -127,15 +131,14 @@ def turn(
     """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
     if way == "none":
         return trainer.run(steps), float("inf")
-    transport = transport_of(rule, trainer.params, 1 if rule.has_centre else 2)
+    transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
+    over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
+    foreground = way == "foreground"
+    sync = Foreground(over, every_steps=every_steps) if foreground else Shadow(over, pace_seconds=pace_seconds)
     with peer(rule, transport, trainer.params):
-        if way == "foreground":
-            with Foreground(transport, every_steps=every_steps) as foreground:
-                return trainer.run(steps, foreground), foreground.average_sync_gap
-        over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
-        with Shadow(over, pace_seconds=pace_seconds) as shadow:
-            times = trainer.run(steps, shadow)
-        return times, shadow.average_sync_gap
+        with sync:
+            times = trainer.run(steps, sync)
+        return times, sync.average_sync_gap
 
 
 class Trainers:
@@ -165,8 +168,7 @@ class Trainers:
         if way != "none":
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
-            transport = transport_of(rule, params, self.trainers)
-            synchroniser = lambda trainer: Shadow(transport, trainer, pace)
+            synchroniser = SyncGroup(rule, params, self.trainers, pace_seconds=pace).trainer
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
         first = len(self.batches)
 

@@ -32,7 +32,7 @@ from contract import Flags, Run, command_line, paired_interval
 from flax import linen, nnx
 from tqdm import tqdm
 
-from jaxrec.shadowsync import AllToAll, Centre, Rule, Shadow, bmuf, easgd, model_averaging
+from jaxrec.shadowsync import Rule, SyncGroup, bmuf, easgd, model_averaging
 
 FEATURES, CLASSES, WIDTH = 32, 20, 64
 DEFAULTS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging, "s_bmuf": bmuf}
@@ -149,14 +149,14 @@ class Job:
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
         jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))  # compiles
-        transport: Any = transport_of(rule, initial, config.trainers) if rule else None
+        group = SyncGroup(rule, initial, config.trainers) if rule else None
         rounds, together = [0] * config.trainers, threading.Barrier(config.trainers)
 
         def trainer(number):
             together.wait(60)
-            if rule is None:
+            if group is None:
                 return self.train(initial, shards[number])
-            with Shadow(transport, number) as sync:
+            with group.trainer(number) as sync:
                 params = self.train(initial, shards[number], sync)
             rounds[number] = sync.rounds
             return params
@@ -170,11 +170,6 @@ class Job:
             "seed": seed, "test_accuracy": float(accuracy), "test_loss": float(loss), "rounds": min(rounds),
             "train_seconds": seconds,
         }  # fmt: skip
-
-
-def transport_of(rule: Rule, params, trainers: int) -> AllToAll | Centre:
-    """A centre for EASGD, else rounds of all."""
-    return (Centre if rule.has_centre else AllToAll)(rule, params, trainers)
 
 
 @contextlib.contextmanager

@@ -32,12 +32,10 @@ from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
-    AllToAll,
-    Centre,
     Foreground,
     Left,
-    Rule,
     Shadow,
+    SyncGroup,
     bmuf,
     easgd,
     model_averaging,
@@ -176,7 +174,10 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
     rule, half, n = RULES[case.rule], config.parameters // 2, config.trainers
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
     injection, finished = Injection(case, config.timeout_s), set[int]()
-    transport: Any = Checked(transport_of(rule, params, config, case), injection, case.seed)
+    timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
+    servers = 2 if rule.has_centre else None
+    group = SyncGroup(rule, params, n, servers=servers, timeout_s=timeout_s, on_failure=case.policy)
+    transport: Any = Checked(group.transport, injection, case.seed)
     until = time.perf_counter() + config.seconds_each / (1 if case.failure == "none" else 5)
     every = {"every_steps": 5} if case.kind is Foreground else {}
     dense: list[Any] = []
@@ -207,15 +208,6 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         row["conserved_sum_error"] = abs(total - wanted) / wanted
     row["wrong"] = what_is_wrong(case, row, injection, error, figures, finished, n)
     return row
-
-
-def transport_of(rule: Rule, params, config: Config, case: Case) -> Centre | AllToAll:
-    """A centre on two servers, or rounds of all."""
-    timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
-    more: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": case.policy}
-    if rule.has_centre:
-        return Centre(rule, params, config.trainers, servers=2, **more)
-    return AllToAll(rule, params, config.trainers, **more)
 
 
 def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> list[str]:
