@@ -1,4 +1,4 @@
-"""ShadowSync's protocol without a model: trainers that sleep for the time of a step, and trainers in simulated time.
+"""ShadowSync's protocol without a model: trainers that sleep, and trainers in simulated time.
 
 What shadowsync_scaling.py runs at more trainers than there are cores.
 """
@@ -69,7 +69,7 @@ class Point(NamedTuple):
         return 2 * max(10, WAYS[self.way].every)
 
     def step_seconds(self, trainer: int) -> Iterator[float]:
-        """Without end: a pause of up to the first period, then every step's time; the same slept and simulated."""
+        """Without end: a pause of up to the first period, then every step's time."""
         random = np.random.default_rng((self.seed, trainer))
         yield self.step_s * random.uniform(0, max(1, WAYS[self.way].every))
         while True:
@@ -91,7 +91,7 @@ class Ring(AllToAll):
 
 
 def emulate(point: Point, window: int) -> dict[str, float]:
-    """Threads that sleep instead of computing and synchronise in earnest; steps and rounds per second of all."""
+    """Threads that sleep and synchronise in earnest; steps and rounds per second of all."""
     slower = 1.0 if WAYS[point.way].rule.has_centre else max(1.0, ROUND_S * point.trainers / point.step_s)
     point = point._replace(step_s=slower * point.step_s, bytes_per_s=point.bytes_per_s / slower)
     sleepers = Sleepers(point)
@@ -105,7 +105,7 @@ def emulate(point: Point, window: int) -> dict[str, float]:
 
 
 class Sleepers:
-    """The trainers of a point, each a thread that sleeps for the time of a step and then exchanges."""
+    """The trainers of a point, each a thread that sleeps for a step and then exchanges."""
 
     def __init__(self, point: Point):
         self.point = point

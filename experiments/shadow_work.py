@@ -79,8 +79,8 @@ class Trainer:
     def run(self, steps: int, synchroniser=None) -> np.ndarray:
         """Seconds of every step.
 
-        The rows of host tables are written before the next step begins. Steps over device tables follow each other
-        without a wait: only their mean counts, as the last one waits for all.
+        The rows of host tables are written before the next step begins. Steps over device tables
+        follow each other without a wait: only their mean counts, as the last one waits for all.
         """
         times: list[float] = []
         batches = itertools.islice(itertools.cycle(self.batches), steps + 1)
@@ -154,7 +154,8 @@ class Trainers:
         _, self.batches = synthetic(job)
         self.tables = HostTables.create(self.work[0], self.work[-1])
         self.trainers, self.pace_seconds = trainers, pace_seconds
-        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its form.
+        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its
+        # form.
         self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:

@@ -3,14 +3,15 @@
     python experiments/shadowsync_classifier.py                    6 minutes
     python experiments/shadowsync_classifier.py --busy-loops 2     on a loaded machine
 
-Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax Linen or Flax NNX
-module. Each trainer draws `--batch-size` of its `--examples` in every step, in an order of its own. 20 classes by a
-planted network with noise, so that accuracy stays far from 1. Arms: none; s_easgd, s_ma and s_bmuf with the arguments
-that the library chooses; and the other form of each rule. Regime: free-running, threads of one process.
+Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax
+Linen or Flax NNX module. Each trainer draws `--batch-size` of its `--examples` in every step, in an
+order of its own. 20 classes by a planted network with noise, so that accuracy stays far from 1.
+Arms: none; s_easgd, s_ma and s_bmuf with the arguments that the library chooses; and the other form
+of each rule. Regime: free-running, threads of one process.
 
-What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are the same in all arms.
-Intervals are 95 % of paired differences over seeds; `above_none_*`: mean accuracy is higher, or mean loss lower,
-than without synchronisation.
+What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are
+the same in all arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean
+accuracy is higher, or mean loss lower, than without synchronisation.
 """
 
 import contextlib

@@ -4,24 +4,27 @@
     python experiments/shadowsync_quality.py --data criteo --path train.prepared    made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
 
-One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting (Zheng et al., arXiv
-2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which plays n x m Hogwild workers in a
-seeded order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
-fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
-back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
+One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting
+(Zheng et al., arXiv 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation,
+which plays n x m Hogwild workers in a seeded order; 20 x 24 with batch 200 is an example-level
+parallelism (ELP) of 96,000. Arms: none; all_reduce every step; fr_RULE_k, in the foreground every k
+steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each, back to back. All
+with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
 
-Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the mean from where the
-trainer is by then, and so gives up half of what it learned during the round; `delta` adds half of the way from where
-the round began, and keeps it. In the foreground nothing is learned meanwhile, the two are the same, and fr_ma and
-fr_bmuf have no form. EASGD: `symmetric` adds a difference taken where the round began, `sequential` one on live
-weights, against the centre that it has just moved. A rule without a form (s_ma) has the library's default.
+Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the
+mean from where the trainer is by then, and so gives up half of what it learned during the round;
+`delta` adds half of the way from where the round began, and keeps it. In the foreground nothing is
+learned meanwhile, the two are the same, and fr_ma and fr_bmuf have no form. EASGD: `symmetric` adds
+a difference taken where the round began, `sequential` one on live weights, against the centre that
+it has just moved. A rule without a form (s_ma) has the library's default.
 
-At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is evaluated is what a user
-gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the paper's patent has it (the last local version of
-one trainer), against one replica with one worker on the same data: change of test AUC, relative change of normalised
-entropy. Arms of a seed share data and initial values; intervals are of the paired differences, 95 %.
-`non_inferior_s_RULE`: the interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or
-below (false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
+At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is
+evaluated is what a user gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the
+paper's patent has it (the last local version of one trainer), against one replica with one worker
+on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share
+data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the
+interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below
+(false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
 """
 
 import dataclasses

@@ -5,30 +5,34 @@
 
 Regime: free-running. Three parts, whose figures never share a key:
 
-`measured_*`: trainers train the reference work of throughput.py over shared host tables: `train_freely`, threads of one
-process, n trainers held to n cores and each program to one thread. The base is one trainer on one core that does not
-synchronise; it takes turns with trainers on all cores, in 6 short rounds (`paper`: 24): none; every rule in both forms
-(easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
---pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the
-base's CPU seconds a step over those of n trainers, is what free cores would have given, if nobody waits.
+`measured_*`: trainers train the reference work of throughput.py over shared host tables:
+`train_freely`, threads of one process, n trainers held to n cores and each program to one thread.
+The base is one trainer on one core that does not synchronise; it takes turns with trainers on all
+cores, in 6 short rounds (`paper`: 24): none; every rule in both forms (easgd symmetric and
+sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
+--pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores;
+`cpu_time_efficiency`, the base's CPU seconds a step over those of n trainers, is what free cores
+would have given, if nobody waits.
 
-`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and SLEEP for the
-measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Trainers that sleep do not share
-cores, caches or memory: that those in the background keep 1.00 of the ideal rate is so by construction, and is no
-finding. What it shows is where the foreground saturates, and the sync gap. Their parameters and their servers'
-bandwidth are a thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the
-servers and back; the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
-model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow
-motion, as metrics.jsonl says, because its Python work, a millisecond a trainer, shares the cores of one machine. The
-forms of a rule move the same bytes at the same times, so that this part has one line for each rule.
+`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and
+SLEEP for the measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter).
+Trainers that sleep do not share cores, caches or memory: that those in the background keep 1.00 of
+the ideal rate is so by construction, and is no finding. What it shows is where the foreground
+saturates, and the sync gap. Their parameters and their servers' bandwidth are a thousandth of the
+real ones, so that a transfer takes as long. A round moves the parameters to the servers and back;
+the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
+model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers
+it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond a trainer,
+shares the cores of one machine. The forms of a rule move the same bytes at the same times, so that
+this part has one line for each rule.
 
-`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to 1,000 trainers.
+`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to
+1,000 trainers.
 
-`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over n trainers that
-never wait.
-FR-EASGD-k makes a round every k steps and waits for it, so its rate cannot pass k batches a round times the rounds that
-the servers can serve; `flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k; a
-shadow's is an outcome.
+`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
+n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
+cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is
+its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 
 import dataclasses

@@ -2,17 +2,18 @@
 
     python experiments/shadowsync_soak.py --minutes 10          what `make soak` runs
 
-8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a fresh set of
-trainers, in shadows and in the foreground, random delays in the batches and in every round. The loss is linear with
-equal coefficients: all elements of a tensor are equal at all times, so a value read while it was being written, or a
-result merged in twice or from two rounds, shows as two that differ in one tensor; and what the rules keep can be
-counted. Regime: free-running.
+8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a
+fresh set of trainers, in shadows and in the foreground, random delays in the batches and in every
+round. The loss is linear with equal coefficients: all elements of a tensor are equal at all times,
+so a value read while it was being written, or a result merged in twice or from two rounds, shows as
+two that differ in one tensor; and what the rules keep can be counted. Regime: free-running.
 
-In most sets one trainer fails, at a random instant, under both policies: its stream raises, its hook raises, a round of
-its transport raises or stalls past its time-out, it leaves in the middle of a round, its hook raises
-KeyboardInterrupt. After each: the error that comes out is the injected one (or `Left` with the trainer's name, where
-nothing was raised); under 'drop' none comes out, all others have finished, and the dropped one is named; no thread is
-left. `wrong` counts what was otherwise, and metrics.jsonl names it.
+In most sets one trainer fails, at a random instant, under both policies: its stream raises, its
+hook raises, a round of its transport raises or stalls past its time-out, it leaves in the middle of
+a round, its hook raises KeyboardInterrupt. After each: the error that comes out is the injected one
+(or `Left` with the trainer's name, where nothing was raised); under 'drop' none comes out, all
+others have finished, and the dropped one is named; no thread is left. `wrong` counts what was
+otherwise, and metrics.jsonl names it.
 """
 
 import collections

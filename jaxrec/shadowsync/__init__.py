@@ -1,6 +1,6 @@
-"""ShadowSync: replicas of the dense parameters synchronised in the background, and their foreground counterparts.
+"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the foreground.
 
-    group = SyncGroup(easgd(), params, trainers=4)      # the front door: its docstring has an example to copy
+    group = SyncGroup(easgd(), params, trainers=4)      # its docstring has an example to copy
     with group.trainer(i) as sync:                      # in the thread of trainer i
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one

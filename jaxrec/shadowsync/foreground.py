@@ -11,7 +11,7 @@ from jaxrec.shadowsync.synchroniser import Synchroniser
 
 
 class Foreground(Synchroniser):
-    """Synchronises in the foreground, every so many steps or seconds: training waits for each round (FR-k).
+    """Synchronises every so many steps or seconds: training waits for each round (FR-k).
 
     Used as `Shadow` is, in a `with` block.
 
@@ -66,7 +66,7 @@ class Foreground(Synchroniser):
         return self.meet(state)(state) if self.due() else state
 
     def due(self) -> bool:
-        """Counts a step, by which the others hear of this trainer; says whether it is time for a round."""
+        """Counts a step, by which this trainer is heard of; says whether it is time for a round."""
         self._tell_alive(self._trainer)
         self.steps += 1
         if self._steps is not None:
@@ -77,7 +77,9 @@ class Foreground(Synchroniser):
         return True
 
     def meet(self, before: Any) -> Callable[[Any], Any]:
-        """Makes a round; `exchange` in two halves, for a trainer whose other workers step on between them.
+        """Makes a round; the first half of an `exchange`, whose second is the function that it returns.
+
+        For a trainer whose other workers step on between the two.
 
         Args:
           before: as `exchange` takes it; nobody may donate it during the round.

@@ -17,7 +17,7 @@ from jaxrec.types import PyTree
 
 
 class SyncGroup:
-    """n trainers of one process whose parameters are synchronised, in the background or in the foreground.
+    """n trainers of one process whose parameters are synchronised while they train.
 
     Each trainer is a thread with a training loop of its own. It calls `exchange` after every step
     and `finish` after the last one, with a pytree of parameters (a dict of arrays, or what Flax
@@ -54,8 +54,8 @@ class SyncGroup:
       pace_seconds: of these threads, the least time from one round to the next.
       servers: over how many servers the tensors of a centre are divided.
       bytes_per_s: the bandwidth that each of them is held to; no limit if None.
-      timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue: more
-        than the longest time between two of its calls of `exchange`, compilation included.
+      timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue:
+        more than the longest time between two of its calls of `exchange`, compilation included.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' ends
         their training with `Left`, which names it; 'drop' lets them go on without it.
 
@@ -63,8 +63,8 @@ class SyncGroup:
       transport: where they meet, an `AllToAll` or a `Centre`, for synchronisers made by hand.
 
     Raises:
-      ValueError: an argument is out of range, or does not go with the others; parameters that cannot
-        be synchronised.
+      ValueError: an argument is out of range, or does not go with the others; parameters that
+        cannot be synchronised.
     """
 
     transport: AllToAll | Centre
@@ -86,7 +86,8 @@ class SyncGroup:
         of_centre: dict[str, Any] = {"servers": servers, "bytes_per_s": bytes_per_s}
         of_centre = {name: value for name, value in of_centre.items() if value is not None}
         kind = _kind_of_transport(rule, of_centre)
-        self.transport = kind(rule, params, trainers, timeout_s=timeout_s, on_failure=on_failure, **of_centre)
+        of_all = {"timeout_s": timeout_s, "on_failure": on_failure}
+        self.transport = kind(rule, params, trainers, **of_all, **of_centre)
         self._make = _maker(every_steps, every_seconds, pace_seconds)
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
 

@@ -1,18 +1,18 @@
-"""n trainers with m Hogwild workers each on one device, in a seeded order of events: the same bits in every run.
+"""n trainers with m Hogwild workers each, emulated on one device: the same bits in every run.
 
 An event belongs to one worker: it applies the gradients that it has computed to its trainer's
 parameters and to the shared rows as they are by now, reads both, and computes the gradients of its
 next batch from what it has read. Its gradient is therefore as old as the events of others that came
-between, m n - 1 on average: example-level parallelism is B m n, whatever the machine. In a tick every
-trainer has one event; in m ticks every worker has one, in an order that the seed draws anew.
-Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter servers
-do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many ticks, and
-its result is folded in `latency_ticks` later; none is the foreground. `Emulation.finish` plays the
-last rounds, those that `finish` of a real synchroniser makes: without them one evaluates what no user
-would get.
+between, m n - 1 on average: example-level parallelism is B m n, whatever the machine. In a tick
+every trainer has one event; in m ticks every worker has one, in an order that the seed draws anew.
+Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
+servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many
+ticks, and its result is folded in `latency_ticks` later; none is the foreground. `Emulation.finish`
+plays the last rounds, those that `finish` of a real synchroniser makes: without them one evaluates
+what no user would get.
 
-Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5 times
-as long.
+Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5
+times as long.
 
 Regime: free-running, emulated. Reference: Zheng et al., ShadowSync, arXiv 2003.03477.
 Legend: n trainers, m workers per trainer, B batch, U padded unique rows.
@@ -42,10 +42,10 @@ class Script(NamedTuple):
 
     Attributes:
       rule: from `rules`.
-      every_ticks: a round begins so often, the k of FR-k. With a centre trainer i begins in the ticks t where
-        (t + i) % k == 0, else all begin together.
-      latency_ticks: from the beginning of a round to its result. 0 is the foreground; a shadow whose rounds take k
-        ticks, back to back, has every_ticks = latency_ticks = k.
+      every_ticks: a round begins so often, the k of FR-k. With a centre trainer i begins in the
+        ticks t where (t + i) % k == 0, else all begin together.
+      latency_ticks: from the beginning of a round to its result. 0 is the foreground; a shadow
+        whose rounds take k ticks, back to back, has every_ticks = latency_ticks = k.
     """
 
     rule: Rule
@@ -70,8 +70,8 @@ class Emulation:
       params: initial dense parameters of every replica.
       trainers: n.
       workers: m.
-      script: how they synchronise; None for not at all; 'all_reduce' for lock-step training of the dense parameters
-        with the mean of the trainers' gradients, and m = 1.
+      script: how they synchronise; None for not at all; 'all_reduce' for lock-step training of the
+        dense parameters with the mean of the trainers' gradients, and m = 1.
       seed: of the order of events.
       programs: from `make_events`, to compile them once for several emulations.
 
@@ -122,11 +122,13 @@ class Emulation:
         return self.ticks / self._rounds.rounds if self._rounds and self._rounds.rounds else float("inf")
 
     def replica(self, number: int = 0) -> TrainState:
-        """One trainer's dense state with the shared tables, as a train or evaluation step takes them."""
+        """One trainer's dense state with the shared tables, as a step takes them."""
         return TrainState(with_replica(self.dense[number]), self.tables)
 
     def run(self, batches: Iterable[Batch]) -> np.ndarray:
-        """Trains on all batches, n per tick, until every gradient is applied; a last part of a tick is left out.
+        """Trains on all batches, n per tick, until every gradient is applied.
+
+        A last part of a tick is left out.
 
         Args:
           batches: of one size; trainer i has every n-th.
@@ -152,11 +154,12 @@ class Emulation:
         return np.array(jax.device_get(losses)).mean(axis=1)
 
     def finish(self) -> None:
-        """Plays what `finish` of every trainer does after its last step: what is under way, then the last rounds.
+        """Plays what `finish` of every trainer does after its last step.
 
-        A round under way ends, and its result is folded in. Then, with a centre, every trainer makes one round more, in
-        the order of their numbers, and all take the centre's parameters; without one, all make one round together.
-        Nothing happens without a script and with all_reduce.
+        A round under way ends, and its result is folded in. Then, with a centre, every trainer
+        makes one round more, in the order of their numbers, and all take the centre's parameters;
+        without one, all make one round together. Nothing happens without a script and with
+        all_reduce.
 
         Raises:
           ValueError: they have finished before.
@@ -168,7 +171,7 @@ class Emulation:
             self._rounds.finish(self.dense)
 
     def _order(self, tick, place):
-        """[(trainer, worker)] in the order of a tick's events; `place` in the order of the workers in these m ticks."""
+        """[(trainer, worker)] of a tick's events; `place` is that of the tick among its m ticks."""
         turns = np.random.default_rng([self._seed, 0, tick]).permutation(self.trainers)
         workers = _worker_orders(self._seed, tick // self.workers, self.trainers, self.workers)
         return [(int(i), int(workers[i][place])) for i in turns]
@@ -183,10 +186,9 @@ class Emulation:
             if not self._lock_step:
                 self._apply([(i, worker)])
             batch = batches[i]
-            plans = plan(
-                self.spec, batch.ids, {name: _most_rows(self.spec, name, batch.ids) for name in self.spec.stacks}
-            )
-            self._pending[i][worker], loss = self._compute(self.dense[i].params, self.tables, plans, batch)
+            capacity = {name: _most_rows(self.spec, name, batch.ids) for name in self.spec.stacks}
+            plans, params = plan(self.spec, batch.ids, capacity), self.dense[i].params
+            self._pending[i][worker], loss = self._compute(params, self.tables, plans, batch)
             losses.append(loss)
         return losses
 
@@ -213,7 +215,7 @@ def _worker_orders(seed, number, trainers, workers):
 def make_events(
     spec: EmbeddingSpec, loss: Callable, optimizer: optax.GradientTransformation, row_optimizer: RowOptimizer
 ) -> tuple[Callable, Callable, Callable]:
-    """Makes the programs of an event: compute a gradient; apply it to the rows; apply it to the dense parameters."""
+    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to parameters."""
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}
@@ -231,7 +233,7 @@ def make_events(
 
 
 class _Rounds:
-    """Plays a script at the ends of ticks: trainers one by one if there is a centre, else all of them together."""
+    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at once."""
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
@@ -242,7 +244,7 @@ class _Rounds:
         self._mean = jax.jit(lambda replicas: mean_of(replicas))
 
     def end_of_tick(self, tick, dense):
-        """Folds in what is due, then begins what is due; a foreground round is begun and folded in at once."""
+        """Folds in what is due, then begins what is due; a foreground round does both at once."""
         # A shadow takes its copy after the fold, as `Shadow.exchange` does.
         every, latency = self._script.every_ticks, self._script.latency_ticks
         for number, group in enumerate(self._groups):
@@ -256,7 +258,7 @@ class _Rounds:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones; they do not count as rounds, as those of a user do not."""
+        """Ends the rounds under way and plays the last ones, which do not count, as those of a user."""
         rounds = self.rounds
         for group in self._groups:
             if self._before[group[0]] is not None:
@@ -283,7 +285,7 @@ class _Rounds:
 
 
 def _as_centre(mine, centre):
-    """A leaf of the centre in a trainer's dtype; one that is not synchronised stays the trainer's."""
+    """The centre's leaf in a trainer's dtype; one that is not synchronised stays the trainer's."""
     return jnp.array(centre, mine.dtype) if is_synchronised(mine) else mine
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a trainer as they are now: out of its state, to the host and back, folded with a round's result.
+"""The parameters of a trainer as they are now: out of its state, to the host and back, the fold.
 
 A state is a TrainState, whose parameters have a leading axis of R replicas (those of the mesh in
 lock step, or one of a trainer of its own), or a pytree of parameters, with that axis or without.
@@ -18,14 +18,15 @@ from jaxrec.types import PyTree, TrainState
 
 
 class Live(NamedTuple):
-    """The floating leaves of a trainer on its device, and the program that folds a result into them."""
+    """The floating leaves of a trainer on its device, and the program that folds a result in."""
 
     leaves: list[jax.Array]
-    has_axis: bool  # else they are those of one replica, which gets the axis on its way to a transport
+    has_axis: bool  # else they are of one replica, which gets the axis on its way to a transport
     fold: Callable[[list, list, list], list[jax.Array]]  # live, before, target -> live'
 
     def to_host(self) -> list[np.ndarray]:
-        """Leaves [R, ...]: views where the device is the host, whose memory XLA does not reuse meanwhile."""
+        """Leaves [R, ...]: views where the device is the host."""
+        # XLA does not reuse the memory meanwhile, as this object holds the leaves.
         arrays = [np.asarray(leaf) for leaf in self.leaves]
         return arrays if self.has_axis else [array[None] for array in arrays]
 
@@ -57,7 +58,9 @@ copied = jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves])
 
 
 def replica_spread(params: PyTree) -> float:
-    """How far R replicas [R, ...] are from their mean: root mean square over replicas and floating parameters.
+    """How far R replicas [R, ...] are from their mean.
+
+    The root mean square over replicas and floating parameters.
 
     >>> replica_spread({"w": np.array([[1.0], [5.0]])})
     2.0

@@ -1,4 +1,4 @@
-"""Who takes part in a training: a trainer joins once, is heard of, and is done or leaves; nobody waits for ever.
+"""Who takes part in a training: trainers join, are heard of, are done or leave; none waits for ever.
 
 Who is awaited and has not been heard of for longer than `timeout_s` is overdue. A trainer is heard
 of by its rounds, by each call of `exchange`, and while it is in a transfer. With
@@ -25,7 +25,7 @@ LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
 
 
 class Left(RuntimeError):
-    """There are no more rounds: another trainer has left or is overdue, or this one has been dropped."""
+    """No more rounds: another trainer has left or is overdue, or this one has been dropped."""
 
 
 class Transport(Protocol):
@@ -53,7 +53,7 @@ class Transport(Protocol):
         """Takes a trainer's place, once."""
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it was the last round.
+        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it ended.
 
         A trainer that is done goes on to meet until it is told that it was the last time. With a
         centre it brings nothing any more then, waits for the others, and gets the centre's
@@ -177,7 +177,7 @@ class Meeting:
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
     def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
-        """Until it is over; who was awaited since then, or since it was last seen, for too long is lost.
+        """Until it is over; who was awaited for too long, since then or since it was seen, is lost.
 
         Nobody holds the lock when it is called, as Ctrl-C ends the wait.
         """
@@ -187,7 +187,8 @@ class Meeting:
 
     @property
     def _nap(self):
-        # A trainer that waits is heard of at least so often, so that those who wait for it do not lose it.
+        # A trainer that waits is heard of at least so often, so that those who wait for it do not
+        # lose it.
         return self.timeout_s / 2
 
     def _due(self, trainer, since, awaited):

@@ -1,21 +1,24 @@
-"""How replicas of the dense parameters are brought together: EASGD, model averaging and BMUF as pure functions.
+"""How replicas are brought together: EASGD, model averaging and BMUF as pure functions.
 
-A rule is three functions on any pytrees of arrays, numpy's or JAX's; on numpy arrays they launch no program. A round of
-synchronisation is
+A rule is three functions on any pytrees of arrays, numpy's or JAX's; on numpy arrays they launch no
+program. A round of synchronisation is
 
-    before  = a copy of a trainer's parameters                     the trainer trains on meanwhile
+    before         = a copy of a trainer's parameters              the trainer trains on meanwhile
     shared, target = combine(shared, before or the mean of all)    in the background
-    live    = merge(live, before, target)                          on the parameters as they are by then
+    live           = merge(live, before, target)                   on what they are by then
 
-and in the foreground the same with `before` = `live`. EASGD has a centre, with which each trainer makes rounds of its
-own; model averaging and BMUF combine the mean over all trainers, the same for each.
+and in the foreground the same with `before` = `live`. EASGD has a centre, with which each trainer
+makes rounds of its own; model averaging and BMUF combine the mean over all trainers, the same for
+each.
 
-Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that could be checked; the
-equations are those of the papers named at each rule. Optimizer state and embedding rows are never synchronised.
+Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that
+could be checked; the equations are those of the papers named at each rule. Optimizer state and
+embedding rows are never synchronised.
 
-Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many small floats neither
-overflows nor loses digits; `merge` returns the dtypes of `live`. All other leaves (counters, booleans, PRNG keys) are
-left as the first argument has them: each replica keeps its own.
+Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many
+small floats neither overflows nor loses digits; `merge` returns the dtypes of `live`. All other
+leaves (counters, booleans, PRNG keys) are left as the first argument has them: each replica keeps
+its own.
 """
 
 import functools
@@ -53,17 +56,18 @@ class Block(NamedTuple):
 
 
 def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
-    """Elastic averaging SGD (Zhang et al., arXiv 1412.6651): trainer and centre move towards each other.
+    """Elastic averaging SGD: trainer and centre move towards each other (Zhang et al., 1412.6651).
 
-    symmetric:   c' = c + alpha (w - c)       live' = live + alpha (c - w)       keeps the sum of all w and c
-    sequential:  c' = c + alpha (w - c)       live' = live + alpha (c' - live)
+    symmetric:   c' = c + alpha (w - c)    live' = live + alpha (c - w)    keeps the sum of all w and c
+    sequential:  c' = c + alpha (w - c)    live' = live + alpha (c' - live)
 
-    w are the trainer's parameters when the round began. Without training in between, a round brings w - c to
-    (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
+    w are the trainer's parameters when the round began. Without training in between, a round brings
+    w - c to (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
 
     Args:
       alpha: elastic weight, above 0 and at most 1.
-      form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that it has moved.
+      form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that
+        it has moved.
 
     Raises:
       ValueError: alpha outside (0, 1]; another form.
@@ -86,12 +90,13 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
 def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     """Model averaging: every trainer moves towards the mean over all trainers.
 
-    delta:  live' = live + alpha (mean - before)        all that was learned is kept (hivemind, Bagua: with alpha = 1)
-    lerp:   live' = (1 - alpha) live + alpha mean       of what was learned during the round, 1 - alpha is kept
+    delta:  live' = live + alpha (mean - before)     all that was learned is kept
+    lerp:   live' = (1 - alpha) live + alpha mean    of what was learned meanwhile, 1 - alpha is kept
 
-    In the foreground nothing is learned during a round, and the two are the same. In a shadow `lerp` goes back towards
-    a mean of the past in every round: a classifier trained so ended below one without any synchronisation
-    (experiments/shadowsync_classifier.py), and by `delta` above it.
+    The delta form with alpha = 1 is that of hivemind and Bagua.
+    In the foreground nothing is learned during a round, and the two are the same. In a shadow
+    `lerp` goes back towards a mean of the past in every round: a classifier trained so ended below
+    one without any synchronisation (experiments/shadowsync_classifier.py), and by `delta` above it.
 
     Args:
       alpha: weight of the mean, above 0 and at most 1.
@@ -105,12 +110,14 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
 
 
 def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "delta") -> Rule:
-    """Block-wise model update filtering (Chen and Huo, ICASSP 2016): the mean is a direction for a global model.
+    """Block-wise model update filtering: the mean is a direction for a global model.
 
-    v' = momentum v + eta (mean - g)        g' = g + v'        live' as in model averaging, with g' for the mean
+    Reference: Chen and Huo, ICASSP 2016.
 
-    The global model g' and not a Nesterov-shifted one is what trainers move to. With eta = 1 and no momentum this is
-    model averaging, up to rounding.
+    v' = momentum v + eta (mean - g)    g' = g + v'    live' as in model averaging, with g' for mean
+
+    The global model g' and not a Nesterov-shifted one is what trainers move to. With eta = 1 and no
+    momentum this is model averaging, up to rounding.
 
     Args:
       alpha: weight of the global model, above 0 and at most 1.
@@ -164,7 +171,7 @@ def _is_floating(dtype):
 
 
 def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], whole: bool = False):
-    """A number that was given as an argument; refuses one that does not fit its rule, and what is no number.
+    """A number given as an argument; refuses one that does not fit its rule, and what is no number.
 
     >>> checked_number("every_steps", 5, "1 or more", lambda x: x >= 1, whole=True)
     5
@@ -184,7 +191,7 @@ def wide(dtype) -> np.dtype:
 
 
 def check_same(expected: PyTree, found: PyTree, what: str) -> None:
-    """Refuses a tree of other structure, shapes or dtypes than expected, naming the first difference."""
+    """Refuses a tree of other structure, shapes or dtypes; names the first difference."""
     shapes = [
         {jax.tree_util.keystr(path): (np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for path, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, found))
@@ -216,7 +223,7 @@ def _checked_alpha(alpha):
 
 
 def _map(function, first, *rest):
-    """Maps floating leaves, each widened; where the first tree has another leaf, that one is kept."""
+    """Maps floating leaves, each widened; any other leaf of the first tree is kept."""
     widened = lambda x: x.astype(wide(x.dtype), copy=False) if hasattr(x, "dtype") else np.float64(x)
     apply = lambda x, *others: function(*map(widened, (x, *others))) if is_synchronised(x) else x
     return jax.tree.map(apply, first, *rest)

@@ -40,8 +40,8 @@ class Shadow(Synchroniser):
       ValueError: no transport; pace_seconds < 0. On entering: no such trainer, or a taken one.
       Left: another trainer has left, or is overdue. It and whatever else a round raises come with
         the next `exchange`, or on leaving the `with` block.
-      TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as when
-        `meet` does not return: it is left behind, and does nothing with what may still come.
+      TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as
+        when `meet` does not return: it is left behind, and does nothing with what may still come.
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
@@ -64,7 +64,8 @@ class Shadow(Synchroniser):
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others not to wait for this trainer any more: it fails, and its thread ends."""
         with uninterrupted():
-            # Stopped first: the thread hears from the transport that it has left, which is no failure of it.
+            # Stopped first: the thread hears from the transport that it has left, which is no
+            # failure of it.
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
@@ -93,7 +94,7 @@ class Shadow(Synchroniser):
         error.add_note(message)
 
     def exchange(self, state: Any) -> Any:
-        """Folds the newest result in and hands a copy over, if there is one and if the thread is free; never waits.
+        """Folds the newest result in, and hands a copy over if the thread is free; never waits.
 
         The first call compiles the fold, so that the first result is folded in as soon as it is
         there. A call that has nothing to do looks at the state's structure only.
@@ -116,20 +117,22 @@ class Shadow(Synchroniser):
         self._check_open("exchange")
         self._raise_failure()
         self._tell_alive(self._trainer)
-        # Without the lock, as most calls end here: a result that comes now is folded in by the next one.
+        # Without the lock, as most calls end here: a result that comes now is folded in by the next
+        # one.
         if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
             self.steps += 1
             return state
         live = self._live(state)
         self.steps += 1
-        # Both under one lock: a round that ends between them would leave its result where the next round, which
-        # the copy handed over now begins, puts its own.
+        # Both under one lock: a round that ends between them would leave its result where the next
+        # round, which the copy handed over now begins, puts its own.
         with uninterrupted(), self._changed:
             result, self._result = self._result, None
             free = self._handed is None and not self._busy
         leaves = self._folded(live, result)
         if free:
-            # After the fold: a copy from before it would bring to the others what this round has already told them.
+            # After the fold: a copy from before it would bring to the others what this round has
+            # already told them.
             copy = live._replace(leaves=copied(leaves))
             with uninterrupted(), self._changed:
                 self._handed = copy
@@ -177,7 +180,8 @@ class Shadow(Synchroniser):
         return with_leaves(state, live.from_host(self._final))
 
     def _wait_for_the_end(self):
-        # The limit is that of a transport that does nothing: one that waits for others who still train is at work.
+        # The limit is that of a transport that does nothing: one that waits for others who still
+        # train is at work.
         limit = 3 * self._transport.timeout_s
         seen = getattr(self._transport, "last_seen", lambda trainer: 0.0)
         while not wait(self._changed, lambda: self._ended, self._transport.timeout_s / 2):
@@ -227,7 +231,7 @@ class Shadow(Synchroniser):
                 self._busy = False
 
     def _fold_late(self, live):
-        """Folds in a result that came after the trainer's last exchange; on the host, as its device may be at work."""
+        """Folds in a result that came after the last exchange; on the host: no program from here."""
         if (late := self._result) is not None:
             before, target = (live._replace(leaves=part).to_host() for part in (late.before, late.target))
             self._final = self._rule.merge(self._final, before, target)

@@ -1,4 +1,4 @@
-"""What a shadow and its foreground counterpart have in common: a trainer's place among the others, and its figures.
+"""What shadow and foreground have in common: a trainer's place among the others, and its figures.
 
 Floating leaves are synchronised and keep their dtype; all others are left alone.
 """
@@ -56,7 +56,7 @@ class Synchroniser:
 
     @property
     def why_gone(self) -> str:
-        """Why the others go on without this trainer, as when it was overdue; empty if they do not."""
+        """Why the others go on without this trainer; empty if they do not."""
         return getattr(self._transport, "why_gone", lambda trainer: "")(self._trainer)
 
     def __enter__(self) -> Self:
@@ -95,7 +95,7 @@ class Synchroniser:
         return self.exchange(state)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others not to wait for this trainer any more: it fails, and takes no part from now on."""
+        """Tells the others not to wait for this trainer any more: it takes no part from now on."""
         with uninterrupted():
             self._phase = "left"
             self._transport.leave(self._trainer, error)
@@ -111,7 +111,7 @@ class Synchroniser:
             raise ValueError(f"`{what}` comes too late: {self._name} has {self._phase}. Make one for each training.")
 
     def _looks_known(self, state):
-        """Whether a state has the structure of those before, and is none of a function under jit."""
+        """Whether a state has the structure of those before, and is not traced."""
         leaves, structure = jax.tree.flatten(params_of(state))
         return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
 
@@ -165,10 +165,11 @@ class Synchroniser:
         return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
 
     def _last_rounds(self, leaves):
-        """Rounds of a trainer that is done, on leaves in numpy, until all are; with a centre, what it is then."""
+        """Rounds of a trainer that is done, until all are; the leaves in numpy after them."""
         last = False
         if self._rule.has_centre:
-            # The others may still move the centre: this trainer brings its part, then waits for the end of all.
+            # The others may still move the centre: this trainer brings its part, then waits for the
+            # end of all.
             leaves = self._rule.merge(leaves, leaves, self._meet(leaves)[0])
             while not last:
                 target, last = self._meet(leaves, done=True)

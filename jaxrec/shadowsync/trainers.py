@@ -1,15 +1,16 @@
-"""Free-running trainers: threads that share host tables and nothing else but what synchronises their dense parameters.
+"""Free-running trainers: threads that share host tables, and what synchronises their parameters.
 
 Each of the n trainers has a replica on a device of its own and m Hogwild workers. A worker reads
 rows and the trainer's newest parameters without waiting for the other workers, computes the
 gradients, then applies them to whatever the parameters and rows are by then: parameters with optax
-on the newest version, rows with `add`. So a gradient may be m - 1 steps of its trainer old, and rows
-as many steps of all trainers as were in flight. Arrays of JAX never change, so a worker sees
-parameters of one version: consistent reads, unlike Hogwild on shared memory, which may see torn ones.
+on the newest version, rows with `add`. So a gradient may be m - 1 steps of its trainer old, and
+rows as many steps of all trainers as were in flight. Arrays of JAX never change, so a worker sees
+parameters of one version: consistent reads, unlike Hogwild on shared memory, which may see torn
+ones.
 
 A foreground round keeps waiting the one worker whose step it was time at. The trainer's other
-workers step on, and what the round has found is folded into the parameters as they are by then, as a
-shadow's result is.
+workers step on, and what the round has found is folded into the parameters as they are by then, as
+a shadow's result is.
 
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild together). Regime:
 free-running. Legend: n trainers, m workers per trainer, B batch.
@@ -49,7 +50,7 @@ class Figures(NamedTuple):
     bytes: list[int]  # sent and received by its synchronisation
     average_sync_gap: list[float]  # steps of the trainer per round; inf without one
     average_sync_gap_per_worker: list[float]  # the same, divided by m
-    replica_spread: float  # root mean square distance of the replicas from their mean, at the end, without dropped ones
+    replica_spread: float  # of the replicas at the end, without dropped ones
     failures: dict[int, BaseException]  # why a trainer was dropped; always empty if a failure stops all
 
 
@@ -85,9 +86,9 @@ def train_freely(
       workers_per_trainer: m.
       devices: trainer i trains on device i modulo their number; all local devices if None.
       hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
-      leave_timeout_s: seconds that leaving waits for threads that are blocked by a stream, a hook or
-        a transport; another Ctrl-C ends the wait. Those that have not ended by then are left behind,
-        and named.
+      leave_timeout_s: seconds that leaving waits for threads that are blocked by a stream, a hook
+        or a transport; another Ctrl-C ends the wait. Those that have not ended by then are left
+        behind, and named.
 
     Returns:
       The dense state of every trainer, leaves with a leading axis of one replica (of a dropped
@@ -95,9 +96,9 @@ def train_freely(
 
     Raises:
       ValueError: no streams, no list of them, or one iterator for two trainers;
-        workers_per_trainer < 1; tables that are not on the host; a synchroniser that is no function,
-        or returns no synchroniser; a hook that is no function; leave_timeout_s is not a number of at
-        least 0.
+        workers_per_trainer < 1; tables that are not on the host; a synchroniser that is no
+        function, or returns no synchroniser; a hook that is no function; leave_timeout_s is not a
+        number of at least 0.
       KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left
         behind.
       Exception: the first of any thread, with trainer and worker named, and likewise all threads
@@ -177,7 +178,7 @@ def _run(shared, trainers, leave_timeout_s):
 
 
 def _leave(shared, trainers):
-    """Begins to leave, once: nobody begins anything any more, who waits wakes, and synchronisers are left."""
+    """Begins to leave, once: nobody begins anything any more, and who waits wakes."""
     shared.stopped = True  # first
     if shared.left_at is not None:
         return
@@ -195,8 +196,8 @@ def _wait(shared, seconds, asked):
 
 
 def _pause():
-    # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at work for ended, and in
-    # the other can leave its lock held.
+    # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
+    # work for ended, and in the other can leave its lock held.
     time.sleep(0.005)
 
 
@@ -211,7 +212,7 @@ def _left_behind(shared, seconds):
 
 
 def _raise_or_warn(shared, trainers):
-    """Raises what has stopped all; what dropped trainers have raised is a warning, and theirs only."""
+    """Raises what has stopped all; what dropped trainers have raised is a warning."""
     failures = [error for i, error in shared.failures if not trainers[i].survived(error)]
     if all(trainer.failed for trainer in trainers):
         failures = failures or [error for _, error in shared.failures]

@@ -1,4 +1,4 @@
-"""Where the trainers of one process meet: rounds of all of them, or a centre that each visits when it likes.
+"""Where the trainers of one process meet: in rounds of all, or at a centre, each when it likes.
 
 Legend: R replicas of a trainer, n trainers.
 """
@@ -25,12 +25,14 @@ class AllToAll(Meeting):
       rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
       parameters: the initial ones of one replica, without a replica axis; BMUF begins from them.
       trainers: n; a round waits for all of them, as long as not all are done.
-      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest time between two of
-        its calls of `exchange`, compilation included. Rounds may be rarer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest
+        time between two of its calls of `exchange`, compilation included. Rounds may be rarer.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
+        'drop'.
 
     Raises:
-      ValueError: a rule with a centre; another argument out of range; parameters that cannot be synchronised.
+      ValueError: a rule with a centre; another argument out of range; parameters that cannot be
+        synchronised.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class AllToAll(Meeting):
         self._round, self._target, self._last = 0, list[np.ndarray](), False
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """One round: waits for all others, then every replica gets the same target, in float32 or wider.
+        """One round: waits for all others; every replica gets the same target, in float32 or wider.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
@@ -84,10 +86,10 @@ class AllToAll(Meeting):
 
 
 class Centre(Meeting):
-    """Synchronisation parameter servers in this process, for EASGD: each trainer meets the centre when it likes.
+    """Synchronisation parameter servers in this process, for EASGD: each trainer comes when it likes.
 
-    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers to and from it take
-    turns, and their time is waited for.
+    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers
+    to and from it take turns, and their time is waited for.
 
     Args:
       rule: with a centre.
@@ -95,12 +97,14 @@ class Centre(Meeting):
       trainers: n; a trainer that is done waits for all of them.
       servers: how many.
       bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the longest time between
-        two of its calls of `exchange`. Rounds and transfers may take longer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the
+        longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
+        'drop'.
 
     Raises:
-      ValueError: a rule without a centre; another argument out of range; parameters that cannot be synchronised.
+      ValueError: a rule without a centre; another argument out of range; parameters that cannot be
+        synchronised.
     """
 
     def __init__(
@@ -127,11 +131,11 @@ class Centre(Meeting):
 
     @property
     def parameters(self) -> PyTree:
-        """The centre as it is, in the dtypes of the initial parameters; leaves that are not floating are theirs."""
+        """The centre as it is, in the dtypes of the initial parameters, with their other leaves."""
         return with_floating(self._tree, [x.astype(i.dtype) for x, i in zip(self._now(), self._initial, strict=True)])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other: all of the centre, or nothing of it.
+        """Moves the centre towards every replica brought, one after the other: all of it, or nothing.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
@@ -139,7 +143,8 @@ class Centre(Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
-            # The others may have come to their end after it was told to ask again, and before it does.
+            # The others may have come to their end after it was told to ask again, and before it
+            # does.
             last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
             self._told_to_ask_again.discard(trainer)
             if not last:
@@ -155,7 +160,7 @@ class Centre(Meeting):
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
     def _move(self, trainer, leaves, rows):
-        """The targets of each replica; the new centre is kept when all of it is there, by one who still takes part."""
+        """The targets of each replica; the centre moves when all is computed, by one who takes part."""
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
             for replica in range(rows):
@@ -172,7 +177,7 @@ class Centre(Meeting):
         return [np.array(leaf) for leaf in self._centre]
 
     def _wait_for_the_others(self, trainer):
-        """Whether all are done; at most `timeout_s`, so that a caller hears that this still goes on."""
+        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes on."""
         with uninterrupted(), self._changed:
             member, now = self._present(trainer), time.monotonic()
             if member.state == "here":
@@ -193,7 +198,7 @@ class Centre(Meeting):
         self._changed.notify_all()
 
     def _transfer(self, trainer):
-        """Waits until the slowest server has got and sent its tensors, behind what it had to do already."""
+        """Waits until the slowest server has got and sent its tensors, behind what it had to do."""
         if self._bytes_per_s is None:
             return
         sizes = [0] * len(self._free_at)

@@ -1,4 +1,4 @@
-"""One trainer that runs freely: a replica on a device of its own, its Hogwild workers and its synchroniser.
+"""One trainer that runs freely: a replica on its device, Hogwild workers and a synchroniser.
 
 All threads are daemons: one that is blocked for ever by a stream, a hook or a transport of the
 user's does not keep the process alive. When it wakes after training was left, it makes no round and
@@ -30,7 +30,8 @@ _END = object()  # of a stream; one that gives None is wrong
 class Shared:
     """What all trainers of a run have in common: programs, tables, threads, and what went wrong.
 
-    Flags, sets and lists of Python's own are read and written without a lock: Ctrl-C must not leave one held.
+    Flags, sets and lists of Python's own are read and written without a lock: Ctrl-C must not leave
+    one held.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Shared:
         self.copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
     def plan(self, ids: dict[str, Array]) -> dict[str, Plan]:
-        """The plans of a batch; capacities only grow, and all workers share them, so that few shapes are compiled."""
+        """The plans of a batch."""
+        # Capacities only grow, and all workers share them, so that few shapes are compiled.
         plans = plan(self.spec, ids, self.capacity)
         with self.lock:
             known = self.capacity or {}
@@ -105,9 +107,11 @@ class Trainer:
     ):
         self.shared, self.number, self.workers = shared, number, workers
         self.dense, self.synchroniser = dense, synchroniser
-        self.name, self.drops = f"trainer-{number}", getattr(synchroniser, "on_failure", "raise") == "drop"
+        self.name = f"trainer-{number}"
+        self.drops = getattr(synchroniser, "on_failure", "raise") == "drop"
         self.stream, self.reading = iter(stream), threading.Lock()
-        self.lock = threading.Lock()  # of the parameters: for dispatch only, never while a program or a round runs
+        # Of the parameters; held for dispatch only, never while a program or a round runs.
+        self.lock = threading.Lock()
         self.turns = threading.Lock()  # of foreground rounds
         self.steps = self.examples = self.batch_size = 0
         self.entered: Synchroniser | None = None
@@ -125,7 +129,7 @@ class Trainer:
             self.entered = self.synchroniser.__enter__()
 
     def is_over(self) -> bool:
-        """Whether it has come to its end, or failed; it has failed when the others go on without it."""
+        """Whether it has come to its end, or failed, as when the others go on without it."""
         if not self.ended and not self.failed and self.entered and (why := self.entered.why_gone):
             self._stop(Left(f"trainer {self.number} {why}"), f"of trainer {self.number}")
         return self.ended or self.failed
@@ -151,7 +155,7 @@ class Trainer:
                 self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def run(self) -> None:
-        """Trains to the end of the stream, then takes part in rounds until all trainers are done."""
+        """Trains to the end of the stream, then makes rounds until all trainers are done."""
         try:
             self._train()
             self.end = time.perf_counter()
@@ -179,7 +183,8 @@ class Trainer:
         try:
             while not self.over:
                 with self.reading:
-                    # Looked at again: training may have been left while another worker had the stream.
+                    # Looked at again: training may have been left while another worker had the
+                    # stream.
                     batch = _END if self.over else next(self.stream, _END)
                 if batch is _END or self.over:
                     return
@@ -190,7 +195,7 @@ class Trainer:
             self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
 
     def _stop(self, error, note):
-        """Keeps the error, unless it only says that training is over, and wakes those who wait for this trainer."""
+        """Keeps the error, unless training is over, and wakes those who wait for this trainer."""
         if not self.over:
             self._fail(error, note)
         self.leave(error)
@@ -227,7 +232,7 @@ class Trainer:
             shared.hook(self.number, step, metrics)
 
     def _exchange(self) -> Foreground | None:
-        """Under the lock: a shadow's exchange; of a foreground only whether it is time for a round, then returns it."""
+        """Under the lock: a shadow's exchange; returns a foreground that it is time for a round of."""
         sync = self.synchroniser
         if isinstance(sync, Foreground):
             return sync if sync.due() else None
@@ -236,7 +241,7 @@ class Trainer:
         return None
 
     def _round(self, foreground):
-        """A foreground round: it keeps this worker, and those only whose own round it is time for."""
+        """A foreground round: it keeps this worker, and those only whose own round is due."""
         with self.turns:
             with self.lock:
                 before = self.shared.copy(self.dense.params)  # a later step donates them
