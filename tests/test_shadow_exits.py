@@ -38,7 +38,7 @@ def test_what_a_round_raises_surfaces_at_the_next_exchange_and_on_leaving():
     gate.open.set()
     with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:
         state = shadow.exchange(state_of(1.0, 2.0))
-        shadow._thread.join(60)
+        until(no_threads_left)
         shadow.exchange(state)
     gate = Gate(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
     with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import PARAMS, Steps, no_threads_left, state_of, wait_for_round, weights
+from meetings import PARAMS, Steps, folded, no_threads_left, state_of, weights
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -29,8 +29,7 @@ def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
     with Shadow(steps) as shadow:
         found = shadow.exchange(state)
         steps.begin.release(10)
-        wait_for_round(shadow)
-        found = shadow.exchange(found)
+        found = folded(shadow, found)
         assert shadow.rounds == 1 and weights(found).tolist() == [2.0, 2.0]
         ended = shadow.finish(found)
     for after in (found, ended):
@@ -59,8 +58,7 @@ def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
             transport.begin.release(10)
             state = synchroniser.exchange({"w": high})
             if kind is Shadow:
-                wait_for_round(synchroniser)
-                state = synchroniser.exchange(state)
+                state = folded(synchroniser, state)
             assert synchroniser.rounds == 1
             ended = synchroniser.finish(state)
     for found in (state["w"], ended["w"]):
@@ -163,8 +161,7 @@ def test_the_results_of_a_round_lie_where_the_parameters_lie():
     params = jax.device_put({"w": jnp.ones(3), "b": jnp.ones(2)}, device)
     with Shadow(AllToAll(rule, PARAMS)) as shadow:
         params = shadow.exchange(params)
-        wait_for_round(shadow)
-        params = shadow.exchange(params)
+        params = folded(shadow, params)
         assert shadow.rounds == 1 and {leaf.device for leaf in jax.tree.leaves(params)} == {device}
         ended = shadow.finish(jax.device_put(params, jax.devices()[2]))  # and where they are by then
     assert {leaf.device for leaf in jax.tree.leaves(ended)} == {jax.devices()[2]}

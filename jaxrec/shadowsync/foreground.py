@@ -42,6 +42,7 @@ class Foreground(Synchroniser):
         self._steps, self._seconds = every_steps, every_seconds
 
     def _begin(self):
+        # Not when it was made: what is compiled in between is no training.
         self._last = time.monotonic()
 
     def exchange(self, state: Any) -> Any:
@@ -61,8 +62,9 @@ class Foreground(Synchroniser):
           Left: another trainer has left or is overdue, or this one has been dropped.
         """
         self._check_open("exchange")
+        # Compiles the fold before the first round, in which all others would wait for it.
         if not self._looks_known(state):
-            self._live(state)  # compiles
+            self._live(state)
         return self.meet(state)(state) if self.due() else state
 
     def due(self) -> bool:
@@ -92,6 +94,7 @@ class Foreground(Synchroniser):
         """
         self._check_open("meet")
         result = self._round_of(self._live(before))
+        # Counted where it is folded in, as a shadow's.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))
 
     def finish(self, state: Any) -> Any:
@@ -104,6 +107,7 @@ class Foreground(Synchroniser):
         """
         self._check_open("finish")
         live = self._live(state)
+        # A phase of its own until the end: after an interrupt nobody knows which rounds it made.
         self._phase = "begun to finish before"
         final = self._last_rounds(live.to_host())
         self._phase = "finished"

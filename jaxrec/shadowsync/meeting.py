@@ -84,6 +84,7 @@ class Meeting:
         _check(rule, parameters, trainers, timeout_s, on_failure)
         self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
         self.template, self._initial = initial_leaves(parameters)
+        # One of each number from the start: who never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
 
@@ -103,7 +104,7 @@ class Meeting:
                     f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a group or a "
                     "transport is for one training, make a new one."
                 )
-            self._raise_failure(trainer)
+            self._raise_failure(trainer)  # a place is not taken where no round will come
             member.state, member.seen = "here", time.monotonic()
             self._changed.notify_all()
 
@@ -111,13 +112,15 @@ class Meeting:
         """This trainer goes; nothing happens if it has finished or gone before."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
+            # What made it leave first is the reason: `with` blocks leave again on their way out.
             if member.state not in ("finished", "gone"):
                 because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
                 without = "" if because or member.state == "expected" else " without `finish`"
                 self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
 
     def alive(self, trainer: int) -> None:
-        """This trainer is heard of: one write without a lock, as it comes with every step."""
+        """This trainer is heard of."""
+        # One write without the lock, as it comes with every step.
         self._member(trainer).seen = time.monotonic()
 
     def last_seen(self, trainer: int) -> float:
@@ -193,10 +196,12 @@ class Meeting:
 
     def _due(self, trainer, since, awaited):
         """In how many seconds each of the others that are awaited is overdue."""
+        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was seen.
         due = since + self.timeout_s - time.monotonic()
         return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
 
     def _is_over(self, trainer, since, over, awaited):
+        # Before the failure: a round that has ended counts, whatever became of the others since.
         if over() and self._members[trainer].state != "gone":
             return True
         self._present(trainer)

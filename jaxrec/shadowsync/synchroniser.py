@@ -38,6 +38,7 @@ class Synchroniser:
     def __init__(self, transport: Transport, trainer: int):
         _check(transport)
         self._transport, self._trainer, self._rule = transport, trainer, transport.rule
+        # Looked up once, as it is called in every step.
         self._tell_alive = getattr(transport, "alive", lambda trainer: None)
         self._phase = "not entered"
         self._structures: list = []  # of the last state, whose names fit
@@ -112,6 +113,7 @@ class Synchroniser:
 
     def _looks_known(self, state):
         """Whether a state has the structure of those before, and is not traced."""
+        # Shapes are looked at where leaves are used: this is all that a call with nothing to do costs.
         leaves, structure = jax.tree.flatten(params_of(state))
         return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
 
@@ -144,10 +146,11 @@ class Synchroniser:
 
     def _meet(self, before, done=False):
         """One round on leaves in numpy: where they should move to, and whether it was the last."""
-        if not (done and self._rule.has_centre):  # which brings nothing
+        # One nan would spread to all trainers. Who is done brings nothing to a centre.
+        if not (done and self._rule.has_centre):
             check_finite(self._transport.template.names, before, f"the state of trainer {self._trainer}")
         target, last = self._transport.meet(self._trainer, before, done)
-        _check_target(target, before)
+        _check_target(target, before)  # a transport may be the user's own
         return target, last
 
     def _round_of(self, live) -> Round:
@@ -162,6 +165,7 @@ class Synchroniser:
             return live.leaves
         self.rounds += 1
         self.bytes += result.bytes
+        # The leaves may lie elsewhere by now than when the round began.
         return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
 
     def _last_rounds(self, leaves):

@@ -42,8 +42,10 @@ class AllToAll(Meeting):
         if rule.has_centre:
             raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
         self._shared: Any = rule.init(self._initial)
-        self._brought: dict[int, tuple[list, bool]] = {}
-        self._round, self._target, self._last = 0, list[np.ndarray](), False
+        self._brought: dict[int, tuple[list, bool]] = {}  # to the round that has not ended
+        self._round = 0
+        self._target: list[np.ndarray] = []  # of the round before, until all have fetched it
+        self._last = False
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """One round: waits for all others; every replica gets the same target, in float32 or wider.
@@ -53,7 +55,7 @@ class AllToAll(Meeting):
           Left: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        round_ = self._round  # none ends without this trainer
+        round_ = self._round  # without the lock, as no round ends without this trainer
         missing = lambda: set(self._awaited()) - set(self._brought)
         try:
             with uninterrupted(), self._changed:
@@ -72,10 +74,12 @@ class AllToAll(Meeting):
 
     def _settle(self):
         """Combines what was brought if it is all that is needed."""
+        # By the number of the trainer, not in the order of arrival, on which a sum's bits depend.
         brought = [self._brought[i] for i in self._awaited() if i in self._brought]
         if not brought or len(brought) < len(self._awaited()) or self._failure:
             return
         replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
+        # Nothing is kept before this line, so that a combine that raises leaves all as it was.
         shared, target = self.rule.combine(self._shared, mean_of(replicas))
         self._shared, self._target, self._last = shared, target, all(done for _, done in brought)
         for i in self._awaited() if self._last else ():
@@ -124,10 +128,14 @@ class Centre(Meeting):
         checked_number("servers", servers, "1 or more", lambda x: x >= 1, whole=True)
         if bytes_per_s is not None:
             checked_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
-        self._tree, self._told_to_ask_again = with_floating(_on_host(parameters), self._initial), set[int]()
-        self._centre, self._turn = [rule.init(leaf) for leaf in self._initial], threading.Lock()
-        self._server_of, self._free_at = pack([leaf.nbytes for leaf in self._initial], servers), [0.0] * servers
-        self._bytes_per_s = bytes_per_s
+        self._tree = with_floating(_on_host(parameters), self._initial)
+        self._told_to_ask_again: set[int] = set()
+        self._centre = [rule.init(leaf) for leaf in self._initial]
+        self._turn = threading.Lock()  # of those who move the centre
+        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
+        sizes = [2 * leaf.nbytes for leaf in self._initial]  # to and fro
+        places = pack(sizes, servers)
+        self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
 
     @property
     def parameters(self) -> PyTree:
@@ -143,8 +151,7 @@ class Centre(Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
-            # The others may have come to their end after it was told to ask again, and before it
-            # does.
+            # The others may have come to their end after it was told to ask again, and before it did.
             last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
             self._told_to_ask_again.discard(trainer)
             if not last:
@@ -153,6 +160,7 @@ class Centre(Meeting):
         if done:
             last = last or self._wait_for_the_others(trainer)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
+        # First the way to the servers: who is dropped meanwhile must not move the centre.
         for _ in range(rows):
             self._transfer(trainer)
         targets = self._move(trainer, leaves, rows)
@@ -161,6 +169,7 @@ class Centre(Meeting):
 
     def _move(self, trainer, leaves, rows):
         """The targets of each replica; the centre moves when all is computed, by one who takes part."""
+        # A lock of its own: rules compute for long, and the others must be heard of meanwhile.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
             for replica in range(rows):
@@ -170,6 +179,7 @@ class Centre(Meeting):
             with self._changed:
                 self._present(trainer)
                 self._raise_failure(trainer)
+                # One assignment of new arrays: who reads the centre without the lock sees one version.
                 self._centre = centre
         return targets
 
@@ -180,7 +190,7 @@ class Centre(Meeting):
         """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes on."""
         with uninterrupted(), self._changed:
             member, now = self._present(trainer), time.monotonic()
-            if member.state == "here":
+            if member.state == "here":  # the first time that it says so
                 member.state, member.seen = "done", now
                 self._settle()
             since = member.seen
@@ -201,11 +211,8 @@ class Centre(Meeting):
         """Waits until the slowest server has got and sent its tensors, behind what it had to do."""
         if self._bytes_per_s is None:
             return
-        sizes = [0] * len(self._free_at)
-        for leaf, server in zip(self._initial, self._server_of, strict=True):
-            sizes[server] += 2 * leaf.nbytes
         with uninterrupted(), self._changed:
-            self._free_at = queued(self._free_at, sizes, self._bytes_per_s, time.monotonic())
+            self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
             until = max(self._free_at)
         while (left := until - time.monotonic()) > 0:
             wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
