@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import in_threads
+from meetings import in_threads, until
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
 from jaxrec.shadowsync import Emulation, Foreground, Left, Script, Shadow
@@ -214,3 +214,18 @@ def test_a_centre_keeps_nothing_that_a_step_may_donate():
     jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(initial)
     assert initial["n"].is_deleted()
     assert centre.parameters["n"].tolist() == [0, 1, 2] and centre.parameters["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_the_bits_of_a_mean_do_not_depend_on_who_comes_first(order):
+    """In float32, 1e8 + 1 - 1e8 is 0, and 1 in another order."""
+    transport = joined(AllToAll(MEAN, PARAMS, 3), 0, 1, 2)
+    at = [transport.last_seen(trainer) for trainer in order]
+
+    def come(place):
+        if place:  # the one before waits in `meet`
+            until(lambda: transport.last_seen(order[place - 1]) > at[place - 1])
+        return transport.meet(order[place], of((1e8, 1.0, -1e8)[order[place]]), False)
+
+    for target, _ in in_threads(*[lambda place=place: come(place) for place in range(3)]):
+        np.testing.assert_array_equal(target["w"], np.zeros((1, 3)))
