@@ -91,6 +91,12 @@ class SyncGroup:
         self._make = _maker(every_steps, every_seconds, pace_seconds)
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
 
+    def __reduce__(self):
+        raise ValueError(
+            "a SyncGroup cannot be sent to another process: its trainers are threads of one, as in a "
+            "ThreadPoolExecutor(trainers)."
+        )
+
     def trainer(self, number: int) -> Synchroniser:
         """One trainer's synchroniser, to be entered in its thread, once.
 

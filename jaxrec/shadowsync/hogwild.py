@@ -119,7 +119,8 @@ class Emulation:
     @property
     def average_sync_gap(self) -> float:
         """Steps of a trainer per round, without the last ones; inf if there was none."""
-        return self.ticks / self._rounds.rounds if self._rounds and self._rounds.rounds else float("inf")
+        rounds = self._rounds.rounds if self._rounds else 0
+        return self.ticks / rounds if rounds else float("inf")
 
     def replica(self, number: int = 0) -> TrainState:
         """One trainer's dense state with the shared tables, as a step takes them."""
@@ -213,7 +214,10 @@ def _worker_orders(seed, number, trainers, workers):
 
 
 def make_events(
-    spec: EmbeddingSpec, loss: Callable, optimizer: optax.GradientTransformation, row_optimizer: RowOptimizer
+    spec: EmbeddingSpec,
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
     """Makes the programs of an event: compute a gradient; apply it to rows; apply it to parameters."""
 
@@ -237,7 +241,8 @@ class _Rounds:
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
-        self._groups = [[i] for i in range(trainers)] if script.rule.has_centre else [list(range(trainers))]
+        everybody = list(range(trainers))
+        self._groups = [[i] for i in everybody] if script.rule.has_centre else [everybody]
         self._shared = script.rule.init(jax.tree.map(jnp.array, params))
         self._before = [None] * trainers
         self._combine, self._merge = jax.jit(script.rule.combine), jax.jit(script.rule.merge)

@@ -43,7 +43,9 @@ def params_of(state: TrainState | PyTree) -> PyTree:
 def with_leaves(state: TrainState | PyTree, leaves: list) -> Any:
     """A state with other floating parameters; all else is as it was."""
     params = with_floating(params_of(state), leaves)
-    return state._replace(dense=state.dense._replace(params=params)) if isinstance(state, TrainState) else params
+    if not isinstance(state, TrainState):
+        return params
+    return state._replace(dense=state.dense._replace(params=params))
 
 
 def place(new: list, old: list[jax.Array]) -> list[jax.Array]:
@@ -97,6 +99,6 @@ def fold_program(merge: Callable, leaves: list[jax.Array]) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(merge, kinds):
-    live = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
-    target = [jax.ShapeDtypeStruct(shape, wide(dtype), sharding=sharding) for shape, dtype, sharding in kinds]
+    live = [jax.ShapeDtypeStruct(shape, dtype, sharding=at) for shape, dtype, at in kinds]
+    target = [jax.ShapeDtypeStruct(leaf.shape, wide(leaf.dtype), sharding=leaf.sharding) for leaf in live]
     return jax.jit(merge).lower(live, live, target).compile()

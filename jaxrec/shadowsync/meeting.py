@@ -80,7 +80,14 @@ class Meeting:
     `_changed` guards all fields, but for the time at which a member was last seen.
     """
 
-    def __init__(self, rule: Rule, parameters: PyTree, trainers: int, timeout_s: float, on_failure: str):
+    def __init__(
+        self,
+        rule: Rule,
+        parameters: PyTree,
+        trainers: int,
+        timeout_s: float,
+        on_failure: str,
+    ):
         _check(rule, parameters, trainers, timeout_s, on_failure)
         self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
         self.template, self._initial = initial_leaves(parameters)
@@ -120,8 +127,8 @@ class Meeting:
 
     def alive(self, trainer: int) -> None:
         """This trainer is heard of."""
-        # One write without the lock, as it comes with every step.
-        self._member(trainer).seen = time.monotonic()
+        # One write without the lock or a check, as it comes with every step of one who has joined.
+        self._members[trainer].seen = time.monotonic()
 
     def last_seen(self, trainer: int) -> float:
         """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
@@ -132,7 +139,8 @@ class Meeting:
         return self._member(trainer).why
 
     def _member(self, trainer):
-        if not isinstance(trainer, int | np.integer) or not 0 <= trainer < len(self._members):
+        is_number = isinstance(trainer, int | np.integer) and not isinstance(trainer, bool)
+        if not is_number or not 0 <= trainer < len(self._members):
             raise ValueError(
                 f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
                 f"trainers={len(self._members)}."
@@ -179,13 +187,20 @@ class Meeting:
             member = self._members[trainer]
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
-    def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
+    def _wait(
+        self,
+        trainer: int,
+        since: float,
+        over: Callable[[], bool],
+        awaited: Callable[[], Iterable[int]],
+    ):
         """Until it is over; who was awaited for too long, since then or since it was seen, is lost.
 
         Nobody holds the lock when it is called, as Ctrl-C ends the wait.
         """
         is_over = functools.partial(self._is_over, trainer, since, over, awaited)
-        while not wait(self._changed, is_over, min([self._nap, *self._due(trainer, since, awaited).values()])):
+        over_in = lambda: min([self._nap, *self._due(trainer, since, awaited).values()])
+        while not wait(self._changed, is_over, over_in()):
             pass
 
     @property

@@ -72,7 +72,10 @@ class Shadow(Synchroniser):
             super().leave(error)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.leave(error)
         if not wait(self._changed, lambda: self._ended, self._transport.timeout_s):
@@ -226,8 +229,9 @@ class Shadow(Synchroniser):
             self._changed.notify_all()
             left = start + self._pace - time.monotonic()
             if left > 0:
-                self._busy = True  # so that no copy is taken now which would be old when the next round begins
-                self._changed.wait_for(lambda: self._done or self._stopped, timeout=min(left, threading.TIMEOUT_MAX))
+                self._busy = True  # else a copy is taken now that is old when the next round begins
+                timeout = min(left, threading.TIMEOUT_MAX)
+                self._changed.wait_for(lambda: self._done or self._stopped, timeout)
                 self._busy = False
 
     def _fold_late(self, live):

@@ -36,7 +36,13 @@ class AllToAll(Meeting):
     """
 
     def __init__(
-        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, timeout_s: float = 60.0, on_failure: str = "raise"
+        self,
+        rule: Rule,
+        parameters: PyTree,
+        trainers: int = 1,
+        *,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
     ):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if rule.has_centre:
@@ -140,7 +146,8 @@ class Centre(Meeting):
     @property
     def parameters(self) -> PyTree:
         """The centre as it is, in the dtypes of the initial parameters, with their other leaves."""
-        return with_floating(self._tree, [x.astype(i.dtype) for x, i in zip(self._now(), self._initial, strict=True)])
+        pairs = zip(self._now(), self._initial, strict=True)
+        return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """Moves the centre towards every replica brought, one after the other: all of it, or nothing.
