@@ -183,9 +183,16 @@ class Trainers:
                 yield batch
 
         _, figures = train_freely(
-            spec, loss, optimizer, row_optimizer, params, self.tables, [stream(i) for i in range(self.trainers)],
-            synchroniser, hook=note,
-        )  # fmt: skip
+            spec,
+            loss,
+            optimizer,
+            row_optimizer,
+            params,
+            self.tables,
+            [stream(i) for i in range(self.trainers)],
+            synchroniser,
+            hook=note,
+        )
         start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
         done = sum(start < clock <= end for each in clocks for clock in each)
         return {

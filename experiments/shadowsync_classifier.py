@@ -168,9 +168,12 @@ class Job:
         seconds = time.perf_counter() - start
         accuracy, loss = np.array([jax.device_get(self.test(params)) for params in trained]).mean(axis=0)
         return {
-            "seed": seed, "test_accuracy": float(accuracy), "test_loss": float(loss), "rounds": min(rounds),
+            "seed": seed,
+            "test_accuracy": float(accuracy),
+            "test_loss": float(loss),
+            "rounds": min(rounds),
             "train_seconds": seconds,
-        }  # fmt: skip
+        }
 
 
 @contextlib.contextmanager

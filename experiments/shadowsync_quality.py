@@ -194,9 +194,17 @@ class Job:
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
         spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
         emulation = Emulation(
-            spec, self.loss, self.optimizer, self.row_optimizer, self.model.init(jax.random.key(seed), *example),
-            trainers, workers, script_of(arm, self.config), seed, self.programs,
-        )  # fmt: skip
+            spec,
+            self.loss,
+            self.optimizer,
+            self.row_optimizer,
+            self.model.init(jax.random.key(seed), *example),
+            trainers,
+            workers,
+            script_of(arm, self.config),
+            seed,
+            self.programs,
+        )
         start = time.perf_counter()
         losses = emulation.run(self.data.train(seed))
         if self.config.last_rounds:
@@ -206,14 +214,20 @@ class Job:
         found = evaluate(emulation.replica(0), test, self.eval_step)
         gap, replicas = emulation.average_sync_gap, [dense.params for dense in emulation.dense]
         return {
-            "arm": arm, "trainers": trainers, "workers": workers, "seed": seed, "evaluated": "trainer 0",
+            "arm": arm,
+            "trainers": trainers,
+            "workers": workers,
+            "seed": seed,
+            "evaluated": "trainer 0",
             "last_rounds": self.config.last_rounds,
-            "regime": "free-running, emulated", "train_loss": float(losses.mean()), "emulation_seconds": seconds,
+            "regime": "free-running, emulated",
+            "train_loss": float(losses.mean()),
+            "emulation_seconds": seconds,
             "example_level_parallelism": emulation.example_level_parallelism,
             "average_sync_gap": gap if np.isfinite(gap) else None,
             "spread": replica_spread(jax.tree.map(lambda *x: jnp.stack(x), *replicas)),
             **{f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")},
-        }  # fmt: skip
+        }
 
 
 def summarize(rows: list[dict]) -> dict[str, Any]:

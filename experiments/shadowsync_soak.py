@@ -187,10 +187,17 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that a trainer was dropped
             dense, figures = train_freely(
-                SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
+                SPEC,
+                linear,
+                optax.sgd(RATE),
+                sgd(RATE),
+                params,
+                HostTables.create(SPEC, sgd(RATE)),
                 [stream(injection, i, until, finished) for i in range(n)],
-                lambda i: case.kind(transport, i, **every), config.workers, hook=injection.hook,
-            )  # fmt: skip
+                lambda i: case.kind(transport, i, **every),
+                config.workers,
+                hook=injection.hook,
+            )
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and raised is not injection.error:
             raise  # a person's
@@ -263,12 +270,19 @@ def main(config: Config) -> dict:
             bar.update()
     total = lambda key: sum(row[key] for row in rows)
     results = {
-        "command": command, "regime": "free-running", "minutes": config.minutes, "trainers": config.trainers,
-        "workers": config.workers, "sets": len(rows), "steps": total("steps"), "rounds": total("rounds"),
-        "torn_values": total("torn"), "threads_left": sum(len(row["threads_left"]) for row in rows),
+        "command": command,
+        "regime": "free-running",
+        "minutes": config.minutes,
+        "trainers": config.trainers,
+        "workers": config.workers,
+        "sets": len(rows),
+        "steps": total("steps"),
+        "rounds": total("rounds"),
+        "torn_values": total("torn"),
+        "threads_left": sum(len(row["threads_left"]) for row in rows),
         "conserved_sum_error_max": max(row.get("conserved_sum_error", 0.0) for row in rows),
         "wrong": sum(len(row["wrong"]) for row in rows),
-    }  # fmt: skip
+    }
     counts = collections.Counter(f"sets_{row['failure']}_{row['policy']}" for row in rows)
     results |= {name: counts[name] for name in sorted(counts)}
     run.close(results)

@@ -94,9 +94,17 @@ def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(mon
     make = synchronisers(Shadow, model_averaging(), 2)
     with pytest.raises(OSError, match="the disk is gone") as caught:
         train_freely(
-            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [blocking_stream(), broken()], make, 2,
+            SPEC,
+            loss,
+            optax.sgd(0.1),
+            sgd(0.1),
+            PARAMS,
+            tables,
+            [blocking_stream(), broken()],
+            make,
+            2,
             leave_timeout_s=0.2,
-        )  # fmt: skip
+        )
     assert "trainer-0" in caught.value.__notes__[-1] and "0.2 s" in caught.value.__notes__[-1]
     as_left = jax.tree.map(np.array, tables.shards)
     left = [thread for thread in threading.enumerate() if thread.name.startswith("trainer-0")]

@@ -107,9 +107,16 @@ def test_what_a_round_gives_is_what_the_workers_train_on(kind):
         return itertools.takewhile(lambda _: min(losses, default=0) > -1000, stream(0, 20_000))
 
     train_freely(
-        SPEC, counting, optax.sgd(0.0), sgd(0.0), PARAMS, HostTables.create(SPEC, sgd(0.0)), [until_seen()], make,
+        SPEC,
+        counting,
+        optax.sgd(0.0),
+        sgd(0.0),
+        PARAMS,
+        HostTables.create(SPEC, sgd(0.0)),
+        [until_seen()],
+        make,
         hook=lambda trainer, step, metrics: losses.append(float(metrics["loss"])),
-    )  # fmt: skip
+    )
     assert losses[0] > -1000 > losses[-1]
 
 
@@ -120,19 +127,30 @@ def test_uneven_trainers_reach_their_end_together(way):
     made = [make(number) for number in range(3)]
     tables, batches = HostTables.create(SPEC, sgd(0.1)), (5, 20, 33)
     dense, figures = train_freely(
-        SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables,
+        SPEC,
+        loss,
+        optax.sgd(0.1),
+        sgd(0.1),
+        PARAMS,
+        tables,
         [until_a_round(i, batches[i], made[i]) if kind is Shadow else stream(i, batches[i]) for i in range(3)],
-        made.__getitem__, workers_per_trainer=2,
-    )  # fmt: skip
+        made.__getitem__,
+        workers_per_trainer=2,
+    )
     assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
     if kind is Foreground:
         assert figures.steps == [5, 20, 33]
         assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats to and fro
         assert figures.average_sync_gap[2] == 3 and figures.average_sync_gap_per_worker[2] == 1.5
     alone, figures = train_freely(  # negative control: what synchronises brings the replicas nearer to each other
-        SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)),
+        SPEC,
+        loss,
+        optax.sgd(0.1),
+        sgd(0.1),
+        PARAMS,
+        HostTables.create(SPEC, sgd(0.1)),
         [stream(i, steps) for i, steps in enumerate(figures.steps)],
-    )  # fmt: skip
+    )
     assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
     distance = lambda states: float(np.abs(np.asarray(states[0].params["w"]) - np.asarray(states[2].params["w"])).max())
     assert distance(dense) < distance(alone)
@@ -169,9 +187,17 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
             transport.open.set()
 
     (found,), figures = train_freely(
-        SPEC, counting, optax.sgd(1.0), sgd(0.0), PARAMS, HostTables.create(SPEC, sgd(0.0)), [stream(0, 15)],
-        lambda i: Foreground(transport, i, every_steps=4), workers, hook=hook,
-    )  # fmt: skip
+        SPEC,
+        counting,
+        optax.sgd(1.0),
+        sgd(0.0),
+        PARAMS,
+        HostTables.create(SPEC, sgd(0.0)),
+        [stream(0, 15)],
+        lambda i: Foreground(transport, i, every_steps=4),
+        workers,
+        hook=hook,
+    )
     assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
     # Every step adds 1 and every round 100: those of the steps during a round are kept, and no round counts twice.
     np.testing.assert_array_equal(found.params["w"], 1 + 15 + 300)
@@ -180,9 +206,15 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
 def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
     devices = jax.local_devices()
     dense, figures = train_freely(
-        SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)),
-        [stream(i, 2) for i in range(3)], devices=devices[:2],
-    )  # fmt: skip
+        SPEC,
+        loss,
+        optax.sgd(0.1),
+        sgd(0.1),
+        PARAMS,
+        HostTables.create(SPEC, sgd(0.1)),
+        [stream(i, 2) for i in range(3)],
+        devices=devices[:2],
+    )
     assert [next(iter(state.params["w"].devices())) for state in dense] == [devices[i] for i in (0, 1, 0)]
     assert figures.average_sync_gap_per_worker == [float("inf")] * 3 and figures.failures == {}
 

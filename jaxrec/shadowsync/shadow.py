@@ -53,7 +53,7 @@ class Shadow(Synchroniser):
         self._result: Round | None = None  # what the thread has found since the last exchange
         self._busy = self._stopped = self._ended = False
         self._met_at: float | None = None  # when `meet` was called that has not returned
-        self._at_end: Live | None = None  # of a trainer that is done
+        self._at_end: Live | None = None  # of a trainer that is done, without its leaves
         self._final: list[np.ndarray] = []  # its leaves [R, ...], then those after the last rounds
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
@@ -173,7 +173,8 @@ class Shadow(Synchroniser):
             live = live._replace(leaves=self._folded(live, result))
             final = live.to_host()
             with self._changed:
-                self._at_end, self._final = live, final
+                # Without the arrays, whose memory this object would keep.
+                self._at_end, self._final = live._replace(leaves=[]), final
                 self._changed.notify_all()
         self._wait_for_the_end()
         self._raise_failure()
