@@ -306,3 +306,18 @@ def test_ctrl_c_at_any_instant_ends_all_threads():
     assert [each["raised"] for each in told] == ["KeyboardInterrupt"] * 14, told
     assert [each["names"] for each in told] == [["MainThread"]] * 14
     assert [each["left"] for each in told] == [0] * 14
+
+
+def test_of_two_errors_of_a_dropped_trainer_the_first_is_its_failure():
+    class NoWayOut(AllToAll):
+        def leave(self, trainer, error=None):
+            super().leave(trainer, error)
+            if error is not None:
+                raise OSError("no way out")
+
+    make = synchronisers(Shadow, model_averaging(), 2, of=NoWayOut, on_failure="drop")
+    streams, tables = [raising(OSError("the disk is gone")), stream(1, 5)], HostTables.create(SPEC, sgd(0.1))
+    with pytest.warns(RuntimeWarning) as told:
+        _, figures = train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make)
+    assert [str(error) for error in figures.failures.values()] == ["the disk is gone"] and no_threads_left()
+    assert [word for each in told for word in ("disk", "way out") if word in str(each.message)] == ["disk", "way out"]
