@@ -18,7 +18,16 @@ from reference import Job, reference_work, synthetic
 
 from jaxrec.embedding import DeviceTables, HostTables, capacity_of
 from jaxrec.loop import keep_memory, planned
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Rule, Shadow, bmuf, easgd, model_averaging, train_freely
+from jaxrec.shadowsync import (
+    Foreground,
+    Rule,
+    Shadow,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+    train_freely,
+)
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
 
@@ -70,8 +79,8 @@ class Trainer:
     def run(self, steps: int, synchroniser=None) -> np.ndarray:
         """Seconds of every step.
 
-        The rows of host tables are written before the next step begins. Steps over device tables follow each other
-        without a wait: only their mean counts, as the last one waits for all.
+        The rows of host tables are written before the next step begins. Steps over device tables
+        follow each other without a wait: only their mean counts, as the last one waits for all.
         """
         times: list[float] = []
         batches = itertools.islice(itertools.cycle(self.batches), steps + 1)
@@ -89,11 +98,6 @@ class Trainer:
                 times.append(now - start)
                 start = now
         return np.array(times)
-
-
-def transport_of(rule: Rule, params, trainers: int) -> Centre | AllToAll:
-    """All to all, or a centre."""
-    return (Centre if rule.has_centre else AllToAll)(rule, params, trainers)
 
 
 @contextlib.contextmanager
@@ -127,15 +131,14 @@ def turn(
     """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
     if way == "none":
         return trainer.run(steps), float("inf")
-    transport = transport_of(rule, trainer.params, 1 if rule.has_centre else 2)
+    transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
+    over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
+    foreground = way == "foreground"
+    sync = Foreground(over, every_steps=every_steps) if foreground else Shadow(over, pace_seconds=pace_seconds)
     with peer(rule, transport, trainer.params):
-        if way == "foreground":
-            with Foreground(rule, transport, every_steps=every_steps) as foreground:
-                return trainer.run(steps, foreground), foreground.average_sync_gap
-        over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
-        with Shadow(rule, over, pace_seconds=pace_seconds) as shadow:
-            times = trainer.run(steps, shadow)
-        return times, shadow.average_sync_gap
+        with sync:
+            times = trainer.run(steps, sync)
+        return times, sync.average_sync_gap
 
 
 class Trainers:
@@ -151,7 +154,8 @@ class Trainers:
         _, self.batches = synthetic(job)
         self.tables = HostTables.create(self.work[0], self.work[-1])
         self.trainers, self.pace_seconds = trainers, pace_seconds
-        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its form.
+        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its
+        # form.
         self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
@@ -165,8 +169,7 @@ class Trainers:
         if way != "none":
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
-            transport = transport_of(rule, params, self.trainers)
-            synchroniser = lambda trainer: Shadow(rule, transport, trainer, pace)
+            synchroniser = SyncGroup(rule, params, self.trainers, pace_seconds=pace).trainer
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
         first = len(self.batches)
 
@@ -180,9 +183,16 @@ class Trainers:
                 yield batch
 
         _, figures = train_freely(
-            spec, loss, optimizer, row_optimizer, params, self.tables, [stream(i) for i in range(self.trainers)],
-            synchroniser, hook=note,
-        )  # fmt: skip
+            spec,
+            loss,
+            optimizer,
+            row_optimizer,
+            params,
+            self.tables,
+            [stream(i) for i in range(self.trainers)],
+            synchroniser,
+            hook=note,
+        )
         start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
         done = sum(start < clock <= end for each in clocks for clock in each)
         return {

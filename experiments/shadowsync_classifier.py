@@ -3,14 +3,15 @@
     python experiments/shadowsync_classifier.py                    6 minutes
     python experiments/shadowsync_classifier.py --busy-loops 2     on a loaded machine
 
-Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax Linen or Flax NNX
-module. Each trainer draws `--batch-size` of its `--examples` in every step, in an order of its own. 20 classes by a
-planted network with noise, so that accuracy stays far from 1. Arms: none; s_easgd, s_ma and s_bmuf with the arguments
-that the library chooses; and the other form of each rule. Regime: free-running, threads of one process.
+Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax
+Linen or Flax NNX module. Each trainer draws `--batch-size` of its `--examples` in every step, in an
+order of its own. 20 classes by a planted network with noise, so that accuracy stays far from 1.
+Arms: none; s_easgd, s_ma and s_bmuf with the arguments that the library chooses; and the other form
+of each rule. Regime: free-running, threads of one process.
 
-What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are the same in all arms.
-Intervals are 95 % of paired differences over seeds; `above_none_*`: mean accuracy is higher, or mean loss lower,
-than without synchronisation.
+What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are
+the same in all arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean
+accuracy is higher, or mean loss lower, than without synchronisation.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from contract import Flags, Run, command_line, paired_interval
 from flax import linen, nnx
 from tqdm import tqdm
 
-from jaxrec.shadowsync import AllToAll, Centre, Rule, Shadow, bmuf, easgd, model_averaging
+from jaxrec.shadowsync import Rule, SyncGroup, bmuf, easgd, model_averaging
 
 FEATURES, CLASSES, WIDTH = 32, 20, 64
 DEFAULTS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging, "s_bmuf": bmuf}
@@ -149,14 +150,14 @@ class Job:
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
         jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))  # compiles
-        transport: Any = transport_of(rule, initial, config.trainers) if rule else None
+        group = SyncGroup(rule, initial, config.trainers) if rule else None
         rounds, together = [0] * config.trainers, threading.Barrier(config.trainers)
 
         def trainer(number):
             together.wait(60)
-            if rule is None:
+            if group is None:
                 return self.train(initial, shards[number])
-            with Shadow(rule, transport, number) as sync:
+            with group.trainer(number) as sync:
                 params = self.train(initial, shards[number], sync)
             rounds[number] = sync.rounds
             return params
@@ -167,14 +168,12 @@ class Job:
         seconds = time.perf_counter() - start
         accuracy, loss = np.array([jax.device_get(self.test(params)) for params in trained]).mean(axis=0)
         return {
-            "seed": seed, "test_accuracy": float(accuracy), "test_loss": float(loss), "rounds": min(rounds),
+            "seed": seed,
+            "test_accuracy": float(accuracy),
+            "test_loss": float(loss),
+            "rounds": min(rounds),
             "train_seconds": seconds,
-        }  # fmt: skip
-
-
-def transport_of(rule: Rule, params, trainers: int) -> AllToAll | Centre:
-    """A centre for EASGD, else rounds of all."""
-    return (Centre if rule.has_centre else AllToAll)(rule, params, trainers)
+        }
 
 
 @contextlib.contextmanager

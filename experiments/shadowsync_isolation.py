@@ -3,14 +3,16 @@
     python experiments/shadowsync_isolation.py                     6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
-One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime: free-running. It meets
-one peer, which only synchronises and trains nothing, through the same transport as any trainer. In each of 24 short
-rounds of the benchmark all ways take turns, each round in another order: none; shadow, back to back and at three paces;
-shadow whose transport blocks for 3 seconds in each round, longer than a turn; foreground, every `--every-steps` steps.
+One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime:
+free-running. It meets one peer, which only synchronises and trains nothing, through the same
+transport as any trainer. In each of 24 short rounds of the benchmark all ways take turns, each
+round in another order: none; shadow, back to back and at three paces; shadow whose transport blocks
+for 3 seconds in each round, longer than a turn; foreground, every `--every-steps` steps.
 
 Every `X_over_no_sync` is the rate of X over that without synchronisation, paired within the rounds.
-`average_sync_gap_X` is steps for each round folded in: with a shadow it is an outcome, in the foreground it is k; null
-where no round was folded in, as in most turns of the blocked shadow. Paces and gaps stand in pairs: both of one way.
+`average_sync_gap_X` is steps for each round folded in: with a shadow it is an outcome, in the
+foreground it is k; null where no round was folded in, as in most turns of the blocked shadow. Paces
+and gaps stand in pairs: both of one way.
 """
 
 import dataclasses

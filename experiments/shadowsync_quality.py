@@ -4,24 +4,27 @@
     python experiments/shadowsync_quality.py --data criteo --path train.prepared    made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
 
-One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting (Zheng et al., arXiv
-2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which plays n x m Hogwild workers in a
-seeded order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
-fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
-back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
+One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting
+(Zheng et al., arXiv 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation,
+which plays n x m Hogwild workers in a seeded order; 20 x 24 with batch 200 is an example-level
+parallelism (ELP) of 96,000. Arms: none; all_reduce every step; fr_RULE_k, in the foreground every k
+steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each, back to back. All
+with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
 
-Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the mean from where the
-trainer is by then, and so gives up half of what it learned during the round; `delta` adds half of the way from where
-the round began, and keeps it. In the foreground nothing is learned meanwhile, the two are the same, and fr_ma and
-fr_bmuf have no form. EASGD: `symmetric` adds a difference taken where the round began, `sequential` one on live
-weights, against the centre that it has just moved. A rule without a form (s_ma) has the library's default.
+Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the
+mean from where the trainer is by then, and so gives up half of what it learned during the round;
+`delta` adds half of the way from where the round began, and keeps it. In the foreground nothing is
+learned meanwhile, the two are the same, and fr_ma and fr_bmuf have no form. EASGD: `symmetric` adds
+a difference taken where the round began, `sequential` one on live weights, against the centre that
+it has just moved. A rule without a form (s_ma) has the library's default.
 
-At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is evaluated is what a user
-gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the paper's patent has it (the last local version of
-one trainer), against one replica with one worker on the same data: change of test AUC, relative change of normalised
-entropy. Arms of a seed share data and initial values; intervals are of the paired differences, 95 %.
-`non_inferior_s_RULE`: the interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or
-below (false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
+At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is
+evaluated is what a user gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the
+paper's patent has it (the last local version of one trainer), against one replica with one worker
+on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share
+data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the
+interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below
+(false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
 """
 
 import dataclasses
@@ -45,8 +48,8 @@ from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, spread
-from jaxrec.shadowsync.emulate import make_events
+from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync.hogwild import make_events
 from jaxrec.step import make_eval_step
 from jaxrec.types import Batch
 
@@ -191,9 +194,17 @@ class Job:
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
         spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
         emulation = Emulation(
-            spec, self.loss, self.optimizer, self.row_optimizer, self.model.init(jax.random.key(seed), *example),
-            trainers, workers, script_of(arm, self.config), seed, self.programs,
-        )  # fmt: skip
+            spec,
+            self.loss,
+            self.optimizer,
+            self.row_optimizer,
+            self.model.init(jax.random.key(seed), *example),
+            trainers,
+            workers,
+            script_of(arm, self.config),
+            seed,
+            self.programs,
+        )
         start = time.perf_counter()
         losses = emulation.run(self.data.train(seed))
         if self.config.last_rounds:
@@ -201,16 +212,22 @@ class Job:
         seconds = time.perf_counter() - start
         test = planned(self.spec, self.data.test(seed))
         found = evaluate(emulation.replica(0), test, self.eval_step)
-        gap = emulation.average_sync_gap
+        gap, replicas = emulation.average_sync_gap, [dense.params for dense in emulation.dense]
         return {
-            "arm": arm, "trainers": trainers, "workers": workers, "seed": seed, "evaluated": "trainer 0",
+            "arm": arm,
+            "trainers": trainers,
+            "workers": workers,
+            "seed": seed,
+            "evaluated": "trainer 0",
             "last_rounds": self.config.last_rounds,
-            "regime": "free-running, emulated", "train_loss": float(losses.mean()), "emulation_seconds": seconds,
+            "regime": "free-running, emulated",
+            "train_loss": float(losses.mean()),
+            "emulation_seconds": seconds,
             "example_level_parallelism": emulation.example_level_parallelism,
             "average_sync_gap": gap if np.isfinite(gap) else None,
-            "spread": spread(jax.tree.map(lambda *x: jnp.stack(x), *[dense.params for dense in emulation.dense])),
+            "spread": replica_spread(jax.tree.map(lambda *x: jnp.stack(x), *replicas)),
             **{f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")},
-        }  # fmt: skip
+        }
 
 
 def summarize(rows: list[dict]) -> dict[str, Any]:

@@ -5,69 +5,53 @@
 
 Regime: free-running. Three parts, whose figures never share a key:
 
-`measured_*`: trainers train the reference work of throughput.py over shared host tables: `train_freely`, threads of one
-process, n trainers held to n cores and each program to one thread. The base is one trainer on one core that does not
-synchronise; it takes turns with trainers on all cores, in 6 short rounds (`paper`: 24): none; every rule in both forms
-(easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
---pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores; `cpu_time_efficiency`, the
-base's CPU seconds a step over those of n trainers, is what free cores would have given, if nobody waits.
+`measured_*`: trainers train the reference work of throughput.py over shared host tables:
+`train_freely`, threads of one process, n trainers held to n cores and each program to one thread.
+The base is one trainer on one core that does not synchronise; it takes turns with trainers on all
+cores, in 6 short rounds (`paper`: 24): none; every rule in both forms (easgd symmetric and
+sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
+--pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores;
+`cpu_time_efficiency`, the base's CPU seconds a step over those of n trainers, is what free cores
+would have given, if nobody waits.
 
-`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and SLEEP for the
-measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Trainers that sleep do not share
-cores, caches or memory: that those in the background keep 1.00 of the ideal rate is so by construction, and is no
-finding. What it shows is where the foreground saturates, and the sync gap. Their parameters and their servers'
-bandwidth are a thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the
-servers and back; the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
-model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow
-motion, as metrics.jsonl says, because its Python work, a millisecond a trainer, shares the cores of one machine. The
-forms of a rule move the same bytes at the same times, so that this part has one line for each rule.
+`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and
+SLEEP for the measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter).
+Trainers that sleep do not share cores, caches or memory: that those in the background keep 1.00 of
+the ideal rate is so by construction, and is no finding. What it shows is where the foreground
+saturates, and the sync gap. Their parameters and their servers' bandwidth are a thousandth of the
+real ones, so that a transfer takes as long. A round moves the parameters to the servers and back;
+the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
+model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers
+it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond a trainer,
+shares the cores of one machine. The forms of a rule move the same bytes at the same times, so that
+this part has one line for each rule.
 
-`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to 1,000 trainers.
+`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to
+1,000 trainers.
 
-`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over n trainers that
-never wait.
-FR-EASGD-k makes a round every k steps and waits for it, so its rate cannot pass k batches a round times the rounds that
-the servers can serve; `flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k; a
-shadow's is an outcome.
+`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
+n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
+cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is
+its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 
 import dataclasses
 import functools
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import simpy
 from contract import Flags, Run, command_line, command_of, plot
 from reference import Job, ratio, reference_work
+from shadow_protocol import WAYS, Point, emulate, simulate
 from shadow_work import FORMS_OF_RULES, Trainers
 from sides import Side
 from tqdm import tqdm
 
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Left, Rule, Shadow, easgd, model_averaging
-from jaxrec.shadowsync.transport import pack
-from jaxrec.types import DenseState, TrainState
-
-SCALE = 1000  # real parameters over those of a sleeping trainer
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer: two cores wake 64 of them
-ROUND_S = 0.006  # time to give to every trainer's share of an all-to-all round
-
-
-class Way(NamedTuple):
-    """How trainers synchronise."""
-
-    rule: Rule
-    every: int  # steps from one foreground round to the next; 0 is a shadow
-
-
-EASGD, MA = easgd(), model_averaging()
-WAYS = {"s_easgd": Way(EASGD, 0), "fr_easgd_5": Way(EASGD, 5), "fr_easgd_30": Way(EASGD, 30), "s_ma": Way(MA, 0)}
 LINES = [("s_easgd", 2), ("s_easgd", 4), ("fr_easgd_5", 2), ("fr_easgd_5", 4), ("fr_easgd_30", 2), ("s_ma", 0)]
 
 
@@ -105,175 +89,6 @@ class Config(Flags):
     """Trainers at which FR-EASGD-5 saturates two servers."""
     pace_seconds: float = 0.3
     """Of the measured shadows that are `_paced`: the least time from one round to the next."""
-
-
-class Point(NamedTuple):
-    """One way to synchronise at one number of trainers."""
-
-    way: str
-    trainers: int
-    servers: int
-    step_s: float
-    jitter: float  # a step takes from 1 - jitter to 1 + jitter of its time
-    seed: int
-    sizes: tuple[int, ...]  # bytes of every tensor
-    bytes_per_s: float  # of each server, and of each link of a ring
-
-    @property
-    def label(self) -> str:
-        """The end of its keys."""
-        return f"{self.way}_trainers_{self.trainers}" + (f"_servers_{self.servers}" if self.servers else "")
-
-    @property
-    def server_s(self) -> list[float]:
-        """Seconds for which a round keeps each server."""
-        load = [0.0] * self.servers
-        for size, server in zip(self.sizes, pack(list(self.sizes), self.servers), strict=True):
-            load[server] += 2 * size / self.bytes_per_s
-        return load
-
-    @property
-    def ring_s(self) -> float:
-        """Seconds of a ring all-reduce: each link carries 2 (n - 1) / n of the parameters."""
-        return 2 * (self.trainers - 1) / self.trainers * sum(self.sizes) / self.bytes_per_s
-
-    @property
-    def warm_up(self) -> int:
-        """Steps until every trainer is past its first round."""
-        return 2 * max(10, WAYS[self.way].every)
-
-    def step_seconds(self, trainer: int) -> Iterator[float]:
-        """Without end: a pause of up to the first period, then every step's time; the same slept and simulated."""
-        random = np.random.default_rng((self.seed, trainer))
-        yield self.step_s * random.uniform(0, max(1, WAYS[self.way].every))
-        while True:
-            yield self.step_s * random.uniform(1 - self.jitter, 1 + self.jitter)
-
-
-class Ring(AllToAll):
-    """All to all, with the time that an all-reduce takes."""
-
-    def __init__(self, rule: Rule, parameters, trainers: int, seconds: float):
-        super().__init__(rule, parameters, trainers)
-        self.seconds = seconds
-
-    def meet(self, trainer, before, done):
-        """Sleeps when all have come."""
-        result = super().meet(trainer, before, done)
-        time.sleep(self.seconds)
-        return result
-
-
-def emulate(point: Point, window: int) -> dict[str, float]:
-    """Threads that sleep instead of computing and synchronise in earnest; steps and rounds a second of all."""
-    rule, every = WAYS[point.way]
-    slower = 1.0 if rule.has_centre else max(1.0, ROUND_S * point.trainers / point.step_s)
-    point = point._replace(step_s=slower * point.step_s, bytes_per_s=point.bytes_per_s / slower)
-    small = {f"{i:03d}": np.zeros(max(1, size // (4 * SCALE)), np.float32) for i, size in enumerate(point.sizes)}
-    if rule.has_centre:
-        share = sum(leaf.nbytes for leaf in small.values()) / sum(point.sizes)
-        transport: Any = Centre(
-            rule, small, point.trainers, servers=point.servers, bytes_per_s=share * point.bytes_per_s
-        )
-    else:
-        transport = Ring(rule, small, point.trainers, point.ring_s)
-    synchronisers: list[Any] = [
-        Foreground(rule, transport, i, every_steps=every) if every else Shadow(rule, transport, i)
-        for i in range(point.trainers)
-    ]
-    stop, failures = threading.Event(), list[BaseException]()
-
-    def train(trainer: int):
-        synchroniser, times = synchronisers[trainer], point.step_seconds(trainer)
-        params = jax.tree.map(lambda leaf: jnp.array(leaf)[None], small)
-        state = TrainState(DenseState(jnp.zeros((), jnp.int32), params, ()), None)
-        try:
-            with synchroniser:
-                time.sleep(next(times))
-                while not stop.is_set():
-                    time.sleep(next(times))
-                    state = synchroniser.exchange(state)
-        except BaseException as error:
-            if not (isinstance(error, Left) and stop.is_set()):  # at the end trainers leave one after the other
-                failures.append(error)
-
-    def counts():
-        of_all = [sum(s.steps for s in synchronisers), sum(s.rounds for s in synchronisers)]
-        return np.array([*of_all, time.process_time(), time.perf_counter()])
-
-    threads = [threading.Thread(target=train, args=(i,), daemon=True) for i in range(point.trainers)]
-    for thread in threads:
-        thread.start()
-    time.sleep(point.warm_up * point.step_s)
-    start = counts()
-    time.sleep(window * point.step_s)
-    *done, busy, seconds = (counts() - start).tolist()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    steps_per_s, rounds_per_s = (slower * number / seconds for number in done)
-    found = {"steps_per_s": steps_per_s, "rounds_per_s": rounds_per_s}
-    return found | {"slow_motion": slower, "busy_cores": busy / seconds}
-
-
-def simulate(point: Point, window: int) -> dict[str, float]:
-    """The same protocol as events; steps and rounds a second of all trainers."""
-    rule, every = WAYS[point.way]
-    world = simpy.Environment()
-    servers = [simpy.Resource(world) for _ in range(point.servers)]
-    arrived: list[simpy.Event] = []
-    steps = rounds = 0
-
-    def use(server, seconds):
-        with server.request() as turn:
-            yield turn
-            yield world.timeout(seconds)
-
-    def meet_centre():
-        yield simpy.AllOf(world, [world.process(use(*item)) for item in zip(servers, point.server_s, strict=True)])
-
-    def meet_all():
-        arrived.append(world.event())
-        mine = arrived[-1]
-        if len(arrived) == point.trainers:
-            for event in arrived:
-                event.succeed()
-            arrived.clear()
-        yield mine
-        yield world.timeout(point.ring_s)
-
-    meet = meet_centre if rule.has_centre else meet_all
-
-    def foreground(times):
-        nonlocal steps, rounds
-        yield world.timeout(next(times))
-        while True:
-            for _ in range(every):
-                yield world.timeout(next(times))
-                steps += 1
-            yield from meet()
-            rounds += 1
-
-    def shadow(times):
-        nonlocal steps, rounds
-        in_flight = None
-        yield world.timeout(next(times))
-        while True:
-            yield world.timeout(next(times))
-            steps += 1
-            if in_flight is not None and in_flight.triggered:  # folded in
-                rounds, in_flight = rounds + 1, None
-            if in_flight is None:  # handed over
-                in_flight = world.process(meet())
-
-    for trainer in range(point.trainers):
-        world.process((foreground if every else shadow)(point.step_seconds(trainer)))
-    world.run(until=point.warm_up * point.step_s)
-    before, seconds = (steps, rounds), window * point.step_s
-    world.run(until=world.now + seconds)
-    return {"steps_per_s": (steps - before[0]) / seconds, "rounds_per_s": (rounds - before[1]) / seconds}
 
 
 def measured(config: Config, run: Run) -> dict[str, Any]:

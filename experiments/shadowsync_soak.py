@@ -2,17 +2,18 @@
 
     python experiments/shadowsync_soak.py --minutes 10          what `make soak` runs
 
-8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a fresh set of
-trainers, in shadows and in the foreground, random delays in the batches and in every round. The loss is linear with
-equal coefficients: all elements of a tensor are equal at all times, so a value read while it was being written, or a
-result merged in twice or from two rounds, shows as two that differ in one tensor; and what the rules keep can be
-counted. Regime: free-running.
+8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a
+fresh set of trainers, in shadows and in the foreground, random delays in the batches and in every
+round. The loss is linear with equal coefficients: all elements of a tensor are equal at all times,
+so a value read while it was being written, or a result merged in twice or from two rounds, shows as
+two that differ in one tensor; and what the rules keep can be counted. Regime: free-running.
 
-In most sets one trainer fails, at a random instant, under both policies: its stream raises, its hook raises, a round of
-its transport raises or stalls past its time-out, it leaves in the middle of a round, its hook raises
-KeyboardInterrupt. After each: the error that comes out is the injected one (or `Left` with the trainer's name, where
-nothing was raised); under 'drop' none comes out, all others have finished, and the dropped one is named; no thread is
-left. `wrong` counts what was otherwise, and metrics.jsonl names it.
+In most sets one trainer fails, at a random instant, under both policies: its stream raises, its
+hook raises, a round of its transport raises or stalls past its time-out, it leaves in the middle of
+a round, its hook raises KeyboardInterrupt. After each: the error that comes out is the injected one
+(or `Left` with the trainer's name, where nothing was raised); under 'drop' none comes out, all
+others have finished, and the dropped one is named; no thread is left. `wrong` counts what was
+otherwise, and metrics.jsonl names it.
 """
 
 import collections
@@ -32,12 +33,10 @@ from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
-    AllToAll,
-    Centre,
     Foreground,
     Left,
-    Rule,
     Shadow,
+    SyncGroup,
     bmuf,
     easgd,
     model_averaging,
@@ -176,7 +175,10 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
     rule, half, n = RULES[case.rule], config.parameters // 2, config.trainers
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
     injection, finished = Injection(case, config.timeout_s), set[int]()
-    transport: Any = Checked(transport_of(rule, params, config, case), injection, case.seed)
+    timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
+    servers = 2 if rule.has_centre else None
+    group = SyncGroup(rule, params, n, servers=servers, timeout_s=timeout_s, on_failure=case.policy)
+    transport: Any = Checked(group.transport, injection, case.seed)
     until = time.perf_counter() + config.seconds_each / (1 if case.failure == "none" else 5)
     every = {"every_steps": 5} if case.kind is Foreground else {}
     dense: list[Any] = []
@@ -185,10 +187,17 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that a trainer was dropped
             dense, figures = train_freely(
-                SPEC, linear, optax.sgd(RATE), sgd(RATE), params, HostTables.create(SPEC, sgd(RATE)),
+                SPEC,
+                linear,
+                optax.sgd(RATE),
+                sgd(RATE),
+                params,
+                HostTables.create(SPEC, sgd(RATE)),
                 [stream(injection, i, until, finished) for i in range(n)],
-                lambda i: case.kind(rule, transport, i, **every), config.workers, hook=injection.hook,
-            )  # fmt: skip
+                lambda i: case.kind(transport, i, **every),
+                config.workers,
+                hook=injection.hook,
+            )
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and raised is not injection.error:
             raise  # a person's
@@ -207,15 +216,6 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         row["conserved_sum_error"] = abs(total - wanted) / wanted
     row["wrong"] = what_is_wrong(case, row, injection, error, figures, finished, n)
     return row
-
-
-def transport_of(rule: Rule, params, config: Config, case: Case) -> Centre | AllToAll:
-    """A centre on two servers, or rounds of all."""
-    timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
-    more: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": case.policy}
-    if rule.has_centre:
-        return Centre(rule, params, config.trainers, servers=2, **more)
-    return AllToAll(rule, params, config.trainers, **more)
 
 
 def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> list[str]:
@@ -270,12 +270,19 @@ def main(config: Config) -> dict:
             bar.update()
     total = lambda key: sum(row[key] for row in rows)
     results = {
-        "command": command, "regime": "free-running", "minutes": config.minutes, "trainers": config.trainers,
-        "workers": config.workers, "sets": len(rows), "steps": total("steps"), "rounds": total("rounds"),
-        "torn_values": total("torn"), "threads_left": sum(len(row["threads_left"]) for row in rows),
+        "command": command,
+        "regime": "free-running",
+        "minutes": config.minutes,
+        "trainers": config.trainers,
+        "workers": config.workers,
+        "sets": len(rows),
+        "steps": total("steps"),
+        "rounds": total("rounds"),
+        "torn_values": total("torn"),
+        "threads_left": sum(len(row["threads_left"]) for row in rows),
         "conserved_sum_error_max": max(row.get("conserved_sum_error", 0.0) for row in rows),
         "wrong": sum(len(row["wrong"]) for row in rows),
-    }  # fmt: skip
+    }
     counts = collections.Counter(f"sets_{row['failure']}_{row['policy']}" for row in rows)
     results |= {name: counts[name] for name in sorted(counts)}
     run.close(results)

@@ -29,14 +29,14 @@ def blocks(text):
 
 END = """
 import concurrent.futures, shutil
-from jaxrec.shadowsync.transport import Left
+from jaxrec.shadowsync import Left
 
 assert recovery.saves > 0 and restored_step == 200 and int(state.dense.step) == 200
 assert figures.steps == [200] * 8 and min(figures.rounds) > 0 and shadow.rounds > 0
 
 
-def two_trainers(*texts):  # the last block, as two threads that share a transport
-    own = {**globals(), "shared": AllToAll(rule, params, trainers=2)}
+def two_trainers(*texts):  # the last block, as two threads that share a group
+    own = {**globals(), "shared": SyncGroup(model_averaging(), params, trainers=2)}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return [found.exception() for found in [pool.submit(exec, text, dict(own)) for text in texts]]
 
@@ -54,7 +54,9 @@ def test_the_readme_runs_from_top_to_bottom(tmp_path):
     parts = blocks(README)
     assert len(parts) == README.count("```python") == 6
     for trainer in (0, 1):
-        text = parts[5].replace("AllToAll(rule, params, trainers=1), trainer=0", f"shared, trainer={trainer}")
+        text = parts[5].replace(
+            "SyncGroup(model_averaging(), params, trainers=1).trainer(0)", f"shared.trainer({trainer})"
+        )
         assert text != parts[5] and "shadow.finish(" in text
         (tmp_path / f"trainer_{trainer}.py").write_text(text.replace("runs/all", f"runs/all_{trainer}"))
     parts[4] += "restored_step = image.step\n"

@@ -6,22 +6,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import shadow_protocol as protocol
 import shadowsync_scaling as scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).parent.parent
 STEP = 0.05
-WAYS = st.sampled_from(list(scaling.WAYS))
+WAYS = st.sampled_from(list(protocol.WAYS))
 
 
 def point(way, trainers, bytes_per_s=1e12, servers=2, sizes=(400, 300, 200, 100), jitter=0.1, seed=0):
-    return scaling.Point(way, trainers, servers, STEP, jitter, seed, sizes, bytes_per_s)
+    return protocol.Point(way, trainers, servers, STEP, jitter, seed, sizes, bytes_per_s)
 
 
 def rates(point, window):
     """Steps a second and rounds a second."""
-    found = scaling.simulate(point, window)
+    found = protocol.simulate(point, window)
     return found["steps_per_s"], found["rounds_per_s"]
 
 
@@ -74,7 +75,7 @@ def test_a_wrong_bandwidth_is_seen_in_the_error():
     found = {}
     for bytes_per_s in (20_000.0, 24_000.0):
         each = [point(way, n, bytes_per_s) for way in ("fr_easgd_5", "s_easgd") for n in (4, 64)]
-        found[bytes_per_s] = {p._replace(bytes_per_s=0.0): scaling.simulate(p, 60) for p in each}
+        found[bytes_per_s] = {p._replace(bytes_per_s=0.0): protocol.simulate(p, 60) for p in each}
     right, wrong = found.values()
     assert scaling.largest_error(right, right, "steps_per_s") == 0
     assert scaling.largest_error(right, wrong, "steps_per_s") > 0.1

@@ -36,7 +36,7 @@ def fresh():
 
 
 def averaging(kind, **more):
-    return kind(model_averaging(), AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
+    return kind(AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
 
 
 def recovery_of(engine, directory, **more):

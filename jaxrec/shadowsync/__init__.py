@@ -1,13 +1,42 @@
-"""ShadowSync: replicas of the dense parameters synchronised in the background, and their foreground counterparts."""
+"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the foreground.
 
-from jaxrec.shadowsync.emulate import ALL_REDUCE, Emulation, Script
+    group = SyncGroup(easgd(), params, trainers=4)      # its docstring has an example to copy
+    with group.trainer(i) as sync:                      # in the thread of trainer i
+        params = sync.exchange(params)                  # after every step
+        params = sync.finish(params)                    # after the last one
+
+`train_freely` runs such trainers on shared host tables, and `Emulation` any number of them on one
+device, in a seeded order. `Shadow` and `Foreground` are what a group hands out, over an `AllToAll`
+or a `Centre`: for who brings a transport of his own.
+"""
+
+from jaxrec.shadowsync.foreground import Foreground
+from jaxrec.shadowsync.group import SyncGroup
+from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
+from jaxrec.shadowsync.live import replica_spread
+from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
-from jaxrec.shadowsync.shadow import Foreground, Shadow, spread
+from jaxrec.shadowsync.shadow import Shadow
 from jaxrec.shadowsync.trainers import Figures, train_freely
-from jaxrec.shadowsync.transport import AllToAll, Centre, Left, Transport
+from jaxrec.shadowsync.transport import AllToAll, Centre
 
 __all__ = [
-    "ALL_REDUCE", "AllToAll", "Centre", "Emulation", "Figures", "Foreground", "Left", "Rule", "Script", "Shadow",
+    "ALL_REDUCE",
+    "AllToAll",
+    "Centre",
+    "Emulation",
+    "Figures",
+    "Foreground",
+    "Left",
+    "Rule",
+    "Script",
+    "Shadow",
+    "SyncGroup",
     "Transport",
-    "bmuf", "easgd", "mean_of", "model_averaging", "spread", "train_freely",
-]  # fmt: skip
+    "bmuf",
+    "easgd",
+    "mean_of",
+    "model_averaging",
+    "replica_spread",
+    "train_freely",
+]

@@ -1,4 +1,4 @@
-"""Which leaves of a pytree of parameters are synchronised, and whether they fit those that a transport was made with.
+"""Which leaves of a pytree are synchronised, and whether they fit those of a transport.
 
 Legend: R replicas, the leading axis of all leaves or of none.
 """
@@ -14,8 +14,8 @@ from jaxrec.shadowsync.rules import is_synchronised
 from jaxrec.types import PyTree
 
 REMEDY = (
-    "Give the parameters that the transport was made with: one replica as it was given there, or all leaves with one "
-    "leading axis of at least one replica."
+    "Give the parameters that the group or the transport was made with: one replica as it was given there, or all "
+    "leaves with one leading axis of at least one replica."
 )
 
 
@@ -38,16 +38,12 @@ def with_floating(tree: PyTree, new: list) -> PyTree:
 
 
 def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
-    """The template of initial parameters of one replica, and copies of their floating leaves on the host.
+    """The template of initial parameters of one replica, and host copies of their floating leaves.
 
     Raises:
-      ValueError: there is no floating leaf; one is complex, is not finite, has been donated, or has no value.
+      ValueError: there is no floating leaf; one is complex, is not finite, has been donated, or has
+        no value.
     """
-    if isinstance(parameters, int):
-        raise ValueError(
-            f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
-            f"trainers, as in AllToAll(rule, parameters, trainers={parameters})."
-        )
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
     for name, leaf in named:
         if jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.complexfloating):
@@ -88,7 +84,7 @@ def check_finite(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) 
 
 
 def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
-    """R of a tree whose floating leaves are all [R, *shape]; None if all have the shapes of one replica.
+    """R of a tree whose floating leaves are all [R, *shape]; None if all are of one replica.
 
     >>> template, _ = initial_leaves({"w": np.zeros(3), "b": np.zeros(())})
     >>> replicas_in(template, {"w": np.ones((2, 3)), "b": np.ones(2)}, "trainer 0"), replicas_in(
@@ -96,7 +92,8 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
     (2, None)
 
     Raises:
-      ValueError: another structure, other shapes, some leaves with an axis and some without; names the first leaf.
+      ValueError: another structure, other shapes, some leaves with an axis and some without; names
+        the first leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
     if found == list(template.shapes):
@@ -108,7 +105,7 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:
-    """Refuses a tree whose floating leaves have other names or another order, as that of another model.
+    """Refuses a tree whose floating leaves have other names or another order.
 
     Raises:
       ValueError: names the first leaf.

@@ -1,27 +1,29 @@
-"""How replicas of the dense parameters are brought together: EASGD, model averaging and BMUF as pure functions.
+"""How replicas are brought together: EASGD, model averaging and BMUF as pure functions.
 
-A rule is three functions on any pytrees of arrays, numpy's or JAX's; on numpy arrays they launch no program. A round of
-synchronisation is
+A rule is three functions on any pytrees of arrays, numpy's or JAX's; on numpy arrays they launch no
+program. A round of synchronisation is
 
-    before  = a copy of a trainer's parameters                     the trainer trains on meanwhile
+    before         = a copy of a trainer's parameters              the trainer trains on meanwhile
     shared, target = combine(shared, before or the mean of all)    in the background
-    live    = merge(live, before, target)                          on the parameters as they are by then
+    live           = merge(live, before, target)                   on what they are by then
 
-and in the foreground the same with `before` = `live`. EASGD has a centre, with which each trainer makes rounds of its
-own; model averaging and BMUF combine the mean over all trainers, the same for each.
+and in the foreground the same with `before` = `live`. EASGD has a centre, with which each trainer
+makes rounds of its own; model averaging and BMUF combine the mean over all trainers, the same for
+each.
 
-Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that could be checked; the
-equations are those of the papers named at each rule. Optimizer state and embedding rows are never synchronised.
+Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that
+could be checked; the equations are those of the papers named at each rule. Optimizer state and
+embedding rows are never synchronised.
 
-Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many small floats neither
-overflows nor loses digits; `merge` returns the dtypes of `live`. All other leaves (counters, booleans, PRNG keys) are
-left as the first argument has them: each replica keeps its own.
+Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many
+small floats neither overflows nor loses digits; `merge` returns the dtypes of `live`. All other
+leaves (counters, booleans, PRNG keys) are left as the first argument has them: each replica keeps
+its own.
 """
 
 import functools
 import numbers
 from collections.abc import Callable
-from types import FunctionType as Function
 from typing import Any, NamedTuple
 
 import jax
@@ -39,16 +41,11 @@ class Rule(NamedTuple):
     init: Callable[[PyTree], Any]  # initial parameters -> shared
     combine: Callable[[Any, PyTree], tuple[Any, PyTree]]  # shared, one trainer's or the mean -> shared', target
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
-    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers; none: equal only to itself
+    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers
 
     def describe(self) -> str:
         """The call that makes it."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
-
-    def same_as(self, other: "Rule") -> bool:
-        """Whether both synchronise alike: two rules of one name, equal settings and functions do."""
-        alike = self.settings and (self.name, self.has_centre, self.settings) == other[:2] + (other.settings,)
-        return tuple(self) == tuple(other) or (bool(alike) and all(map(_alike, self[2:5], other[2:5])))
 
 
 class Block(NamedTuple):
@@ -59,17 +56,18 @@ class Block(NamedTuple):
 
 
 def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
-    """Elastic averaging SGD (Zhang et al., arXiv 1412.6651): trainer and centre move towards each other.
+    """Elastic averaging SGD: trainer and centre move towards each other (Zhang et al., 1412.6651).
 
-    symmetric:   c' = c + alpha (w - c)       live' = live + alpha (c - w)       keeps the sum of all w and c
-    sequential:  c' = c + alpha (w - c)       live' = live + alpha (c' - live)
+    symmetric:   c' = c + alpha (w - c)    live' = live + alpha (c - w)    keeps the sum of all w and c
+    sequential:  c' = c + alpha (w - c)    live' = live + alpha (c' - live)
 
-    w are the trainer's parameters when the round began. Without training in between, a round brings w - c to
-    (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
+    w are the trainer's parameters when the round began. Without training in between, a round brings
+    w - c to (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
 
     Args:
       alpha: elastic weight, above 0 and at most 1.
-      form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that it has moved.
+      form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that
+        it has moved.
 
     Raises:
       ValueError: alpha outside (0, 1]; another form.
@@ -92,12 +90,13 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
 def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     """Model averaging: every trainer moves towards the mean over all trainers.
 
-    delta:  live' = live + alpha (mean - before)        all that was learned is kept (hivemind, Bagua: with alpha = 1)
-    lerp:   live' = (1 - alpha) live + alpha mean       of what was learned during the round, 1 - alpha is kept
+    delta:  live' = live + alpha (mean - before)     all that was learned is kept
+    lerp:   live' = (1 - alpha) live + alpha mean    of what was learned meanwhile, 1 - alpha is kept
 
-    In the foreground nothing is learned during a round, and the two are the same. In a shadow `lerp` goes back towards
-    a mean of the past in every round: a classifier trained so ended below one without any synchronisation
-    (experiments/shadowsync_classifier.py), and by `delta` above it.
+    The delta form with alpha = 1 is that of hivemind and Bagua.
+    In the foreground nothing is learned during a round, and the two are the same. In a shadow
+    `lerp` goes back towards a mean of the past in every round: a classifier trained so ended below
+    one without any synchronisation (experiments/shadowsync_classifier.py), and by `delta` above it.
 
     Args:
       alpha: weight of the mean, above 0 and at most 1.
@@ -111,12 +110,14 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
 
 
 def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "delta") -> Rule:
-    """Block-wise model update filtering (Chen and Huo, ICASSP 2016): the mean is a direction for a global model.
+    """Block-wise model update filtering: the mean is a direction for a global model.
 
-    v' = momentum v + eta (mean - g)        g' = g + v'        live' as in model averaging, with g' for the mean
+    Reference: Chen and Huo, ICASSP 2016.
 
-    The global model g' and not a Nesterov-shifted one is what trainers move to. With eta = 1 and no momentum this is
-    model averaging, up to rounding.
+    v' = momentum v + eta (mean - g)    g' = g + v'    live' as in model averaging, with g' for mean
+
+    The global model g' and not a Nesterov-shifted one is what trainers move to. With eta = 1 and no
+    momentum this is model averaging, up to rounding.
 
     Args:
       alpha: weight of the global model, above 0 and at most 1.
@@ -170,7 +171,7 @@ def _is_floating(dtype):
 
 
 def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], whole: bool = False):
-    """A number that was given as an argument; refuses one that does not fit its rule, and what is no number.
+    """A number given as an argument; refuses one that does not fit its rule, and what is no number.
 
     >>> checked_number("every_steps", 5, "1 or more", lambda x: x >= 1, whole=True)
     5
@@ -180,7 +181,7 @@ def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], who
     """
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool | np.bool_) or not isinstance(value, kind) or not fits(value):
-        raise ValueError(f"{name}={value!r} must be {rule}{', a whole number' if whole else ''}.")
+        raise ValueError(f"{name}={value!r:.80} must be {rule}{', a whole number' if whole else ''}.")
     return value
 
 
@@ -190,7 +191,7 @@ def wide(dtype) -> np.dtype:
 
 
 def check_same(expected: PyTree, found: PyTree, what: str) -> None:
-    """Refuses a tree of other structure, shapes or dtypes than expected, naming the first difference."""
+    """Refuses a tree of other structure, shapes or dtypes; names the first difference."""
     shapes = [
         {jax.tree_util.keystr(path): (np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for path, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, found))
@@ -221,20 +222,8 @@ def _checked_alpha(alpha):
     return float(checked_number("alpha", alpha, "above 0 and at most 1", lambda x: 0 < x <= 1))
 
 
-def _alike(one, other):
-    """Whether two functions are made by the same lines with the same numbers, or two such numbers are equal."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or not isinstance(one, Function):
-        return type(one) is type(other) and isinstance(one, float | str) and one == other
-    if one.__code__ is not other.__code__ or one.__defaults__ != other.__defaults__:
-        return False
-    cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-    return all(map(_alike, *cells))
-
-
 def _map(function, first, *rest):
-    """Maps floating leaves, each widened; where the first tree has another leaf, that one is kept."""
+    """Maps floating leaves, each widened; any other leaf of the first tree is kept."""
     widened = lambda x: x.astype(wide(x.dtype), copy=False) if hasattr(x, "dtype") else np.float64(x)
     apply = lambda x, *others: function(*map(widened, (x, *others))) if is_synchronised(x) else x
     return jax.tree.map(apply, first, *rest)

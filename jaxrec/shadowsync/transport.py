@@ -1,246 +1,67 @@
-"""Where the trainers of one process meet: rounds of all of them, or a centre that each visits when it likes.
-
-A trainer joins once, makes rounds, and is done or leaves. Nobody waits for ever: who is awaited and has not been heard
-of for longer than `timeout_s` is overdue. A trainer is heard of by its rounds, by each call of `exchange`, and while it
-is in a transfer. With on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each
-gets `Left` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
+"""Where the trainers of one process meet: in rounds of all, or at a centre, each when it likes.
 
 Legend: R replicas of a trainer, n trainers.
 """
 
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrec.interrupts import uninterrupted, wait
-from jaxrec.shadowsync.leaves import Template, floating, initial_leaves, replicas_in, with_floating
+from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
+from jaxrec.shadowsync.meeting import Meeting
 from jaxrec.shadowsync.rules import Rule, checked_number, mean_of, wide
 from jaxrec.types import PyTree
 
-LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
 
-
-class Left(RuntimeError):
-    """There are no more rounds: another trainer has left or is overdue, or this one has been dropped."""
-
-
-class Transport(Protocol):
-    """How trainers meet; `meet` is called by their background threads only, or in the foreground.
-
-    A transport around another one can hand on what it does not change: `__getattr__` for the attributes and `join`.
-
-    Attributes:
-      rule: by which trainers are synchronised.
-      template: of the parameters of one replica.
-      timeout_s: the longest that it waits for a trainer.
-
-    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves early. Three methods
-    more are used if a transport has them: `alive(trainer)`, called by every `exchange`; `last_seen(trainer)`, when
-    `alive` or `meet` was last at work for it, in seconds of `time.monotonic`; `why_gone(trainer)`, empty for one that
-    takes part.
-    """
-
-    rule: Rule
-    template: Template
-    timeout_s: float
-
-    def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once."""
-
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings the floating leaves, numpy [R, ...]; returns where each should move to, and whether it was the last.
-
-        A trainer that is done goes on to meet until it is told that it was the last time. With a centre it brings
-        nothing any more then, waits for the others, and gets the centre's parameters.
-        """
-
-    def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes, because of an error if there is one; others must not wait for it."""
-
-
-class _Member:
-    """A trainer as the others see it."""
-
-    def __init__(self):
-        self.state = "expected"  # then "here", "done" (waits for the others), "finished" or "gone"
-        self.rounds, self.seen, self.why = 0, -math.inf, ""
-
-
-class _Meeting:
-    """Who takes part in a training; the fields are guarded by `_changed`."""
-
-    def __init__(self, rule, parameters, trainers, timeout_s, on_failure):
-        _check_meeting(rule, trainers, timeout_s, on_failure)
-        self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
-        self.template, self._initial = initial_leaves(parameters)
-        self._members = [_Member() for _ in range(trainers)]
-        self._changed, self._failure = threading.Condition(), ""
-
-    def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once: a transport is for one training.
-
-        Raises:
-          ValueError: there is no such place, or it was taken before.
-          Left: the others have stopped.
-        """
-        with uninterrupted(), self._changed:
-            member = self._member(trainer)
-            if member.state in ("here", "done"):
-                raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
-            if member.state != "expected":
-                raise ValueError(
-                    f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a transport is for "
-                    "one training, make a new one."
-                )
-            self._raise_failure(trainer)
-            member.state, member.seen = "here", time.monotonic()
-            self._changed.notify_all()
-
-    def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes; nothing happens if it has finished or gone before."""
-        with uninterrupted(), self._changed:
-            member = self._member(trainer)
-            if member.state not in ("finished", "gone"):
-                because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
-                without = "" if because or member.state == "expected" else " without `finish`"
-                self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
-
-    def alive(self, trainer: int) -> None:
-        """This trainer is heard of: one write without a lock, for every step."""
-        self._member(trainer).seen = time.monotonic()
-
-    def last_seen(self, trainer: int) -> float:
-        """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
-        return self._member(trainer).seen
-
-    def why_gone(self, trainer: int) -> str:
-        """Why this trainer takes no part any more; empty if it does, or has finished."""
-        return self._member(trainer).why
-
-    def _member(self, trainer):
-        if not isinstance(trainer, int | np.integer) or not 0 <= trainer < len(self._members):
-            raise ValueError(
-                f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
-                f"trainers={len(self._members)}."
-            )
-        return self._members[trainer]
-
-    def _present(self, trainer):
-        """The member, which must be taking part."""
-        member = self._member(trainer)
-        if member.state == "expected":
-            raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
-        if member.state == "finished":
-            raise ValueError(f"trainer={trainer} has finished: there are no more rounds.")
-        if member.state == "gone":
-            raise Left(f"trainer {trainer} {member.why}; it takes no part any more.")
-        return member
-
-    def _raise_failure(self, trainer):
-        if self._failure:
-            raise Left(f"trainer {trainer} has nobody to meet: {self._failure}")
-
-    def _awaited(self) -> list[int]:
-        """Who is still training, or has yet to come."""
-        return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
-
-    def _lose(self, whys: dict[int, str]):
-        for trainer, why in whys.items():
-            self._members[trainer].state, self._members[trainer].why = "gone", why
-        if self.on_failure == "raise" and not self._failure:
-            some = [f"trainer {trainer} {why}" for trainer, why in list(whys.items())[:3]]
-            more = [f"{len(whys) - 3} more"] if len(whys) > 3 else []
-            self._failure = f"{', '.join(some + more)}. on_failure='drop' would go on with the others."
-        self._settle()
-        self._changed.notify_all()
-
-    def _settle(self):
-        """What is due once nobody is awaited any more."""
-        raise NotImplementedError
-
-    def _count(self, trainer):
-        with uninterrupted(), self._changed:
-            member = self._members[trainer]
-            member.rounds, member.seen = member.rounds + 1, time.monotonic()
-
-    def _wait(self, trainer: int, since: float, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
-        """Until it is over; those who were awaited since then, or since they were last seen, for too long are lost.
-
-        Nobody holds the lock when it is called, as Ctrl-C ends the wait.
-        """
-        is_over = functools.partial(self._is_over, trainer, since, over, awaited)
-        while not wait(self._changed, is_over, min([self._nap, *self._due(trainer, since, awaited).values()])):
-            pass
-
-    @property
-    def _nap(self):
-        return self.timeout_s / 2  # a trainer that waits is heard of at least so often
-
-    def _due(self, trainer, since, awaited):
-        """In how many seconds each of the others that are awaited is overdue."""
-        due = since + self.timeout_s - time.monotonic()
-        return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
-
-    def _is_over(self, trainer, since, over, awaited):
-        if over() and self._members[trainer].state != "gone":
-            return True
-        self._present(trainer)
-        self._raise_failure(trainer)
-        self._members[trainer].seen = now = time.monotonic()
-        overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
-        if not overdue:
-            return False
-        self._lose({i: self._overdue(i, now) for i in overdue})
-        return self._is_over(trainer, since, over, awaited)
-
-    def _overdue(self, trainer, now):
-        member = self._members[trainer]
-        if member.state == "expected":
-            return f"never joined within timeout_s={self.timeout_s:g} (are there {len(self._members)} trainers?)"
-        ago = f"{now - member.seen:.3g} s ago, timeout_s={self.timeout_s:g}"
-        return f"was last seen {f'at its round {member.rounds}' if member.rounds else 'when it joined'}, {ago}"
-
-
-class AllToAll(_Meeting):
+class AllToAll(Meeting):
     """Rounds of all trainers of one process, for rules that combine the mean over all replicas.
 
     Args:
       rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
       parameters: the initial ones of one replica, without a replica axis; BMUF begins from them.
       trainers: n; a round waits for all of them, as long as not all are done.
-      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest time between two of
-        its calls of `exchange`, compilation included. Rounds may be rarer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest
+        time between two of its calls of `exchange`, compilation included. Rounds may be rarer.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
+        'drop'.
 
     Raises:
-      ValueError: a rule with a centre; another argument out of range; parameters that cannot be synchronised.
+      ValueError: a rule with a centre; another argument out of range; parameters that cannot be
+        synchronised.
     """
 
     def __init__(
-        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, timeout_s: float = 60.0, on_failure: str = "raise"
+        self,
+        rule: Rule,
+        parameters: PyTree,
+        trainers: int = 1,
+        *,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
     ):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if rule.has_centre:
             raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
         self._shared: Any = rule.init(self._initial)
-        self._brought: dict[int, tuple[list, bool]] = {}
-        self._round, self._target, self._last = 0, list[np.ndarray](), False
+        self._brought: dict[int, tuple[list, bool]] = {}  # to the round that has not ended
+        self._round = 0
+        self._target: list[np.ndarray] = []  # of the round before, until all have fetched it
+        self._last = False
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """One round: waits for all others, then every replica gets the same target, in float32 or wider.
+        """One round: waits for all others; every replica gets the same target, in float32 or wider.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
           Left: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        round_ = self._round  # none ends without this trainer
+        round_ = self._round  # without the lock, as no round ends without this trainer
         missing = lambda: set(self._awaited()) - set(self._brought)
         try:
             with uninterrupted(), self._changed:
@@ -259,10 +80,12 @@ class AllToAll(_Meeting):
 
     def _settle(self):
         """Combines what was brought if it is all that is needed."""
+        # By the number of the trainer, not in the order of arrival, on which a sum's bits depend.
         brought = [self._brought[i] for i in self._awaited() if i in self._brought]
         if not brought or len(brought) < len(self._awaited()) or self._failure:
             return
         replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
+        # Nothing is kept before this line, so that a combine that raises leaves all as it was.
         shared, target = self.rule.combine(self._shared, mean_of(replicas))
         self._shared, self._target, self._last = shared, target, all(done for _, done in brought)
         for i in self._awaited() if self._last else ():
@@ -272,11 +95,11 @@ class AllToAll(_Meeting):
         self._changed.notify_all()
 
 
-class Centre(_Meeting):
-    """Synchronisation parameter servers in this process, for EASGD: each trainer meets the centre when it likes.
+class Centre(Meeting):
+    """Synchronisation parameter servers in this process, for EASGD: each trainer comes when it likes.
 
-    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers to and from it take
-    turns, and their time is waited for.
+    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers
+    to and from it take turns, and their time is waited for.
 
     Args:
       rule: with a centre.
@@ -284,36 +107,50 @@ class Centre(_Meeting):
       trainers: n; a trainer that is done waits for all of them.
       servers: how many.
       bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the longest time between
-        two of its calls of `exchange`. Rounds and transfers may take longer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or 'drop'.
+      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the
+        longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
+        'drop'.
 
     Raises:
-      ValueError: a rule without a centre; another argument out of range; parameters that cannot be synchronised.
+      ValueError: a rule without a centre; another argument out of range; parameters that cannot be
+        synchronised.
     """
 
     def __init__(
-        self, rule: Rule, parameters: PyTree, trainers: int = 1, *, servers: int = 1,
-        bytes_per_s: float | None = None, timeout_s: float = 60.0, on_failure: str = "raise",
-    ):  # fmt: skip
+        self,
+        rule: Rule,
+        parameters: PyTree,
+        trainers: int = 1,
+        *,
+        servers: int = 1,
+        bytes_per_s: float | None = None,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
+    ):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
         checked_number("servers", servers, "1 or more", lambda x: x >= 1, whole=True)
         if bytes_per_s is not None:
             checked_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
-        self._tree, self._told_to_ask_again = with_floating(_on_host(parameters), self._initial), set[int]()
-        self._centre, self._turn = [rule.init(leaf) for leaf in self._initial], threading.Lock()
-        self._server_of, self._free_at = pack([leaf.nbytes for leaf in self._initial], servers), [0.0] * servers
-        self._bytes_per_s = bytes_per_s
+        self._tree = with_floating(_on_host(parameters), self._initial)
+        self._told_to_ask_again: set[int] = set()
+        self._centre = [rule.init(leaf) for leaf in self._initial]
+        self._turn = threading.Lock()  # of those who move the centre
+        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
+        sizes = [2 * leaf.nbytes for leaf in self._initial]  # to and fro
+        places = pack(sizes, servers)
+        self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
 
     @property
     def parameters(self) -> PyTree:
-        """The centre as it is, in the dtypes of the initial parameters; leaves that are not floating are theirs."""
-        return with_floating(self._tree, [x.astype(i.dtype) for x, i in zip(self._now(), self._initial, strict=True)])
+        """The centre as it is, in the dtypes of the initial parameters, with their other leaves."""
+        pairs = zip(self._now(), self._initial, strict=True)
+        return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other: all of the centre, or nothing of it.
+        """Moves the centre towards every replica brought, one after the other: all of it, or nothing.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
@@ -321,7 +158,7 @@ class Centre(_Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
-            # The others may have come to their end after it was told to ask again, and before it does.
+            # The others may have come to their end after it was told to ask again, and before it did.
             last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
             self._told_to_ask_again.discard(trainer)
             if not last:
@@ -330,6 +167,7 @@ class Centre(_Meeting):
         if done:
             last = last or self._wait_for_the_others(trainer)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
+        # First the way to the servers: who is dropped meanwhile must not move the centre.
         for _ in range(rows):
             self._transfer(trainer)
         targets = self._move(trainer, leaves, rows)
@@ -337,7 +175,8 @@ class Centre(_Meeting):
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
     def _move(self, trainer, leaves, rows):
-        """The targets of each replica; the new centre is kept when all of it is there, by one who still takes part."""
+        """The targets of each replica; the centre moves when all is computed, by one who takes part."""
+        # A lock of its own: rules compute for long, and the others must be heard of meanwhile.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
             for replica in range(rows):
@@ -347,6 +186,7 @@ class Centre(_Meeting):
             with self._changed:
                 self._present(trainer)
                 self._raise_failure(trainer)
+                # One assignment of new arrays: who reads the centre without the lock sees one version.
                 self._centre = centre
         return targets
 
@@ -354,10 +194,10 @@ class Centre(_Meeting):
         return [np.array(leaf) for leaf in self._centre]
 
     def _wait_for_the_others(self, trainer):
-        """Whether all are done; at most `timeout_s`, so that a caller hears that this still goes on."""
+        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes on."""
         with uninterrupted(), self._changed:
             member, now = self._present(trainer), time.monotonic()
-            if member.state == "here":
+            if member.state == "here":  # the first time that it says so
                 member.state, member.seen = "done", now
                 self._settle()
             since = member.seen
@@ -375,14 +215,11 @@ class Centre(_Meeting):
         self._changed.notify_all()
 
     def _transfer(self, trainer):
-        """Waits until the slowest server has got and sent its tensors, behind what it had to do already."""
+        """Waits until the slowest server has got and sent its tensors, behind what it had to do."""
         if self._bytes_per_s is None:
             return
-        sizes = [0] * len(self._free_at)
-        for leaf, server in zip(self._initial, self._server_of, strict=True):
-            sizes[server] += 2 * leaf.nbytes
         with uninterrupted(), self._changed:
-            self._free_at = queued(self._free_at, sizes, self._bytes_per_s, time.monotonic())
+            self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
             until = max(self._free_at)
         while (left := until - time.monotonic()) > 0:
             wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
@@ -430,14 +267,3 @@ def _brought(template, before, trainer):
     if rows is None:
         raise ValueError(f"what trainer {trainer} brings has no replica axis: bring leaves [R, ...].")
     return [leaf.astype(wide(leaf.dtype), copy=False) for leaf in floating(before)], rows
-
-
-def _check_meeting(rule, trainers, timeout_s, on_failure):
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
-    if isinstance(trainers, bool) or not isinstance(trainers, int | np.integer) or trainers < 1:
-        raise ValueError(f"trainers={trainers!r} must be a whole number from 1.")
-    fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
-    checked_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
-    if on_failure not in ("raise", "drop"):
-        raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")

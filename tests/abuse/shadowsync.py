@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from abuse import situation
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Left, Shadow, bmuf, easgd, mean_of, model_averaging
+from jaxrec.shadowsync import (
+    AllToAll,
+    Centre,
+    Foreground,
+    Left,
+    Shadow,
+    bmuf,
+    easgd,
+    mean_of,
+    model_averaging,
+)
 from jaxrec.types import DenseState, TrainState
 
 MEAN, EASGD = model_averaging(1.0), easgd(0.5)
@@ -28,7 +38,7 @@ def meeting(rule=MEAN, trainers=1, **more):
 
 
 def exchanged(state, initial=PARAMS):
-    with Foreground(MEAN, AllToAll(MEAN, initial), every_steps=1) as foreground:
+    with Foreground(AllToAll(MEAN, initial), every_steps=1) as foreground:
         return foreground.exchange(state)
 
 
@@ -58,7 +68,7 @@ def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None
 
     def run():
         params = params_of(float(number))
-        with kind(transport.rule, transport, number, **({"every_steps": 1} if kind is Foreground else {})) as sync:
+        with kind(transport, number, **({"every_steps": 1} if kind is Foreground else {})) as sync:
             for _ in range(steps):
                 params = sync.exchange(jax.tree.map(lambda x: x + 1, params))
             if error is not None:
@@ -70,17 +80,17 @@ def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None
     return run
 
 
-@situation("a number of trainers where the parameters belong", ValueError, "AllToAll.rule, parameters, trainers=3")
+@situation("a number of trainers where the parameters belong", ValueError, "SyncGroup.rule, params, trainers=3")
 def _(directory):
     AllToAll(MEAN, 3)
 
 
-@situation("no trainers", ValueError, "trainers=0 must be a whole number from 1")
+@situation("no trainers", ValueError, "trainers=0 must be 1 or more, a whole number")
 def _(directory):
     AllToAll(MEAN, PARAMS, 0)
 
 
-@situation("half a trainer", ValueError, "trainers=1.5 must be a whole number")
+@situation("half a trainer", ValueError, "trainers=1.5 must be 1 or more, a whole number")
 def _(directory):
     Centre(EASGD, PARAMS, 1.5)
 
@@ -142,20 +152,9 @@ def _(directory):
     AllToAll(MEAN, jax.eval_shape(lambda: params_of(0.0)))
 
 
-@situation("another rule than the transport's", ValueError, "alpha=0.5, .* is not that of the transport, ma.alpha=1.0")
-def _(directory):
-    Shadow(model_averaging(0.5), meeting())
-
-
-@situation("equal rules made twice")
-def _(directory):
-    with Foreground(model_averaging(np.float64(1.0)), meeting(), every_steps=1) as foreground:
-        assert foreground.exchange(params_of(1.0))["bias"].dtype == jnp.float32 and foreground.rounds == 1
-
-
 @situation("no transport", ValueError, "transport is a NoneType without .*'meet'")
 def _(directory):
-    Shadow(MEAN, None)
+    Shadow(None)
 
 
 @situation("a transport of one's own that only meets", ValueError, "transport is a Mine without .*'join'.*__getattr__")
@@ -167,7 +166,7 @@ def _(directory):
         def leave(self, trainer, error=None):
             pass
 
-    Foreground(MEAN, Mine(), every_steps=1)
+    Foreground(Mine(), every_steps=1)
 
 
 @situation("a transport of one's own that returns nonsense", ValueError, "`meet` has returned .*wanted a list")
@@ -176,27 +175,27 @@ def _(directory):
         def meet(self, trainer, before, done):
             return [leaf[:, :1] for leaf in before], True
 
-    with Foreground(MEAN, Mine(MEAN, PARAMS), every_steps=1) as foreground:
+    with Foreground(Mine(MEAN, PARAMS), every_steps=1) as foreground:
         foreground.exchange(params_of(0.0))
 
 
 @situation("all trainers with the default number", ValueError, "trainer=0 has joined already: each trainer")
 def _(directory):
     transport = meeting(trainers=2)
-    with Shadow(MEAN, transport), Shadow(MEAN, transport):
+    with Shadow(transport), Shadow(transport):
         pass
 
 
 @situation("numbers from 1 on", ValueError, "trainer=2 must be a whole number from 0 to 1: there are trainers=2")
 def _(directory):
     transport = meeting(trainers=2)
-    with Shadow(MEAN, transport, 1), Shadow(MEAN, transport, 2):
+    with Shadow(transport, 1), Shadow(transport, 2):
         pass
 
 
 @situation("a trainer's name for its number", ValueError, "trainer='worker' must be a whole number")
 def _(directory):
-    with Shadow(MEAN, meeting(), "worker"):
+    with Shadow(meeting(), "worker"):
         pass
 
 
@@ -213,21 +212,25 @@ def _(directory):
 @situation("two trainers in one thread, of which one waits", Left, "trainer 1 was last seen when it joined, 0.2")
 def _(directory):
     transport = meeting(trainers=2)
-    with Shadow(MEAN, transport, 0) as first, Shadow(MEAN, transport, 1):
+    with Shadow(transport, 0) as first, Shadow(transport, 1):
         first.finish(params_of(1.0))
 
 
 @situation("two shadows in one thread that only exchange")
 def _(directory):
     transport = meeting(trainers=2, timeout_s=20.0)
-    with Shadow(MEAN, transport, 0) as first, Shadow(MEAN, transport, 1) as second:
+    with Shadow(transport, 0) as first, Shadow(transport, 1) as second:
         a, b = params_of(0.0), params_of(4.0)
         while first.rounds + second.rounds < 6:
             a, b = first.exchange(a), second.exchange(b)
         assert 0 < float(a["bias"][0]) == float(b["bias"][0]) == 2.0
 
 
-@situation("a parameter that lacks the replica axis in a TrainState", ValueError, "make the transport with one replica")
+@situation(
+    "a parameter that lacks the replica axis in a TrainState",
+    ValueError,
+    "make the group or the transport with one replica",
+)
 def _(directory):
     state = state_of(1.0, 2)
     exchanged(state, initial=state.dense.params)
@@ -280,7 +283,7 @@ def _(directory):
 
 @situation("an exchange under jit", ValueError, "by a function under jit: call it between two steps")
 def _(directory):
-    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+    with Foreground(meeting(), every_steps=1) as foreground:
         jax.jit(foreground.exchange)(params_of(0.0))
 
 
@@ -297,37 +300,37 @@ def _(directory):
 
 @situation("a dtype that changes on the way", ValueError, r"\['bias'\] was .*float32.* and is .*bfloat16.* now")
 def _(directory):
-    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+    with Foreground(meeting(), every_steps=1) as foreground:
         foreground.exchange(params_of(0.0))
         foreground.exchange(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(0.0)))
 
 
 @situation("exchange before the with block", ValueError, "`exchange` comes inside of the `with` block")
 def _(directory):
-    Shadow(MEAN, meeting()).exchange(params_of(0.0))
+    Shadow(meeting()).exchange(params_of(0.0))
 
 
 @situation("a hook without a with block", ValueError, "comes inside of the `with` block, and Foreground of trainer 0")
 def _(directory):
-    Foreground(MEAN, meeting(), every_steps=1).hook(state_of(0.0, 1), 1, None, None)
+    Foreground(meeting(), every_steps=1).hook(state_of(0.0, 1), 1, None, None)
 
 
 @situation("finish twice", ValueError, "`finish` comes too late: Shadow of trainer 0 has finished")
 def _(directory):
-    with Shadow(MEAN, meeting()) as shadow:
+    with Shadow(meeting()) as shadow:
         shadow.finish(shadow.finish(params_of(0.0)))
 
 
 @situation("exchange after the with block", ValueError, "`exchange` comes too late: Foreground of trainer 0 has left")
 def _(directory):
-    with Foreground(MEAN, meeting(), every_steps=1) as foreground:
+    with Foreground(meeting(), every_steps=1) as foreground:
         pass
     foreground.exchange(params_of(0.0))
 
 
 @situation("a shadow for a second training", ValueError, "has been entered before: make one for each training")
 def _(directory):
-    shadow = Shadow(MEAN, meeting())
+    shadow = Shadow(meeting())
     with shadow:
         shadow.finish(params_of(0.0))
     with shadow:
@@ -361,7 +364,7 @@ def _(directory):
 
 def _without_finish(transport, number):
     def run():
-        with Foreground(transport.rule, transport, number, every_steps=1) as foreground:
+        with Foreground(transport, number, every_steps=1) as foreground:
             for _ in range(3):
                 foreground.exchange(params_of(0.0))
 
@@ -406,7 +409,7 @@ def _(directory):
     transport, found = meeting(trainers=2, timeout_s=20.0), {}
 
     def run(number, *axis):
-        with Foreground(MEAN, transport, number, every_steps=1) as foreground:
+        with Foreground(transport, number, every_steps=1) as foreground:
             found[number] = foreground.exchange(params_of(4.0 * number, *axis))
             foreground.finish(found[number])
 
@@ -417,7 +420,7 @@ def _(directory):
 @situation("ten megabytes in a hundred leaves")
 def _(directory):
     initial = {f"{i:05d}": np.zeros(256, np.float32) for i in range(100)} | {"big": np.zeros(2_500_000, np.float32)}
-    with Foreground(MEAN, AllToAll(MEAN, initial), every_steps=1) as foreground:
+    with Foreground(AllToAll(MEAN, initial), every_steps=1) as foreground:
         params = {name: jnp.ones((2, *leaf.shape)) for name, leaf in initial.items()}
         assert float(foreground.exchange(params)["big"].sum()) == 5_000_000
 
@@ -448,17 +451,17 @@ def _(directory):
 
 @situation("a pace that goes back", ValueError, "pace_seconds=-1 must be 0 or more")
 def _(directory):
-    Shadow(MEAN, meeting(), pace_seconds=-1)
+    Shadow(meeting(), pace_seconds=-1)
 
 
 @situation("every 0 steps", ValueError, "every_steps=0 must be 1 or more")
 def _(directory):
-    Foreground(MEAN, meeting(), every_steps=0)
+    Foreground(meeting(), every_steps=0)
 
 
 @situation("a foreground without a measure", ValueError, "give every_steps or every_seconds, one of them")
 def _(directory):
-    Foreground(MEAN, meeting())
+    Foreground(meeting())
 
 
 @situation(
@@ -480,22 +483,29 @@ def _(directory):
 
 @situation("a trainer whose last state has diverged", ValueError, "state of trainer 0 cannot be synchronised")
 def _(directory):
-    with Shadow(EASGD, meeting(EASGD)) as shadow:
+    with Shadow(meeting(EASGD)) as shadow:
         shadow.finish(params_of(float("nan")))
 
 
-@situation("a rule with another merge than the transport's", ValueError, "is not that of the transport")
+@situation("a rule where the transport belongs", ValueError, "transport is a Rule without .*'join'")
 def _(directory):
-    Shadow(MEAN._replace(merge=lambda live, before, target: target), meeting())
+    Shadow(MEAN, meeting())
+
+
+@situation("a transport whose rule is none", ValueError, "the rule of the transport is a str: give model_averaging")
+def _(directory):
+    transport = meeting()
+    transport.rule = "ma"
+    Shadow(transport)
 
 
 BAD_NUMBERS = {
-    "every_steps='5'": lambda: Foreground(MEAN, meeting(), every_steps="5"),
-    "every_steps=2.5": lambda: Foreground(MEAN, meeting(), every_steps=2.5),
-    "every_steps=True": lambda: Foreground(MEAN, meeting(), every_steps=True),
-    "every_seconds='1'": lambda: Foreground(MEAN, meeting(), every_seconds="1"),
-    "pace_seconds='1'": lambda: Shadow(MEAN, meeting(), 0, "1"),
-    "pace_seconds=True": lambda: Shadow(MEAN, meeting(), 0, True),
+    "every_steps='5'": lambda: Foreground(meeting(), every_steps="5"),
+    "every_steps=2.5": lambda: Foreground(meeting(), every_steps=2.5),
+    "every_steps=True": lambda: Foreground(meeting(), every_steps=True),
+    "every_seconds='1'": lambda: Foreground(meeting(), every_seconds="1"),
+    "pace_seconds='1'": lambda: Shadow(meeting(), 0, "1"),
+    "pace_seconds=True": lambda: Shadow(meeting(), 0, True),
     "timeout_s='60'": lambda: meeting(timeout_s="60"),
     "timeout_s=None": lambda: meeting(timeout_s=None),
     "servers=1.5": lambda: meeting(EASGD, servers=1.5),

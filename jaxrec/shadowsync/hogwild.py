@@ -1,18 +1,21 @@
-"""n trainers with m Hogwild workers each on one device, in a seeded order of events: the same bits in every run.
+"""n trainers with m Hogwild workers each, emulated on one device: the same bits in every run.
 
-An event belongs to one worker: it applies the gradients that it has computed to its trainer's parameters and to the
-shared rows as they are by now, reads both, and computes the gradients of its next batch from what it has read. Its
-gradient is therefore as old as the events of others that came between, m n - 1 on average: example-level parallelism
-is B m n, whatever the machine. In a tick every trainer has one event; in m ticks every worker has one, in an order
-that the seed draws anew. Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
-servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many ticks, and its result
-is folded in `latency_ticks` later; none is the foreground. `Emulation.finish` plays the last rounds, those that
-`finish` of a real synchroniser makes: without them one evaluates what no user would get.
+An event belongs to one worker: it applies the gradients that it has computed to its trainer's
+parameters and to the shared rows as they are by now, reads both, and computes the gradients of its
+next batch from what it has read. Its gradient is therefore as old as the events of others that came
+between, m n - 1 on average: example-level parallelism is B m n, whatever the machine. In a tick
+every trainer has one event; in m ticks every worker has one, in an order that the seed draws anew.
+Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
+servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many
+ticks, and its result is folded in `latency_ticks` later; none is the foreground. `Emulation.finish`
+plays the last rounds, those that `finish` of a real synchroniser makes: without them one evaluates
+what no user would get.
 
-Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5 times as long.
+Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5
+times as long.
 
 Regime: free-running, emulated. Reference: Zheng et al., ShadowSync, arXiv 2003.03477.
-Legend: n trainers, m workers a trainer, B batch, U padded unique rows.
+Legend: n trainers, m workers per trainer, B batch, U padded unique rows.
 """
 
 import functools
@@ -22,13 +25,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
+from jaxrec.shadowsync.rules import Rule, checked_number, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
-from jaxrec.types import Batch, DenseState, Plan, PyTree, TrainState
+from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
 
 ALL_REDUCE = "all_reduce"
 
@@ -38,10 +42,10 @@ class Script(NamedTuple):
 
     Attributes:
       rule: from `rules`.
-      every_ticks: a round begins so often, the k of FR-k. With a centre trainer i begins in the ticks t where
-        (t + i) % k == 0, else all begin together.
-      latency_ticks: from the beginning of a round to its result. 0 is the foreground; a shadow whose rounds take k
-        ticks, back to back, has every_ticks = latency_ticks = k.
+      every_ticks: a round begins so often, the k of FR-k. With a centre trainer i begins in the
+        ticks t where (t + i) % k == 0, else all begin together.
+      latency_ticks: from the beginning of a round to its result. 0 is the foreground; a shadow
+        whose rounds take k ticks, back to back, has every_ticks = latency_ticks = k.
     """
 
     rule: Rule
@@ -66,8 +70,8 @@ class Emulation:
       params: initial dense parameters of every replica.
       trainers: n.
       workers: m.
-      script: how they synchronise; None for not at all; 'all_reduce' for lock-step training of the dense parameters
-        with the mean of the trainers' gradients, and m = 1.
+      script: how they synchronise; None for not at all; 'all_reduce' for lock-step training of the
+        dense parameters with the mean of the trainers' gradients, and m = 1.
       seed: of the order of events.
       programs: from `make_events`, to compile them once for several emulations.
 
@@ -81,9 +85,18 @@ class Emulation:
     """
 
     def __init__(
-        self, spec: EmbeddingSpec, loss: Callable, optimizer, row_optimizer, params,
-        trainers: int, workers: int = 1, script: Script | str | None = None, seed: int = 0, programs=None,
-    ):  # fmt: skip
+        self,
+        spec: EmbeddingSpec,
+        loss: Callable,
+        optimizer: optax.GradientTransformation,
+        row_optimizer: RowOptimizer,
+        params: PyTree,
+        trainers: int,
+        workers: int = 1,
+        script: Script | str | None = None,
+        seed: int = 0,
+        programs: tuple[Callable, Callable, Callable] | None = None,
+    ):
         _check(spec, trainers, workers, script)
         self.spec, self.trainers, self.workers, self._seed = spec, trainers, workers, seed
         self._lock_step = script == ALL_REDUCE
@@ -105,15 +118,18 @@ class Emulation:
 
     @property
     def average_sync_gap(self) -> float:
-        """Steps of a trainer for each round, without the last ones; inf if there was none."""
-        return self.ticks / self._rounds.rounds if self._rounds and self._rounds.rounds else float("inf")
+        """Steps of a trainer per round, without the last ones; inf if there was none."""
+        rounds = self._rounds.rounds if self._rounds else 0
+        return self.ticks / rounds if rounds else float("inf")
 
     def replica(self, number: int = 0) -> TrainState:
-        """One trainer's dense state with the shared tables, as a train or evaluation step takes them."""
+        """One trainer's dense state with the shared tables, as a step takes them."""
         return TrainState(with_replica(self.dense[number]), self.tables)
 
     def run(self, batches: Iterable[Batch]) -> np.ndarray:
-        """Trains on all batches, n a tick, until every gradient is applied; a last part of a tick is left out.
+        """Trains on all batches, n per tick, until every gradient is applied.
+
+        A last part of a tick is left out.
 
         Args:
           batches: of one size; trainer i has every n-th.
@@ -139,11 +155,12 @@ class Emulation:
         return np.array(jax.device_get(losses)).mean(axis=1)
 
     def finish(self) -> None:
-        """Plays what `finish` of every trainer does after its last step: what is under way, then the last rounds.
+        """Plays what `finish` of every trainer does after its last step.
 
-        A round under way ends, and its result is folded in. Then, with a centre, every trainer makes one round more, in
-        the order of their numbers, and all take the centre's parameters; without one, all make one round together.
-        Nothing happens without a script and with all_reduce.
+        A round under way ends, and its result is folded in. Then, with a centre, every trainer
+        makes one round more, in the order of their numbers, and all take the centre's parameters;
+        without one, all make one round together. Nothing happens without a script and with
+        all_reduce.
 
         Raises:
           ValueError: they have finished before.
@@ -155,7 +172,7 @@ class Emulation:
             self._rounds.finish(self.dense)
 
     def _order(self, tick, place):
-        """[(trainer, worker)] in the order of a tick's events; `place` in the order of the workers in these m ticks."""
+        """[(trainer, worker)] of a tick's events; `place` is that of the tick among its m ticks."""
         turns = np.random.default_rng([self._seed, 0, tick]).permutation(self.trainers)
         workers = _worker_orders(self._seed, tick // self.workers, self.trainers, self.workers)
         return [(int(i), int(workers[i][place])) for i in turns]
@@ -163,17 +180,16 @@ class Emulation:
     def _tick(self, batches):
         events = self._order(self.ticks, self.ticks % self.workers)
         self.batch_size = len(batches[0].label)
-        if self._lock_step:  # nobody reads before all have applied
+        if self._lock_step:  # all-reduce: nobody reads before all have applied
             self._apply(events)
         losses = []
         for i, worker in events:
             if not self._lock_step:
                 self._apply([(i, worker)])
             batch = batches[i]
-            plans = plan(
-                self.spec, batch.ids, {name: _most_rows(self.spec, name, batch.ids) for name in self.spec.stacks}
-            )
-            self._pending[i][worker], loss = self._compute(self.dense[i].params, self.tables, plans, batch)
+            capacity = {name: _most_rows(self.spec, name, batch.ids) for name in self.spec.stacks}
+            plans, params = plan(self.spec, batch.ids, capacity), self.dense[i].params
+            self._pending[i][worker], loss = self._compute(params, self.tables, plans, batch)
             losses.append(loss)
         return losses
 
@@ -197,8 +213,13 @@ def _worker_orders(seed, number, trainers, workers):
     return [np.random.default_rng([seed, 1, number, i]).permutation(workers) for i in range(trainers)]
 
 
-def make_events(spec, loss, optimizer, row_optimizer) -> tuple[Callable, Callable, Callable]:
-    """Makes the programs of an event: compute a gradient; apply it to the rows; apply it to the dense parameters."""
+def make_events(
+    spec: EmbeddingSpec,
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
+) -> tuple[Callable, Callable, Callable]:
+    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to parameters."""
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}
@@ -216,18 +237,20 @@ def make_events(spec, loss, optimizer, row_optimizer) -> tuple[Callable, Callabl
 
 
 class _Rounds:
-    """Plays a script at the ends of ticks: trainers one by one if there is a centre, else all of them together."""
+    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at once."""
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
-        self._groups = [[i] for i in range(trainers)] if script.rule.has_centre else [list(range(trainers))]
+        everybody = list(range(trainers))
+        self._groups = [[i] for i in everybody] if script.rule.has_centre else [everybody]
         self._shared = script.rule.init(jax.tree.map(jnp.array, params))
         self._before = [None] * trainers
         self._combine, self._merge = jax.jit(script.rule.combine), jax.jit(script.rule.merge)
         self._mean = jax.jit(lambda replicas: mean_of(replicas))
 
     def end_of_tick(self, tick, dense):
-        """Folds in what is due, then begins what is due; a foreground round is begun and folded in at once."""
+        """Folds in what is due, then begins what is due; a foreground round does both at once."""
+        # A shadow takes its copy after the fold, as `Shadow.exchange` does.
         every, latency = self._script.every_ticks, self._script.latency_ticks
         for number, group in enumerate(self._groups):
             begins = (tick + number) % every == 0
@@ -240,7 +263,7 @@ class _Rounds:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones; they do not count as rounds, as those of a user do not."""
+        """Ends the rounds under way and plays the last ones, which do not count, as those of a user."""
         rounds = self.rounds
         for group in self._groups:
             if self._before[group[0]] is not None:
@@ -267,7 +290,7 @@ class _Rounds:
 
 
 def _as_centre(mine, centre):
-    """A leaf of the centre in a trainer's dtype; one that is not synchronised stays the trainer's."""
+    """The centre's leaf in a trainer's dtype; one that is not synchronised stays the trainer's."""
     return jnp.array(centre, mine.dtype) if is_synchronised(mine) else mine
 
 
@@ -277,16 +300,14 @@ def _most_rows(spec, stack, ids):
 
 
 def _check(spec, trainers, workers, script):
-    if min(trainers, workers) < 1:
-        raise ValueError(f"trainers={trainers} and workers={workers} must be 1 or more.")
+    for name, number in (("trainers", trainers), ("workers", workers)):
+        checked_number(name, number, "1 or more", lambda n: n >= 1, whole=True)
     if spec.shards != 1:
         raise ValueError(f"the spec has {spec.shards} shards: the emulation wants `EmbeddingSpec(shards=1)`.")
     if script == ALL_REDUCE and workers != 1:
         raise ValueError(f"all_reduce waits for every worker in every step: workers={workers} must be 1.")
     if not isinstance(script, Script):
         return
-    if script.every_ticks < 1 or not 0 <= script.latency_ticks <= script.every_ticks:
-        raise ValueError(
-            f"every_ticks={script.every_ticks} must be 1 or more and latency_ticks={script.latency_ticks} between 0 "
-            "and that: the rounds of a trainer do not overlap."
-        )
+    every = checked_number("every_ticks", script.every_ticks, "1 or more", lambda n: n >= 1, whole=True)
+    in_turn = f"between 0 and every_ticks={every}, as the rounds of a trainer do not overlap,"
+    checked_number("latency_ticks", script.latency_ticks, in_turn, lambda n: 0 <= n <= every, whole=True)

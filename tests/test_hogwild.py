@@ -21,7 +21,7 @@ from jaxrec.shadowsync import (
     bmuf,
     easgd,
     model_averaging,
-)  # fmt: skip
+)
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
 PARAMS = {"w": jnp.ones(4)}
@@ -143,9 +143,14 @@ def test_a_script_does_what_the_rules_say(rule, latency):
 
 
 RULES = [
-    easgd(0.3), easgd(0.3, "sequential"), model_averaging(0.4), model_averaging(0.4, "lerp"),
-    bmuf(0.5, eta=0.9, momentum=0.4), bmuf(0.5, eta=0.9, momentum=0.4, form="lerp"), bmuf(1.0, momentum=0.8),
-]  # fmt: skip
+    easgd(0.3),
+    easgd(0.3, "sequential"),
+    model_averaging(0.4),
+    model_averaging(0.4, "lerp"),
+    bmuf(0.5, eta=0.9, momentum=0.4),
+    bmuf(0.5, eta=0.9, momentum=0.4, form="lerp"),
+    bmuf(1.0, momentum=0.8),
+]
 TRAINERS, EVERY, TICKS = 3, 4, 27
 
 
@@ -177,7 +182,7 @@ def in_earnest(rule, kind, finish, **more):
     )
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(TRAINERS))
-        syncs = [stack.enter_context(kind(rule, transport, i, **more)) for i in range(TRAINERS)]
+        syncs = [stack.enter_context(kind(transport, i, **more)) for i in range(TRAINERS)]
         if rule.has_centre:  # trainer i is i ticks ahead of trainer 0, so that no two are at the centre at once
             for i, sync in enumerate(syncs):
                 for _ in range(i):

@@ -1,0 +1,134 @@
+"""The front door: a group of trainers that hands out each trainer's synchroniser.
+
+Legend: R replicas of a trainer, n trainers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxrec.shadowsync.foreground import Foreground
+from jaxrec.shadowsync.meeting import Transport
+from jaxrec.shadowsync.rules import Rule
+from jaxrec.shadowsync.shadow import Shadow
+from jaxrec.shadowsync.synchroniser import Synchroniser
+from jaxrec.shadowsync.transport import AllToAll, Centre
+from jaxrec.types import PyTree
+
+
+class SyncGroup:
+    """n trainers of one process whose parameters are synchronised while they train.
+
+    Each trainer is a thread with a training loop of its own. It calls `exchange` after every step
+    and `finish` after the last one, with a pytree of parameters (a dict of arrays, or what Flax
+    Linen and NNX give) or with a TrainState:
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> import jax, numpy as np
+    >>> from jaxrec.shadowsync import SyncGroup, easgd
+    >>> initial = {"w": np.zeros(2, np.float32)}
+    >>> group = SyncGroup(easgd(), initial, trainers=2)
+    >>> step = jax.jit(lambda params, x: {"w": params["w"] + 0.1 * (x - params["w"])})
+    >>> def train(number):
+    ...     params = initial
+    ...     with group.trainer(number) as sync:
+    ...         for _ in range(100):
+    ...             params = step(params, [1.0, 3.0][number])  # each has data of its own
+    ...             params = sync.exchange(params)  # never waits
+    ...         return sync.finish(params)  # until all trainers are done
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     one, other = pool.map(train, range(2))
+    >>> bool((one["w"] == other["w"]).all() and (one["w"] > 0).all())
+    True
+
+    EASGD has a centre that each trainer visits when it likes, and whose parameters all get from
+    `finish`. Model averaging and BMUF make rounds of all trainers; after `finish` the replicas are
+    near each other, and equal with alpha = 1 and form='lerp'.
+
+    Args:
+      rule: `easgd()`, `model_averaging()` or `bmuf()`.
+      params: the initial parameters of one replica, without a replica axis.
+      trainers: n. All of them must come, each in a thread of its own.
+      every_steps: a round every so many steps of a trainer, which waits for it (foreground).
+      every_seconds: the same by the clock; with neither a thread of each trainer synchronises it.
+      pace_seconds: of these threads, the least time from one round to the next.
+      servers: over how many servers the tensors of a centre are divided.
+      bytes_per_s: the bandwidth that each of them is held to; no limit if None.
+      timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue:
+        more than the longest time between two of its calls of `exchange`, compilation included.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' ends
+        their training with `Left`, which names it; 'drop' lets them go on without it.
+
+    Attributes:
+      transport: where they meet, an `AllToAll` or a `Centre`, for synchronisers made by hand.
+
+    Raises:
+      ValueError: an argument is out of range, or does not go with the others; parameters that
+        cannot be synchronised.
+    """
+
+    transport: AllToAll | Centre
+
+    def __init__(
+        self,
+        rule: Rule,
+        params: PyTree,
+        trainers: int,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        pace_seconds: float | None = None,
+        servers: int | None = None,
+        bytes_per_s: float | None = None,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
+    ):
+        of_centre: dict[str, Any] = {"servers": servers, "bytes_per_s": bytes_per_s}
+        of_centre = {name: value for name, value in of_centre.items() if value is not None}
+        kind = _kind_of_transport(rule, of_centre)
+        of_all = {"timeout_s": timeout_s, "on_failure": on_failure}
+        self.transport = kind(rule, params, trainers, **of_all, **of_centre)
+        self._make = _maker(every_steps, every_seconds, pace_seconds)
+        self.trainer(0)  # refuses now what it would refuse in a trainer's thread
+
+    def __reduce__(self):
+        raise ValueError(
+            "a SyncGroup cannot be sent to another process: its trainers are threads of one, as in a "
+            "ThreadPoolExecutor(trainers)."
+        )
+
+    def trainer(self, number: int) -> Synchroniser:
+        """One trainer's synchroniser, to be entered in its thread, once.
+
+        Args:
+          number: of the trainer, from 0 to n - 1; each has its own.
+
+        Returns:
+          A context manager with `exchange`, `finish`, `hook` (`exchange` for `fit` and `Pipeline`)
+          and figures (`rounds`, `average_sync_gap`): a `Shadow` or a `Foreground`.
+
+        Raises:
+          ValueError: on entering, if there is no such trainer or its place was taken before.
+        """
+        return self._make(self.transport, number)
+
+
+def _maker(every_steps, every_seconds, pace_seconds) -> Callable[[Transport, int], Synchroniser]:
+    """The function that makes a trainer's synchroniser."""
+    if every_steps is None and every_seconds is None:
+        return functools.partial(Shadow, pace_seconds=0.0 if pace_seconds is None else pace_seconds)
+    if pace_seconds is not None:
+        raise ValueError(
+            f"pace_seconds={pace_seconds!r} is of threads in the background: in the foreground give every_steps or "
+            "every_seconds alone."
+        )
+    return functools.partial(Foreground, every_steps=every_steps, every_seconds=every_seconds)
+
+
+def _kind_of_transport(rule, of_centre) -> Callable[..., AllToAll | Centre]:
+    if not isinstance(rule, Rule):
+        return AllToAll  # which refuses it
+    if of_centre and not rule.has_centre:
+        given = ", ".join(f"{name}={value!r}" for name, value in of_centre.items())
+        raise ValueError(f"{given} is of a centre, which {rule.describe()} has not: leave it out, or use easgd().")
+    return Centre if rule.has_centre else AllToAll

@@ -1,0 +1,206 @@
+"""What shadow and foreground have in common: a trainer's place among the others, and its figures.
+
+Floating leaves are synchronised and keep their dtype; all others are left alone.
+"""
+
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from jaxrec.interrupts import uninterrupted
+from jaxrec.shadowsync.leaves import check_finite, check_names, floating, replicas_in
+from jaxrec.shadowsync.live import Live, fold_program, on_device, params_of, place
+from jaxrec.shadowsync.meeting import Transport
+from jaxrec.shadowsync.rules import Rule
+from jaxrec.types import TrainState
+
+
+class Round(NamedTuple):
+    """What a round has found, on the device."""
+
+    before: list[jax.Array]
+    target: list[jax.Array]
+    bytes: int  # brought and taken
+
+
+class Synchroniser:
+    """One trainer's part in the synchronisation: `Shadow` in the background, or `Foreground`.
+
+    Attributes:
+      steps: calls of `exchange`.
+      rounds: whose results were folded in, by `exchange` or by `finish`; not those that `finish`
+        itself makes.
+      bytes: of floating leaves that these rounds have brought and taken.
+    """
+
+    def __init__(self, transport: Transport, trainer: int):
+        _check(transport)
+        self._transport, self._trainer, self._rule = transport, trainer, transport.rule
+        # Looked up once, as it is called in every step.
+        self._tell_alive = getattr(transport, "alive", lambda trainer: None)
+        self._phase = "not entered"
+        self._structures: list = []  # of the last state, whose names fit
+        self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
+        self.steps = self.rounds = self.bytes = 0
+
+    @property
+    def average_sync_gap(self) -> float:
+        """Steps of this trainer per round that it has folded in; inf if there was none."""
+        return self.steps / self.rounds if self.rounds else float("inf")
+
+    @property
+    def on_failure(self) -> str:
+        """What becomes of the others when this trainer leaves early: 'raise' or 'drop'."""
+        return getattr(self._transport, "on_failure", "raise")
+
+    @property
+    def why_gone(self) -> str:
+        """Why the others go on without this trainer; empty if they do not."""
+        return getattr(self._transport, "why_gone", lambda trainer: "")(self._trainer)
+
+    def __enter__(self) -> Self:
+        if self._phase != "not entered":
+            raise ValueError(f"{self._name} has been entered before: make one for each training.")
+        try:
+            # Ctrl-C between joining and beginning would leave a place taken that nobody leaves.
+            with uninterrupted():
+                self._transport.join(self._trainer)
+                self._phase = "open"
+                self._begin()
+        except BaseException as error:  # no more threads, or Ctrl-C
+            if self._phase == "open":
+                self.leave(error)
+            raise
+        return self
+
+    def _begin(self):
+        """What begins with the `with` block."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave(error)
+
+    def exchange(self, state: Any) -> Any:
+        """Synchronises a state, now or in the background; returns the one to train on."""
+        raise NotImplementedError
+
+    def finish(self, state: Any) -> Any:
+        """Takes part in rounds until all trainers are done; returns the state after them."""
+        raise NotImplementedError
+
+    def hook(self, state: TrainState, step: int, plan: dict, metrics: dict) -> TrainState:
+        """`exchange` as a hook of `fit` or `Pipeline`."""
+        return self.exchange(state)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tells the others not to wait for this trainer any more: it takes no part from now on."""
+        with uninterrupted():
+            self._phase = "left"
+            self._transport.leave(self._trainer, error)
+
+    @property
+    def _name(self):
+        return f"{type(self).__name__} of trainer {self._trainer}"
+
+    def _check_open(self, what):
+        if self._phase == "not entered":
+            raise ValueError(f"`{what}` comes inside of the `with` block, and {self._name} has not been entered.")
+        if self._phase != "open":
+            raise ValueError(f"`{what}` comes too late: {self._name} has {self._phase}. Make one for each training.")
+
+    def _looks_known(self, state):
+        """Whether a state has the structure of those before, and is not traced."""
+        # Shapes are looked at where leaves are used: this is all that a call with nothing to do costs.
+        leaves, structure = jax.tree.flatten(params_of(state))
+        return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
+
+    def _live(self, state) -> Live:
+        """The floating leaves on the device, which must be those of the transport's parameters."""
+        params, what = params_of(state), f"the state of trainer {self._trainer}"
+        template = self._transport.template
+        structure = jax.tree.structure(params)
+        if structure not in self._structures:  # names cost more than shapes
+            check_names(template, params, what)
+            self._structures = [structure]
+        has_axis = replicas_in(template, params, what) is not None
+        if isinstance(state, TrainState) and not has_axis:
+            raise ValueError(
+                "the parameters of a TrainState have a leading axis of replicas, and those that the transport was made "
+                "with have it too: make the group or the transport with one replica, the parameters that "
+                "`init_state` was given."
+            )
+        leaves = [on_device(leaf) for leaf in floating(params)]
+        self._check_alike(leaves)
+        return Live(leaves, has_axis, fold_program(self._rule.merge, leaves))
+
+    def _check_alike(self, leaves):
+        """Refuses leaves of another shape or dtype than in the first exchange."""
+        kind = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._first = self._first or kind
+        for name, one, other in zip(self._transport.template.names, self._first, kind, strict=True):
+            if one != other:
+                raise ValueError(f"the leaf {name} was {one} in the first exchange and is {other} now: keep it alike.")
+
+    def _meet(self, before, done=False):
+        """One round on leaves in numpy: where they should move to, and whether it was the last."""
+        # One nan would spread to all trainers. Who is done brings nothing to a centre.
+        if not (done and self._rule.has_centre):
+            check_finite(self._transport.template.names, before, f"the state of trainer {self._trainer}")
+        target, last = self._transport.meet(self._trainer, before, done)
+        _check_target(target, before)  # a transport may be the user's own
+        return target, last
+
+    def _round_of(self, live) -> Round:
+        before = live.to_host()
+        target, _ = self._meet(before)
+        moved = sum(leaf.nbytes for leaf in (*before, *target))
+        return Round(live.leaves, live.from_host(target), moved)
+
+    def _folded(self, live, result):
+        """Leaves on the device after a round that is counted now; as they are if there is none."""
+        if result is None:
+            return live.leaves
+        self.rounds += 1
+        self.bytes += result.bytes
+        # The leaves may lie elsewhere by now than when the round began.
+        return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
+
+    def _last_rounds(self, leaves):
+        """Rounds of a trainer that is done, until all are; the leaves in numpy after them."""
+        last = False
+        if self._rule.has_centre:
+            # The others may still move the centre: this trainer brings its part, then waits for the
+            # end of all.
+            leaves = self._rule.merge(leaves, leaves, self._meet(leaves)[0])
+            while not last:
+                target, last = self._meet(leaves, done=True)
+            return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)]
+        while not last:
+            target, last = self._meet(leaves, done=True)
+            leaves = self._rule.merge(leaves, leaves, target)
+        return leaves
+
+
+def _check(transport):
+    missing = [n for n in ("join", "meet", "leave", "rule", "template", "timeout_s") if not hasattr(transport, n)]
+    if missing:
+        raise ValueError(
+            f"transport is a {type(transport).__name__} without {missing}: give an AllToAll or a Centre; one around "
+            "another hands on by `__getattr__` what it does not change."
+        )
+    if not isinstance(transport.rule, Rule):
+        kind = type(transport.rule).__name__
+        raise ValueError(f"the rule of the transport is a {kind}: give model_averaging(), bmuf() or easgd().")
+
+
+def _check_target(target, before):
+    """Refuses what a transport of somebody's own returns, if it is not alike what was brought."""
+    shapes = [np.shape(leaf) for leaf in target] if isinstance(target, list) else target
+    if shapes != [leaf.shape for leaf in before]:
+        raise ValueError(f"`meet` has returned {shapes!r:.200}: wanted a list of arrays as they were brought.")

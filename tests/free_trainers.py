@@ -1,0 +1,67 @@
+"""A small model for trainers that run freely, and ways to synchronise them."""
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrec import Batch
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
+PARAMS = {"w": jnp.ones(4)}
+
+
+def loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+def counting(params, activations, batch):
+    """The gradient of a batch by row 0, all whose examples look it up, and by w is -1 in every step."""
+    return -activations["item"].sum(-1) - params["w"].sum()
+
+
+def stream(seed, batches, rows=40, size=8):
+    rng = np.random.default_rng(seed)
+    for _ in range(batches):
+        ids, label = rng.integers(0, rows, size), rng.integers(0, 2, size)
+        yield Batch({"item": ids.astype(np.int32)}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+
+
+def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
+    of = of or (Centre if rule.has_centre else AllToAll)
+    transport = of(rule, PARAMS, trainers, on_failure=on_failure, timeout_s=timeout_s)
+    return lambda number: kind(transport, number, **more)
+
+
+def no_threads_left():
+    return not [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
+
+
+WAYS = {
+    "s-easgd": (Shadow, easgd(), {}),
+    "s-ma-lerp": (Shadow, model_averaging(form="lerp"), {}),
+    "s-ma-delta": (Shadow, model_averaging(alpha=1.0, form="delta"), {}),
+    "fr-easgd-3": (Foreground, easgd(), {"every_steps": 3}),
+    "fr-ma-3": (Foreground, model_averaging(), {"every_steps": 3}),
+}
+
+
+def raising(error):
+    """Three batches, then the error."""
+    yield from stream(0, 3)
+    raise error
+
+
+def every(steps, kind):
+    return {"every_steps": steps} if kind is Foreground else {}
+
+
+def lasting(number, batches, made):
+    """So many batches of one that is not dropped, and as many more as a round of its own needs."""
+    for count, batch in enumerate(stream(number, 20_000)):
+        if count >= batches and made[number].rounds:
+            return
+        yield batch

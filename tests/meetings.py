@@ -1,0 +1,176 @@
+"""Transports that a test holds up, and trainers of a few numbers."""
+
+import functools
+import os
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.shadowsync import Left
+from jaxrec.types import DenseState, TrainState
+
+PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
+
+
+def state_of(*values):
+    """A state of as many replicas as values."""
+    params = {"w": jnp.asarray(values, jnp.float32)[:, None] * jnp.ones((1, 3)), "b": jnp.zeros((len(values), 2))}
+    return TrainState(DenseState(jnp.zeros((), jnp.int32), params, {}), None)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step_dense(dense, change):
+    """Adds to every parameter; the state is donated, as a train step does."""
+    return dense._replace(step=dense.step + 1, params=jax.tree.map(lambda x: x + change, dense.params))
+
+
+def step(state, change=1.0):
+    return state._replace(dense=step_dense(state.dense, change))
+
+
+def weights(state):
+    return np.asarray(state.dense.params["w"])[:, 0]
+
+
+def folded(shadow, state):
+    """The state with the result of one round more, which is folded in as soon as it is there."""
+    rounds, end = shadow.rounds, time.monotonic() + 60
+    while shadow.rounds == rounds:
+        assert time.monotonic() < end
+        state = shadow.exchange(state)
+        os.sched_yield()
+    return state
+
+
+class Gate:
+    """A transport that waits until it is opened, or fails."""
+
+    def __init__(self, transport, error=None):
+        self.transport, self.error, self.entered, self.open = transport, error, threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        self.entered.set()
+        assert self.open.wait(60)
+        if self.error:
+            raise self.error
+        return self.transport.meet(trainer, before, done)
+
+
+class Once:
+    """A transport of one round over another one, which trainer 0 has joined; who brings more waits until it leaves."""
+
+    def __init__(self, transport):
+        self.transport, self.met, self.left = transport, False, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def join(self, trainer):
+        pass
+
+    def meet(self, trainer, before, done):
+        if self.met:
+            assert self.left.wait(60)
+            raise Left
+        self.met = True
+        return self.transport.meet(trainer, before, done)
+
+    def leave(self, trainer, error=None):
+        self.left.set()
+
+
+class Steps:
+    """A transport whose rounds begin one by one, when the test releases them; it keeps what they brought."""
+
+    def __init__(self, transport):
+        self.transport, self.begin, self.brought, self.left = transport, threading.Semaphore(0), [], False
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        assert self.begin.acquire(timeout=60)
+        if self.left:
+            raise Left("the test is over")
+        self.brought.append([np.array(leaf) for leaf in before])
+        return self.transport.meet(trainer, before, done)
+
+    def leave(self, trainer, error=None):
+        self.left = True
+        self.transport.leave(trainer, error)
+        self.begin.release()
+
+
+class Ends:
+    """A transport that keeps the first weight that each trainer had when it was done."""
+
+    def __init__(self, transport):
+        self.transport, self.ends = transport, {}
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        if done:
+            self.ends[trainer] = float(before[-1].flat[0])
+        return self.transport.meet(trainer, before, done)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+def no_threads_left():
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("shadow-")]
+
+
+class Stuck:
+    """A transport whose `meet` returns when the test lets it, whoever leaves."""
+
+    def __init__(self, transport):
+        self.transport, self.entered, self.returns, self.met = transport, threading.Event(), threading.Event(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def meet(self, trainer, before, done):
+        self.met += 1
+        self.entered.set()
+        assert self.returns.wait(60)
+        return [np.asarray(leaf) for leaf in before], False
+
+    def end(self):
+        """Its threads end, and have done nothing more."""
+        self.returns.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("shadow-"):
+                thread.join(60)
+        assert no_threads_left() and self.met == 1
+
+
+def in_threads(*acts):
+    """What each returned or raised, in order."""
+    found = [None] * len(acts)
+
+    def run(number, act):
+        try:
+            found[number] = act()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
+    return found

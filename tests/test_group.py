@@ -1,0 +1,127 @@
+"""The front door of ShadowSync: a group gives what the parts give by hand, to who has read its docstring only."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrec.shadowsync import (
+    AllToAll,
+    Centre,
+    Foreground,
+    Shadow,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+)
+from jaxrec.types import DenseState, TrainState
+
+PARAMS = {"w": np.zeros(3, np.float32)}
+RULES = [model_averaging(1.0), bmuf(0.5, momentum=0.5), easgd(0.3)]
+
+A_NEWCOMERS_SCRIPT = """
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np, optax
+from flax import nnx
+from jaxrec.shadowsync import SyncGroup, easgd
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(2, 16, rngs=rngs), nnx.Linear(16, 2, rngs=rngs)
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+@nnx.jit
+def step(model, optimizer, x, label):
+    loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), label).mean()
+    optimizer.update(model, nnx.grad(loss)(model))
+
+group = SyncGroup(easgd(), nnx.state(Classifier(nnx.Rngs(0))), trainers=2)
+
+def train(number):
+    data, model = np.random.default_rng(number), Classifier(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.Param)
+    with group.trainer(number) as sync:
+        for _ in range(300):
+            x = data.normal(size=(64, 2)).astype(np.float32)
+            step(model, optimizer, x, (x[:, 0] * x[:, 1] > 0).astype(np.int32))
+            nnx.update(model, sync.exchange(nnx.state(model)))
+        nnx.update(model, sync.finish(nnx.state(model)))
+    return model, sync.rounds
+"""
+
+
+def test_a_classifier_of_flax_nnx_is_synchronised_in_less_than_thirty_lines():
+    assert len(A_NEWCOMERS_SCRIPT.strip().splitlines()) < 30
+    names = {}
+    exec(A_NEWCOMERS_SCRIPT, names)
+    with ThreadPoolExecutor(2) as pool:
+        (one, rounds), (other, _) = pool.map(names["train"], range(2))
+    assert rounds > 0
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+    x = np.random.default_rng(9).normal(size=(2000, 2)).astype(np.float32)
+    assert ((one(x).argmax(1) == 1) == (x[:, 0] * x[:, 1] > 0)).mean() > 0.85
+
+
+def together(act, number):
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(act, range(number)))
+
+
+def trained(make, number=3, steps=6):
+    """The ends of trainers who walk at speeds of their own; `make` gives each its synchroniser."""
+
+    def train(i):
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        with make(i) as sync:
+            for _ in range(steps):
+                params = sync.exchange(jax.tree.map(lambda x: x + i, params))
+            return np.asarray(params["w"]), np.asarray(sync.finish(params)["w"]), sync.rounds
+
+    return together(train, number)
+
+
+@pytest.mark.parametrize("rule", RULES[:2], ids=lambda rule: rule.name)
+def test_a_group_in_the_foreground_is_what_the_parts_are_by_hand_to_the_bit(rule):
+    group, transport = SyncGroup(rule, PARAMS, 3, every_steps=2), AllToAll(rule, PARAMS, 3)
+    found = trained(group.trainer)
+    jax.tree.map(np.testing.assert_array_equal, found, trained(lambda i: Foreground(transport, i, every_steps=2)))
+    assert [rounds for *_, rounds in found] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("given", [{}, {"every_steps": 2}, {"every_seconds": 60.0}], ids=str)
+def test_the_transport_follows_from_the_rule_and_the_kind_from_the_arguments(rule, given):
+    group = SyncGroup(rule, PARAMS, 2, **given)
+    assert type(group.transport) is (Centre if rule.has_centre else AllToAll)
+    for i in range(2):
+        assert type(group.trainer(i)) is (Foreground if given else Shadow)
+    assert group.trainer(0) is not group.trainer(0)
+
+
+def test_every_seconds_is_by_the_clock():
+    often, seldom = (
+        trained(SyncGroup(easgd(), PARAMS, 1, every_seconds=seconds).trainer, 1) for seconds in (1e-9, 1e6)
+    )
+    assert (often[0][-1], seldom[0][-1]) == (6, 0)
+
+
+def test_with_a_centre_all_end_with_its_parameters():
+    group = SyncGroup(easgd(0.3), PARAMS, 3, servers=2, bytes_per_s=1e6)
+    for _, end, _ in trained(group.trainer):
+        np.testing.assert_array_equal(end, group.transport.parameters["w"])
+
+
+def test_a_train_state_is_taken_as_plain_parameters_are():
+    """Also by the hook, which `fit` and `Pipeline` call."""
+    state = TrainState(DenseState(jnp.int32(4), {"w": jnp.array([[0.0] * 3, [8.0] * 3])}, {}), "tables")
+    with SyncGroup(model_averaging(1.0), PARAMS, 1, every_steps=1).trainer(0) as sync:
+        found = sync.hook(state, 1, None, None)
+        ended = sync.finish(found)
+    for each in (found, ended):
+        np.testing.assert_array_equal(each.dense.params["w"], np.full((2, 3), 4.0))
+        assert int(each.dense.step) == 4 and each.tables == "tables"

@@ -1,0 +1,314 @@
+"""Who takes part: everyone is named who is missing, nobody waits for ever, who left is not used."""
+
+import os
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meetings import in_threads, until
+
+from jaxrec.shadowsync import Foreground, Left, Shadow
+from jaxrec.shadowsync.rules import easgd, model_averaging
+from jaxrec.shadowsync.transport import AllToAll, Centre
+
+PARAMS = {"w": np.zeros(3, np.float32)}
+MEAN = model_averaging(1.0)
+
+
+def of(*values):
+    """Parameters of as many replicas as values, as a transport takes them."""
+    return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
+
+
+def joined(transport, *trainers):
+    for trainer in trainers:
+        transport.join(trainer)
+    return transport
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+@pytest.mark.parametrize("rule", [MEAN, easgd()])
+def test_a_wrong_number_of_trainers_is_a_time_out_that_names_who_never_joined(kind, rule):
+    transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 4, timeout_s=0.2)
+    more = {"every_steps": 1} if kind is Foreground else {}
+
+    def train(trainer):
+        with kind(transport, trainer, **more) as synchroniser:
+            return synchroniser.finish({"w": jnp.ones(3)})
+
+    for error in in_threads(lambda: train(0), lambda: train(2)):
+        assert isinstance(error, Left)
+        assert "trainer 1 never joined within timeout_s=0.2 (are there 4 trainers?), trainer 3 never" in str(error)
+
+
+@pytest.mark.parametrize("make", [lambda: AllToAll(MEAN, PARAMS, 2), lambda: Centre(easgd(), PARAMS, 2)])
+@pytest.mark.parametrize(("trainer", "message"), [(0, "has joined already"), (2, "from 0 to 1"), (-1, "from 0 to 1")])
+def test_a_place_is_taken_once_and_must_exist(make, trainer, message):
+    transport = make()
+    with Shadow(transport):
+        with pytest.raises(ValueError, match=message):
+            Shadow(transport, trainer).__enter__()
+        with pytest.raises(ValueError, match=message), Foreground(transport, trainer, every_steps=1):
+            pass
+    with pytest.raises(ValueError, match="=0 left without `finish` after its round 0, and no trainer comes back"):
+        transport.join(0)
+
+
+def test_who_is_overdue_was_last_seen_at_a_round():
+    transport = joined(AllToAll(MEAN, PARAMS, 2, timeout_s=0.2), 0, 1)
+
+    def seven_rounds():
+        for _ in range(7):
+            transport.meet(1, of(0.0), False)
+
+    def without_end():
+        while True:
+            transport.meet(0, of(0.0), False)
+
+    error, _ = in_threads(without_end, seven_rounds)
+    assert isinstance(error, Left)
+    with pytest.raises(Left, match=r"trainer 1 was last seen at its round 7, 0\.\d+ s ago, timeout_s=0\.2"):
+        raise error
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
+    """Long time-outs: they are woken."""
+    transport, more = AllToAll(MEAN, PARAMS, 3), {"every_steps": 1} if kind is Foreground else {}
+
+    def train(trainer):
+        with kind(transport, trainer, **more) as synchroniser:
+            state = {"w": jnp.ones(3)}
+            if trainer == 1:
+                raise OSError("the disk is gone")
+            while True:
+                state = synchroniser.exchange(state)
+
+    started = time.monotonic()
+    zero, one, two = in_threads(*[lambda i=i: train(i) for i in range(3)])
+    assert isinstance(one, OSError) and time.monotonic() - started < 20
+    for error in (zero, two):
+        assert isinstance(error, Left) and "trainer 1 left after its round 0 with OSError: the disk is gone" in str(
+            error
+        )
+
+
+def test_with_drop_the_others_go_on_without_what_it_had_brought():
+    transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
+    late = threading.Event()
+
+    def leaves_while_it_waits():
+        try:
+            return transport.meet(0, of(1000.0), False)
+        finally:
+            late.set()
+
+    def second():
+        until(lambda: 0 in transport._brought)  # no outside sign tells that a trainer waits
+        transport.leave(0, KeyboardInterrupt())
+        assert late.wait(20)
+        return transport.meet(1, of(2.0), False)
+
+    gone, one, two = in_threads(
+        leaves_while_it_waits, second, lambda: late.wait(20) and transport.meet(2, of(4.0), False)
+    )
+    assert isinstance(gone, Left) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
+    for target, last in (one, two):
+        np.testing.assert_array_equal(target["w"], of(3.0)["w"])
+        assert not last
+    with pytest.raises(Left, match="trainer 0 left"):
+        transport.meet(0, of(0.0), False)
+
+
+def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
+    transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
+
+    def leaves_and_meets():
+        until(lambda: len(transport._brought) == 2)  # no outside sign tells that they wait
+        transport.leave(0)
+        return transport.meet(2, of(4.0), False)
+
+    gone, one, two = in_threads(
+        lambda: transport.meet(0, of(1000.0), False), lambda: transport.meet(1, of(2.0), False), leaves_and_meets
+    )
+    assert isinstance(gone, Left)
+    assert [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
+
+
+def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back():
+    transport = joined(AllToAll(MEAN, PARAMS, 3, timeout_s=0.2, on_failure="drop"), 0, 1)
+    targets = in_threads(lambda: transport.meet(0, of(2.0), True), lambda: transport.meet(1, of(4.0), True))
+    assert [(target["w"][0, 0], last) for target, last in targets] == [(3.0, True), (3.0, True)]
+    with pytest.raises(ValueError, match="trainer=2 never joined within timeout_s=0.2.*no trainer comes back"):
+        transport.join(2)
+    with pytest.raises(ValueError, match="trainer=0 has finished"):
+        transport.meet(0, of(2.0), False)
+
+
+def test_a_trainer_that_waits_is_dropped_with_nobody_left_to_wait_for():
+    transport = joined(AllToAll(MEAN, PARAMS, 2, on_failure="drop"), 0, 1)
+
+    def leave():
+        until(lambda: 0 in transport._brought)
+        transport.leave(1)
+
+    (target, last), _ = in_threads(lambda: transport.meet(0, of(5.0), False), leave)
+    assert target["w"][0, 0] == 5.0 and not last
+
+
+def test_a_trainer_that_is_done_waits_longer_than_the_time_out_for_who_still_comes():
+    """The other comes ten times, each within the time-out, in all later than it."""
+    centre, rounds = joined(Centre(easgd(), PARAMS, 2, timeout_s=0.4), 0, 1), []
+
+    def early():
+        last = False
+        while not last:
+            target, last = centre.meet(0, of(0.0), True)
+        return target
+
+    def late():
+        started = time.monotonic()
+        while time.monotonic() - started < 1.0:
+            centre.meet(1, of(8.0), False)
+            rounds.append(1)
+            threading.Event().wait(0.1)
+        return centre.meet(1, of(8.0), True)[1]
+
+    target, last = in_threads(early, late)
+    assert last and rounds and isinstance(target, dict)
+
+
+def test_a_trainer_on_a_slow_server_can_leave():
+    centre, began = joined(Centre(easgd(), PARAMS, bytes_per_s=0.001), 0), threading.Event()
+
+    def meet():
+        began.set()
+        return centre.meet(0, of(1.0), False)
+
+    found, _ = in_threads(meet, lambda: began.wait(20) and centre.leave(0))  # 24,000 s
+    assert isinstance(found, Left)
+    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
+
+
+@pytest.mark.parametrize("where", ["Shadow.finish", "Foreground.finish", "Foreground.exchange"])
+def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
+    kind, act = where.split(".")
+    transport, met = AllToAll(MEAN, PARAMS, 2), []
+    joined(transport, 1)
+
+    class Told:
+        def __getattr__(self, name):
+            return getattr(transport, name)
+
+        def meet(self, trainer, before, done):
+            met.append(trainer)
+            if len(met) == 1:
+                sender.start()
+            return transport.meet(trainer, before, done)
+
+    def interrupt():
+        until(lambda: 0 in transport._brought)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        with Shadow(Told()) if kind == "Shadow" else Foreground(Told(), every_steps=1) as synchroniser:
+            try:
+                getattr(synchroniser, act)({"w": jnp.ones(3)})
+            finally:
+                for again in (synchroniser.finish, synchroniser.exchange) if act == "finish" else ():
+                    with pytest.raises(ValueError, match="too late: .* has begun to finish before"):
+                        again({"w": jnp.ones(3)})
+    sender.join(20)
+    assert met == [0] and not [t for t in threading.enumerate() if t.name.startswith("shadow-")]
+    with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
+        transport.meet(1, of(0.0), False)
+
+
+@pytest.mark.parametrize("rule", [MEAN, easgd(0.5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule):
+    """Trainer 1 is at work for three time-outs without a round, while trainer 0 waits for it at its end."""
+    transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 2, timeout_s=0.5)
+
+    def early():
+        with kind(transport, 0, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            return synchroniser.finish({"w": jnp.ones(3)})
+
+    def late():
+        with Foreground(transport, 1, every_steps=10**9) as foreground:
+            state, end = {"w": jnp.ones(3)}, time.monotonic() + 1.5
+            while time.monotonic() < end:
+                state = foreground.exchange(state)
+            return foreground.finish(state)
+
+    for found in in_threads(early, late):
+        assert not isinstance(found, BaseException), found
+
+
+def test_a_transfer_longer_than_the_time_out_loses_nobody():
+    centre = joined(Centre(easgd(0.5), PARAMS, 2, bytes_per_s=30.0, timeout_s=0.2), 0, 1)  # 0.8 s
+
+    def early():
+        while not centre.meet(0, of(0.0), True)[1]:
+            pass
+
+    def late():
+        target, _ = centre.meet(1, of(8.0), False)
+        return target, centre.meet(1, of(8.0), True)
+
+    found, both = in_threads(early, late)
+    assert found is None and isinstance(both, tuple), (found, both)
+    np.testing.assert_array_equal(centre.parameters["w"], [4.0] * 3)
+
+
+def test_a_trainer_on_a_slow_server_hears_that_another_fails():
+    centre = joined(Centre(easgd(), PARAMS, 2, bytes_per_s=0.001), 0, 1)  # 24,000 s
+
+    def fails():
+        until(lambda: max(centre._free_at) > 0)
+        centre.leave(1, OSError("the disk is gone"))
+
+    found, _ = in_threads(lambda: centre.meet(0, of(1.0), False), fails)
+    assert isinstance(found, Left) and "OSError: the disk is gone" in str(found)
+    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_trainer_that_has_diverged_is_named_and_poisons_nobody(kind):
+    transport, gave = AllToAll(MEAN, PARAMS, 2), []
+
+    def train(trainer):
+        state = {"w": jnp.full(3, float("nan") if trainer else 1.0)}
+        with kind(transport, trainer, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            for _ in range(10**6):
+                gave.append(state := synchroniser.exchange(state))
+
+    zero, one = in_threads(lambda: train(0), lambda: train(1))
+    assert isinstance(one, ValueError) and "trainer 1" in str(one) and "['w'] holds nan or inf" in str(one)
+    assert isinstance(zero, Left) and "trainer 1 left after its round 0 with ValueError" in str(zero)
+
+
+def test_at_a_centre_that_all_have_left_meanwhile_a_trainer_that_asks_again_is_at_its_end():
+    centre, brought = Centre(easgd(), PARAMS, 2, timeout_s=0.1, on_failure="drop"), of(1.0)
+    for trainer in (0, 1):
+        centre.join(trainer)
+    keep_on = threading.Event()
+
+    def train():
+        while not keep_on.wait(0.02):  # the other is seen all the time: nobody is overdue
+            centre.meet(1, brought, False)
+
+    other = threading.Thread(target=train)
+    other.start()
+    _, last = centre.meet(0, brought, True)
+    keep_on.set()
+    other.join()
+    assert not last
+    centre.leave(1)
+    assert centre.meet(0, brought, True)[1]
+    with pytest.raises(ValueError, match="has finished"):
+        centre.meet(0, brought, True)

@@ -1,0 +1,138 @@
+"""However a trainer leaves its shadow, nobody hangs and no thread is left."""
+
+import signal
+import threading
+
+import pytest
+from meetings import PARAMS, Gate, Stuck, no_threads_left, state_of, step, until
+
+from jaxrec.shadowsync import AllToAll, Left, Shadow, model_averaging
+
+
+def test_nobody_waits_for_a_trainer_that_fails():
+    rule = model_averaging()
+    transport = AllToAll(rule, PARAMS, 2)
+    reached = threading.Event()
+
+    def failing():
+        with pytest.raises(RuntimeError, match="out of memory"), Shadow(transport, 1) as shadow:
+            shadow.exchange(state_of(0.0))
+            assert reached.wait(60)
+            raise RuntimeError("out of memory")
+
+    thread = threading.Thread(target=failing)
+    thread.start()
+    with (
+        pytest.raises(Left, match="trainer 1 left after its round . with RuntimeError: out of memory"),
+        Shadow(transport, 0) as shadow,
+    ):
+        state = shadow.exchange(state_of(1.0))
+        reached.set()
+        shadow.finish(step(state))
+    thread.join(60)
+    assert not thread.is_alive() and no_threads_left()
+
+
+def test_what_a_round_raises_surfaces_at_the_next_exchange_and_on_leaving():
+    gate = Gate(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
+    gate.open.set()
+    with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:
+        state = shadow.exchange(state_of(1.0, 2.0))
+        until(no_threads_left)
+        shadow.exchange(state)
+    gate = Gate(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
+    with pytest.raises(ValueError, match="corrupt"), Shadow(gate) as shadow:
+        shadow.exchange(state_of(1.0, 2.0))
+        assert gate.entered.wait(60)
+        gate.open.set()
+    assert no_threads_left()
+
+
+def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
+    rule = model_averaging()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(TimeoutError, match=r"trainer 0: `meet` of Stuck .* timeout_s=0\.2; its thread is left behind"):
+        with Shadow(stuck) as shadow:
+            shadow.exchange(state_of(1.0))
+            assert stuck.entered.wait(60)
+    stuck.end()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(OSError, match="its own") as caught, Shadow(stuck) as shadow:
+        shadow.exchange(state_of(1.0))
+        assert stuck.entered.wait(60)
+        raise OSError("its own")
+    assert "left behind" in caught.value.__notes__[0]
+    stuck.end()
+
+
+def test_a_meet_that_never_returns_does_not_hold_up_finish():
+    rule = model_averaging()
+    stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
+    with pytest.raises(TimeoutError, match="has not returned for 0.6 s"), Shadow(stuck) as shadow:
+        shadow.finish(state_of(1.0))
+    stuck.end()
+
+
+class Interrupting(threading.Condition):
+    """Ctrl-C comes as soon as the main thread has taken the lock for the n-th time."""
+
+    def __init__(self, countdown):
+        super().__init__()
+        self.countdown = countdown
+
+    def __enter__(self):
+        found = super().__enter__()
+        if threading.current_thread() is threading.main_thread():
+            self.countdown -= 1
+            if self.countdown == 0:
+                signal.raise_signal(signal.SIGINT)
+        return found
+
+    def is_free(self):
+        free = []
+
+        def try_it():
+            if taken := self.acquire(timeout=5):
+                self.release()
+            free.append(taken)
+
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join(20)
+        return free == [True]
+
+
+@pytest.mark.parametrize(
+    ("whose", "countdown"), [("shadow", 1), ("shadow", 2), ("shadow", 3), ("transport", 1), ("transport", 2)]
+)
+def test_ctrl_c_leaves_no_lock_held_and_no_thread(whose, countdown):
+    rule = model_averaging()
+    transport = AllToAll(rule, PARAMS)
+    changed = Interrupting(countdown)
+    with pytest.raises(KeyboardInterrupt):
+        shadow = Shadow(transport)
+        (shadow if whose == "shadow" else transport)._changed = changed
+        with shadow:
+            state = shadow.exchange(state_of(1.0))
+            shadow.finish(state)
+    assert changed.countdown <= 0 and changed.is_free()
+    until(no_threads_left)
+
+
+def test_ctrl_c_while_entering_ends_the_thread():
+    rule = model_averaging()
+    transport = AllToAll(rule, PARAMS, 2)
+
+    class Asked(AllToAll):
+        def join(self, trainer):
+            transport.join(trainer)
+            signal.raise_signal(signal.SIGINT)
+
+        def leave(self, trainer, error=None):
+            transport.leave(trainer, error)
+
+    with pytest.raises(KeyboardInterrupt), Shadow(Asked(rule, PARAMS)):
+        raise AssertionError("it was entered")
+    until(no_threads_left)
+    with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
+        transport.join(1)

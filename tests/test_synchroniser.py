@@ -1,0 +1,277 @@
+"""What shadow and foreground keep alike: dtypes, places, other leaves, the order of calls."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from meetings import PARAMS, Steps, folded, no_threads_left, state_of, weights
+
+import jaxrec
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, bmuf, easgd, model_averaging
+from jaxrec.types import DenseState, TrainState
+
+
+def test_a_fold_and_finish_leave_optimizer_step_and_integers_alone():
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones((2, 3)), "n": jnp.array([1, 4], jnp.int32), "key": jax.random.split(jax.random.key(0), 2)}
+    moments = optimizer.init({"w": params["w"]})
+    moments = jax.tree.map(lambda x: x + 7, moments)
+    state = TrainState(DenseState(jnp.int32(5), params, moments), "tables")
+    params["w"] = params["w"].at[1].set(3.0)
+    rule = model_averaging(1.0)
+    initial = {"w": np.zeros(3, np.float32), "n": 0, "key": jax.random.key(1)}
+    steps = Steps(AllToAll(rule, initial))
+    with Shadow(steps) as shadow:
+        found = shadow.exchange(state)
+        steps.begin.release(10)
+        found = folded(shadow, found)
+        assert shadow.rounds == 1 and weights(found).tolist() == [2.0, 2.0]
+        ended = shadow.finish(found)
+    for after in (found, ended):
+        assert after.dense.params["n"].tolist() == [1, 4] and after.dense.params["n"].dtype == jnp.int32
+        assert after.dense.params["key"] is params["key"]
+        jax.tree.map(np.testing.assert_array_equal, after.dense.opt_state, moments)
+        assert int(after.dense.step) == 5 and after.tables == "tables"
+
+
+def test_the_hook_returns_what_exchange_returns():
+    rule = model_averaging(1.0)
+    with Foreground(AllToAll(rule, PARAMS), every_steps=1) as foreground:
+        found = foreground.hook(state_of(1.0, 5.0), 1, None, None)
+    assert weights(found).tolist() == [3.0, 3.0] and foreground.rounds == 1
+
+
+@pytest.mark.parametrize("rule", [model_averaging(1.0), bmuf(1.0), easgd(0.5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
+    with jax.enable_x64(dtype == "float64"):
+        high = jnp.asarray([[60000.0, 1.0], [60000.0, 2.0]], dtype)
+        initial = {"w": np.asarray(high[0])}
+        transport = Steps((Centre if rule.has_centre else AllToAll)(rule, initial))
+        with kind(transport, **({"every_steps": 1} if kind is Foreground else {})) as synchroniser:
+            transport.begin.release(10)
+            state = synchroniser.exchange({"w": high})
+            if kind is Shadow:
+                state = folded(synchroniser, state)
+            assert synchroniser.rounds == 1
+            ended = synchroniser.finish(state)
+    for found in (state["w"], ended["w"]):
+        assert found.dtype == dtype and bool(jnp.isfinite(found).all())
+        assert float(found[0, 0]) == float(high[0, 0])
+    if not rule.has_centre:
+        assert float(state["w"][0, 1]) == float(state["w"][1, 1]) == 1.5
+        assert transport.brought[0][0].dtype == dtype  # no wider on the way
+
+
+def test_small_differences_add_up_in_the_centre_of_bfloat16():
+    """A centre of 256 in bfloat16 would not see 0.5; trainers bring it 40 times."""
+    rule = easgd(0.01)
+    centre = Centre(rule, {"w": jnp.full(2, 256.0, jnp.bfloat16)})
+    with Foreground(centre, every_steps=1) as foreground:
+        for _ in range(100):
+            foreground.exchange({"w": jnp.full(2, 260.0, jnp.bfloat16)})
+    assert centre.parameters["w"].dtype == jnp.bfloat16 and float(centre.parameters["w"][0]) == 258.0
+
+
+def linen_of(value):
+    from flax import linen
+
+    model = linen.Dense(2)
+    params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    return jax.tree.map(lambda x: jnp.full_like(x, value), params), lambda params: params["params"]["kernel"]
+
+
+def nnx_of(value):
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.dropout = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    graph, state = nnx.split(Model(nnx.Rngs(int(value))))  # holds a typed key and a counter
+    state = jax.tree.map(lambda x: jnp.full_like(x, value) if x.dtype == jnp.float32 else x, state)
+    return state, lambda state: nnx.merge(graph, state).linear.kernel[...]
+
+
+@pytest.mark.parametrize("of", [linen_of, nnx_of])
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_flax_states_are_synchronised_as_they_come(of, kind):
+    """Two trainers, one thread each, of one replica without an axis."""
+    rule, more = model_averaging(1.0), {"every_steps": 1} if kind is Foreground else {}
+    transport, found = AllToAll(rule, of(0.0)[0], 2), {}
+
+    def train(trainer):
+        state, kernel = of(10.0 * trainer)
+        with kind(transport, trainer, **more) as synchroniser:
+            while synchroniser.rounds < 2:
+                state = synchroniser.exchange(state)
+            found[trainer] = kernel(state), kernel(synchroniser.finish(state)), state
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1]
+    for trainer in (0, 1):
+        np.testing.assert_array_equal(found[trainer][1], np.full((3, 2), 5.0))
+        assert jax.tree.structure(found[trainer][2]) == jax.tree.structure(of(0.0)[0])
+
+
+def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays():
+    """Large aligned arrays, which a CPU device takes over without a copy."""
+    rule, size, found = easgd(0.5), 1 << 16, {}
+    initial = {"w": jnp.zeros(size)}
+    centre = Centre(rule, initial, 3)
+    train = jax.jit(lambda params: {"w": params["w"] + 1.0}, donate_argnums=0)
+
+    def run(trainer):
+        params = {"w": initial["w"] + 0.0}
+        with Shadow(centre, trainer) as shadow:
+            while shadow.rounds < 10:
+                params = shadow.exchange(train(params))
+                whole = np.asarray(params["w"])
+                assert (whole == whole[0]).all()
+            params = shadow.finish(params)
+        ended = np.array(params["w"])
+        for _ in range(20):
+            params = train(params)
+        found[trainer] = ended, float(params["w"][0])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1, 2]
+    for ended, later in found.values():
+        np.testing.assert_array_equal(ended, centre.parameters["w"])
+        assert later == pytest.approx(ended[0] + 20, rel=1e-5)
+
+
+def test_the_results_of_a_round_lie_where_the_parameters_lie():
+    device = jax.devices()[3]
+    rule = model_averaging()
+    params = jax.device_put({"w": jnp.ones(3), "b": jnp.ones(2)}, device)
+    with Shadow(AllToAll(rule, PARAMS)) as shadow:
+        params = shadow.exchange(params)
+        params = folded(shadow, params)
+        assert shadow.rounds == 1 and {leaf.device for leaf in jax.tree.leaves(params)} == {device}
+        ended = shadow.finish(jax.device_put(params, jax.devices()[2]))  # and where they are by then
+    assert {leaf.device for leaf in jax.tree.leaves(ended)} == {jax.devices()[2]}
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_every_wrong_order_of_calls_is_refused_by_name(kind):
+    rule = model_averaging()
+    make = lambda: kind(AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
+    state = state_of(1.0)
+    calls = [lambda s: s.exchange(state), lambda s: s.hook(state, 1, None, None), lambda s: s.finish(state)]
+    for call in calls:
+        with pytest.raises(ValueError, match="inside of the `with` block"):
+            call(make())
+        with make() as synchroniser:
+            synchroniser.finish(state)
+            with pytest.raises(ValueError, match="comes too late: .* has finished"):
+                call(synchroniser)
+        with pytest.raises(ValueError, match="has left"):
+            call(synchroniser)
+    with pytest.raises(ValueError, match="has been entered before"):
+        synchroniser.__enter__()
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AllToAll(easgd(), PARAMS), "without a centre"),
+        (lambda: AllToAll(model_averaging(), PARAMS, 0), "trainers=0"),
+        (lambda: AllToAll(model_averaging(), 3), "SyncGroup.rule, params, trainers=3"),
+        (lambda: Centre(bmuf(), PARAMS), "with a centre"),
+        (lambda: Centre(easgd(), PARAMS, servers=0), "servers=0"),
+        (lambda: Centre(easgd(), PARAMS, bytes_per_s=0), "bytes_per_s=0"),
+        (lambda: Foreground(None, every_steps=0), "every_steps=0"),
+        (lambda: Foreground(None), "one of them"),
+        (lambda: Shadow(None, pace_seconds=-1), "pace_seconds=-1"),
+        (
+            lambda: Centre(easgd(), {"w": np.zeros(3)}).meet(0, {"w": np.zeros((1, 4))}, False),
+            r"trainer 0 brings does not fit at \['w'\]",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
+    """FR-MA-1, lock-step, row_gradient='mean': four replicas of a batch each equal one with all four, to 1e-6."""
+    spec = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")})
+    loss = lambda params, act, batch: optax.sigmoid_binary_cross_entropy(act["item"] @ params["w"], batch.label)
+    rng = np.random.default_rng(0)
+    batches = [
+        jaxrec.Batch({"item": rng.integers(0, 40, 32).astype(np.int32)}, np.zeros((32, 0)), rng.random(32), np.ones(32))
+        for _ in range(20)
+    ]
+
+    def trained(replicas, synchroniser):
+        mesh = jaxrec.make_mesh(replicas, jax.devices()[:4])
+        step = jaxrec.make_train_step(spec, loss, optax.sgd(0.5), sgd(0.5), mesh, row_gradient="mean")
+        tables = DeviceTables.create(spec, sgd(0.5), mesh)
+        state = jaxrec.init_state({"w": jnp.ones(4)}, optax.sgd(0.5), tables, mesh)
+        for batch in batches:
+            state, _ = step(state, jaxrec.plan(spec, batch.ids), batch)
+            state = synchroniser.exchange(state) if synchroniser else state
+        assert synchroniser is None or synchroniser.rounds == len(batches)
+        return np.asarray(state.dense.params["w"]), np.asarray(state.tables.value["width_4"])
+
+    rule = model_averaging(1.0)
+    with Foreground(AllToAll(rule, {"w": np.ones(4)}), every_steps=1) as foreground:
+        each, rows = trained(4, foreground)
+    whole, wanted = trained(1, None)
+    np.testing.assert_allclose(each, np.broadcast_to(whole, (4, 4)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(rows, wanted, rtol=1e-6, atol=1e-6)
+    alone, _ = trained(4, None)  # negative control
+    assert np.abs(alone - whole).max() > 1e-3
+
+
+def aligned(shape):
+    """An array of NumPy that JAX would take over on a CPU without a copy."""
+    whole = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    begin = -whole.ctypes.data % 64
+    return whole[begin : begin + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+
+
+def test_numpy_parameters_may_be_changed_in_place_while_a_round_is_made():
+    mine, seen = {"w": aligned((100,))}, []
+
+    class Changed(AllToAll):
+        def meet(self, trainer, before, done):
+            mine["w"] += 1
+            seen.append(float(before[0].max()))
+            return super().meet(trainer, before, done)
+
+    rule = model_averaging()
+    with Foreground(Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:
+        assert isinstance(foreground.exchange(mine)["w"], jax.Array)
+    assert seen == [0.0]
+
+
+def test_seconds_count_from_entering(monkeypatch):
+    now = [100.0]
+    rule = model_averaging()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    foreground = Foreground(AllToAll(rule, PARAMS), every_seconds=5.0)
+    now[0] = 200.0  # compiling, say
+    with foreground:
+        foreground.exchange(PARAMS)
+        assert foreground.rounds == 0
+        now[0] = 205.0
+        foreground.exchange(PARAMS)
+        assert foreground.rounds == 1

@@ -1,0 +1,323 @@
+"""Free trainers that fail, block or are interrupted: who failed is named, the others end or go on."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from free_trainers import (
+    PARAMS,
+    SPEC,
+    WAYS,
+    every,
+    lasting,
+    loss,
+    no_threads_left,
+    raising,
+    stream,
+    synchronisers,
+)
+
+from jaxrec.embedding import HostTables, sgd
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging, train_freely
+
+
+@pytest.mark.parametrize("kind", [None, Shadow, Foreground])
+def test_a_failure_stops_everybody_and_is_named(kind):
+    def broken():
+        yield from stream(0, 3)
+        raise OSError("the disk is gone")
+
+    def endless():
+        while True:
+            yield from stream(1, 10)
+
+    more = {"every_steps": 1} if kind is Foreground else {}
+    make = kind and synchronisers(kind, model_averaging(), 2, **more)
+    tables = HostTables.create(SPEC, sgd(0.1))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken(), endless()], make, 2)
+    assert "trainer 0" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize("kind", [None, Shadow, Foreground])
+def test_a_hook_that_raises_stops_everybody_and_its_worker_is_named(kind):
+    def hook(trainer, step, metrics):
+        if (trainer, step) == (1, 5):
+            raise RuntimeError("no room for figures")
+
+    make = kind and synchronisers(kind, easgd(), 2, **({"every_steps": 2} if kind is Foreground else {}))
+    tables = HostTables.create(SPEC, sgd(0.1))
+    with pytest.raises(RuntimeError, match="no room for figures") as caught:
+        streams = [stream(i, 10**6) for i in range(2)]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, 2, hook=hook)
+    assert "in worker" in caught.value.__notes__[0] and "of trainer 1" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize("where", ["stream", "read"])
+def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(monkeypatch, where):
+    blocked, wake, read = threading.Event(), threading.Event(), HostTables.read
+
+    def block():
+        blocked.set()
+        assert wake.wait(60)
+
+    def blocking_stream():
+        yield from stream(0, 3)
+        if where == "stream":
+            block()
+        yield from stream(1, 3)
+
+    def blocking_read(self, plans):
+        if where == "read" and threading.current_thread().name.startswith("trainer-0"):
+            block()
+        return read(self, plans)
+
+    def broken():
+        yield from stream(1, 3)
+        assert blocked.wait(60)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(HostTables, "read", blocking_read)
+    tables = HostTables.create(SPEC, sgd(0.1))
+    make = synchronisers(Shadow, model_averaging(), 2)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train_freely(
+            SPEC,
+            loss,
+            optax.sgd(0.1),
+            sgd(0.1),
+            PARAMS,
+            tables,
+            [blocking_stream(), broken()],
+            make,
+            2,
+            leave_timeout_s=0.2,
+        )
+    assert "trainer-0" in caught.value.__notes__[-1] and "0.2 s" in caught.value.__notes__[-1]
+    as_left = jax.tree.map(np.array, tables.shards)
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("trainer-0")]
+    wake.set()
+    for thread in left:
+        thread.join(60)
+    assert left and no_threads_left()
+    jax.tree.map(np.testing.assert_array_equal, tables.shards, as_left)
+
+
+@pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_failing_trainer_is_dropped_and_the_others_finish(kind, rule):
+    make = synchronisers(kind, rule, 3, on_failure="drop", **every(2, kind))
+    made, tables = [make(number) for number in range(3)], HostTables.create(SPEC, sgd(0.1))
+    streams = [raising(OSError("the disk is gone")), *(lasting(i, 30, made) for i in (1, 2))]
+    with pytest.warns(RuntimeWarning, match="trainer 0 was dropped: OSError: the disk is gone"):
+        dense, figures = train_freely(
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, made.__getitem__, 2
+        )
+    assert list(figures.failures) == [0] and str(figures.failures[0]) == "the disk is gone"
+    assert "of trainer 0" in figures.failures[0].__notes__[0]
+    assert min(figures.steps[1:]) >= 30 and min(figures.rounds[1:]) > 0 and figures.steps[0] <= 3
+    assert len(dense) == 3 and no_threads_left()
+    if rule.has_centre:
+        np.testing.assert_array_equal(dense[1].params["w"], dense[2].params["w"])  # the centre, after both
+
+
+def test_all_dropped_is_a_failure_and_ctrl_c_of_one_drops_nobody():
+    tables = HostTables.create(SPEC, sgd(0.1))
+    make = lambda: synchronisers(Shadow, model_averaging(), 2, on_failure="drop")
+    with pytest.raises(OSError, match="disk"):
+        both = [raising(OSError("no disk")), raising(OSError("no disk"))]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, both, make())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        streams = [raising(KeyboardInterrupt()), stream(1, 10**9)]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make(), 2)
+    assert "of trainer 0" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+class Broken(AllToAll):
+    """A transport that raises in the third round of trainer 1."""
+
+    rounds_of_1 = 0
+
+    def meet(self, trainer, before, done):
+        if trainer == 1 and self.rounds_of_1 == 2:
+            raise ConnectionError("the cable is cut")
+        self.rounds_of_1 += trainer == 1
+        return super().meet(trainer, before, done)
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
+    tables = HostTables.create(SPEC, sgd(0.1))
+    make = synchronisers(kind, model_averaging(), 3, of=Broken, **every(1, kind))
+    with pytest.raises(ConnectionError, match="cable") as caught:
+        streams = [stream(i, 10**9) for i in range(3)]
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, 2)
+    assert "trainer 1" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
+    entered, wake = threading.Event(), threading.Event()
+
+    class Stuck(AllToAll):
+        def meet(self, trainer, before, done):
+            entered.set()
+            assert wake.wait(60)
+            return super().meet(trainer, before, done)
+
+    def broken():
+        for batch in stream(0, 20_000):
+            if entered.is_set():
+                raise OSError("the disk is gone")
+            yield batch
+
+    tables, make = HostTables.create(SPEC, sgd(0.1)), synchronisers(Shadow, model_averaging(), 1, of=Stuck)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken()], make, leave_timeout_s=0.2)
+    assert "synchronisation-0" in caught.value.__notes__[-1]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(("shadow", "synchronisation"))]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert len(left) == 2 and no_threads_left()
+
+
+@pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, rule):
+    wake = threading.Event()
+
+    def blocking():
+        yield from stream(0, 3)
+        assert wake.wait(60)
+        yield from stream(0, 3)
+
+    make = synchronisers(kind, rule, 2, on_failure="drop", timeout_s=0.5, **every(2, kind))
+    tables = HostTables.create(SPEC, sgd(0.1))
+    with pytest.warns(RuntimeWarning) as told:
+        _, figures = train_freely(
+            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [stream(1, 5), blocking()], make, leave_timeout_s=0.2
+        )
+    words = " ".join(str(each.message) for each in told)
+    assert "trainer 1 was dropped: Left: trainer 1 was last seen" in words and "trainer-1 did not end within" in words
+    assert list(figures.failures) == [1] and figures.steps == [5, 3]
+    left = [thread for thread in threading.enumerate() if thread.name == "trainer-1"]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert len(left) == 1 and no_threads_left() and figures.steps == [5, 3]
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_ctrl_c_again_and_again_while_leaving_leaves_no_synchroniser_behind(monkeypatch, kind):
+    armed, ended, meets, wake = [], [], [], threading.Event()
+
+    class Counting(AllToAll):
+        def meet(self, trainer, before, done):
+            meets.append(bool(ended))
+            return super().meet(trainer, before, done)
+
+    def pause():
+        threading.Event().wait(0.002)
+        if armed:
+            signal.raise_signal(signal.SIGINT)
+
+    def hook(trainer, step, metrics):
+        if trainer == 1 and step == 3:
+            armed.append(True)
+            assert wake.wait(60)
+
+    monkeypatch.setattr("jaxrec.shadowsync.trainers._pause", pause)
+    make = synchronisers(kind, model_averaging(), 3, of=Counting, **every(1, kind))
+    tables, streams = HostTables.create(SPEC, sgd(0.1)), [stream(i, 10**9) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, hook=hook)
+    ended.append(True)
+    left = [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
+    wake.set()
+    for thread in left:
+        thread.join(30)
+    assert no_threads_left() and not any(meets)
+    assert "s, when Ctrl-C came again" in caught.value.__notes__[-1] and "within 10 s" not in caught.value.__notes__[-1]
+
+
+def train_for_ever(way):
+    """Trainer 0 is soon done and waits for trainer 1, which never is."""
+    kind, rule, more = WAYS[way] if way != "none" else (None, None, {})
+
+    class Telling(Centre if rule and rule.has_centre else AllToAll):
+        def meet(self, trainer, before, done):
+            if done:
+                print("finishing", flush=True)
+            return super().meet(trainer, before, done)
+
+    make = kind and synchronisers(kind, rule, 2, of=Telling, **more)
+    streams = [stream(0, 5), stream(1, 10**9)]
+    train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)), streams, make, 2)
+
+
+def child():
+    """Trains until SIGINT, again and again, and tells in a line which threads of Python are still at work."""
+    before = set(sys._current_frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
+    for way in itertools.cycle(["none", *WAYS]):
+        told = {"way": way, "raised": None}
+        try:
+            print("training", flush=True)
+            train_for_ever(way)
+        except KeyboardInterrupt:
+            told["raised"] = "KeyboardInterrupt"
+        told["left"] = len(set(sys._current_frames()) - before)
+        told["names"] = [thread.name for thread in threading.enumerate()]
+        print(json.dumps(told), flush=True)
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_at_any_instant_ends_all_threads():
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import test_trainer_failures; test_trainer_failures.child()"]
+    instants, told = random.Random(3), []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as process:
+        lines = iter(process.stdout.readline, "")
+        try:
+            for number in range(14):
+                way = ["none", *WAYS][number % (len(WAYS) + 1)]
+                wanted = "training" if number % 2 or way == "none" else "finishing"
+                assert wanted in (line.strip() for line in lines)  # reads as far as it
+                threading.Event().wait(instants.random() * 0.6)
+                process.send_signal(signal.SIGINT)
+                told.append(json.loads(next(line for line in lines if line.startswith("{"))))
+        finally:
+            process.kill()
+    assert [each["way"] for each in told] == (3 * ["none", *WAYS])[:14]
+    assert [each["raised"] for each in told] == ["KeyboardInterrupt"] * 14, told
+    assert [each["names"] for each in told] == [["MainThread"]] * 14
+    assert [each["left"] for each in told] == [0] * 14
+
+
+def test_of_two_errors_of_a_dropped_trainer_the_first_is_its_failure():
+    class NoWayOut(AllToAll):
+        def leave(self, trainer, error=None):
+            super().leave(trainer, error)
+            if error is not None:
+                raise OSError("no way out")
+
+    make = synchronisers(Shadow, model_averaging(), 2, of=NoWayOut, on_failure="drop")
+    streams, tables = [raising(OSError("the disk is gone")), stream(1, 5)], HostTables.create(SPEC, sgd(0.1))
+    with pytest.warns(RuntimeWarning) as told:
+        _, figures = train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make)
+    assert [str(error) for error in figures.failures.values()] == ["the disk is gone"] and no_threads_left()
+    assert [word for each in told for word in ("disk", "way out") if word in str(each.message)] == ["disk", "way out"]
