@@ -53,7 +53,7 @@ def check_state(spec: EmbeddingSpec, state) -> None:
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a step takes "
-            "(state, plan, batch)."
+            "(state, plans, batch)."
         )
     check_tables(state.tables)
     check_not_donated(state)
@@ -78,16 +78,16 @@ def check_not_donated(state) -> None:
     if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted():
         raise ValueError(
             "this state was donated to an earlier step and is gone: go on with the state that the step returned "
-            "(`state, metrics = step(state, plan, batch)`), and copy what you need to keep."
+            "(`state, metrics = step(state, plans, batch)`), and copy what you need to keep."
         )
 
 
-def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
+def check_batch(spec: EmbeddingSpec, plans, batch, devices: int = 1) -> None:
     """Refuses a batch that is none, that devices cannot share, with weights that are none, or with another plan.
 
     Args:
       spec: the tables and lookups.
-      plan: {stack: Plan} of the batch.
+      plans: {stack: Plan} of the batch.
       batch: Batch; of numpy arrays the values are looked at, too.
       devices: how many share the batch.
 
@@ -97,14 +97,14 @@ def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
     if not isinstance(batch, Batch):
         raise ValueError(
             f"batch is a {type(batch).__name__}, but a jaxrec.Batch(ids, dense, label, weight) is wanted: a step takes "
-            "(state, plan, batch)."
+            "(state, plans, batch)."
         )
     size = _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
             _check_leaf(name, leaf, size)
     spec.check_ids(batch.ids)
-    _check_plan(spec, plan, batch.ids)
+    _check_plans(spec, plans, batch.ids)
     sizes = {"weight": size, **{f"ids[{name!r}]": array.shape[0] for name, array in batch.ids.items()}}
     for name, length in sizes.items():
         if length % devices:
@@ -147,25 +147,25 @@ def _check_leaf(name, leaf, size):
         )
 
 
-def _check_plan(spec, plan, ids):
-    if not isinstance(plan, Mapping) or plan.keys() != spec.stacks.keys():
-        found = list(plan) if isinstance(plan, Mapping) else type(plan).__name__
+def _check_plans(spec, plans, ids):
+    if not isinstance(plans, Mapping) or plans.keys() != spec.stacks.keys():
+        found = list(plans) if isinstance(plans, Mapping) else type(plans).__name__
         raise ValueError(
-            f"plan is {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it with jaxrec.plan(spec, "
+            f"plans are {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it with jaxrec.plan(spec, "
             "batch.ids), or iterate over planned(spec, batches)."
         )
-    for name, stack_plan in plan.items():
+    for name, plan in plans.items():
         wanted = {key: ids[key].shape for key in spec.lookups_of(name)}
-        if not isinstance(stack_plan, Plan) or len(stack_plan.unique) != spec.shards:
+        if not isinstance(plan, Plan) or len(plan.unique) != spec.shards:
             raise ValueError(f"the plan of {name!r} is not of this spec: make it with jaxrec.plan(spec, batch.ids).")
-        shapes = {key: array.shape for key, array in stack_plan.inverse.items()}
+        shapes = {key: array.shape for key, array in plan.inverse.items()}
         if shapes != wanted:
             raise ValueError(
                 f"the plan of {name!r} is of ids {shapes}, but the batch has {wanted}: plan this very batch, "
                 "jaxrec.plan(spec, batch.ids)."
             )
-        if all(isinstance(array, np.ndarray) for array in (*stack_plan[:3:2], *map(ids.get, wanted))):
-            _check_host_plan(spec, name, stack_plan, ids)
+        if all(isinstance(array, np.ndarray) for array in (*plan[:3:2], *map(ids.get, wanted))):
+            _check_host_plan(spec, name, plan, ids)
 
 
 def _check_host_plan(spec, name, plan, ids):
@@ -278,26 +278,6 @@ def check_context(mesh) -> None:
         raise ValueError(
             f"jax.set_mesh has set a mesh {dict(context.shape)} of axis types {context.axis_types}, but the step is of "
             f"{dict(mesh.shape)} of type Auto: leave its block, or set the mesh of jaxrec.make_mesh."
-        )
-
-
-def check_per_example(what: str, found, batch, only_first_axis: bool = False) -> None:
-    """Refuses the result of a loss or a prediction that is not one number for each example.
-
-    Args:
-      what: 'loss' or 'predict'.
-      found: what it returned.
-      batch: Batch, a device's own part.
-      only_first_axis: whether an example may have more than one number.
-    """
-    size, shape = len(batch.weight), getattr(found, "shape", None)
-    if shape is None:
-        raise ValueError(f"{what} returned a {type(found).__name__}, but one array f32[{size}] is wanted, no more.")
-    if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
-        raise ValueError(
-            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one device), but one number for "
-            f"each is wanted, f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the "
-            "mean to the step, which weights the examples."
         )
 
 
