@@ -1,4 +1,4 @@
-"""The arithmetic of a step: `update`, the one function that every way to train runs, and its two halves.
+"""The arithmetic of a step: `update`, which every way to train runs, and its two halves.
 
 Legend: B batch, S shards, U padded unique rows per shard, E embedding width.
 """
@@ -11,7 +11,7 @@ import optax
 
 from jaxrec.embedding import activations
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.losses import key_at, mean_figures, mean_variables, or_one, outcome_of
+from jaxrec.losses import check_per_example, key_at, mean_figures, mean_variables, or_one, outcome_of
 from jaxrec.sharding import AXES, DATA, REPLICA
 from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, Rows
 
@@ -32,8 +32,9 @@ def update(
 ) -> tuple[DenseState, dict[str, Rows], dict[str, jax.Array]]:
     """Takes one training step on the dense parameters and on the rows that the batch touches.
 
-    The loss of a batch is sum(weight * loss) / sum(weight) over the examples of a replica. Gradients reach the rows
-    as [S, U, E], duplicates summed; no array of the size of a table is made.
+    The loss of a batch is sum(weight * loss) / sum(weight) over the examples of a replica.
+    Gradients reach the rows as [S, U, E], duplicates summed; no array of the size of a table is
+    made.
 
     Args:
       dense: DenseState, without a replica axis.
@@ -41,8 +42,8 @@ def update(
       plans: {stack: Plan}.
       batch: Batch.
       spec: EmbeddingSpec.
-      loss: (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B], the loss of each example; see
-        `make_train_step` for what else it may take and return.
+      loss: (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B], the loss of each
+        example; see `make_train_step` for what else it may take and return.
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: RowOptimizer.
       sharded: True inside a shard_map over the mesh (replica, data).
@@ -50,8 +51,8 @@ def update(
       seed: of the key that the loss is given as `rng`; none if None.
 
     Returns:
-      dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[], and the figures
-      of the loss}.
+      dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[],
+      and the figures of the loss}.
 
     Raises:
       ValueError: the loss and the seed do not fit; what the loss returns is not what is wanted.
@@ -64,7 +65,8 @@ def update(
     replicas = jax.lax.axis_size(REPLICA) if sharded and row_gradient == "mean" else 1
     row_gradients = jax.tree.map(lambda g: g / replicas, row_gradients)
     new = step_dense(dense, gradient, optimizer)
-    # After optax, so that nothing that an optimizer does to every leaf (decay, clipping) reaches the variables.
+    # After optax, so that nothing that an optimizer does to every leaf (decay, clipping) reaches
+    # the variables.
     new = new._replace(params={**new.params, **variables}) if variables else new
     return new, step_rows(rows, row_gradients, dense.step, row_optimizer), metrics
 
@@ -92,13 +94,15 @@ def gradients(
       The gradient by params, by values (summed over replicas), and metrics.
 
     Raises:
-      ValueError: as `update`; the loss returns variables, which have no gradient to be applied later.
+      ValueError: as `update`; the loss returns variables, which have no gradient to be applied
+        later.
     """
     gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, sharded, rng)
     if variables:
         raise ValueError(
-            f"the loss returned variables {list(variables)}, but free trainers and the emulation apply gradients "
-            "alone: train with make_train_step or make_update, or leave the variables as they are."
+            f"the loss returned variables {list(variables)}, but free trainers and the emulation "
+            "apply gradients alone: train with make_train_step or make_update, or leave the "
+            "variables as they are."
         )
     return gradient, row_gradients, metrics
 
@@ -109,8 +113,8 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     def objective(params, values):
         if sharded:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
-            # Said here, so that a model with a custom_vjp sees parameters of the type of its activations; the
-            # transpose of this line is the sum over the devices of a replica.
+            # Said here, so that a model with a custom_vjp sees parameters of the type of its
+            # activations; the transpose of this line is the sum over the devices of a replica.
             params = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, DATA, to="varying"), params)
         outcome = outcome_of(loss, params, activations(spec, values, plans), batch, rng)
         weight = jnp.sum(batch.weight)
@@ -118,8 +122,8 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
         value = jnp.sum(outcome.per_example * batch.weight) / or_one(weight)
         return value, (weight, outcome.figures, outcome.variables)
 
-    # Under shard_map both gradients are summed already, by autodiff: over the devices of a replica for the dense
-    # parameters, over all devices for the rows. A psum here would count them twice.
+    # Under shard_map both gradients are summed already, by autodiff: over the devices of a replica
+    # for the dense parameters, over all devices for the rows. A psum here would count them twice.
     differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
     (value, (weight, figures, variables)), (gradient, row_gradients) = differentiate(params, values)
     # Behind autodiff: what is only looked at, or kept as it is, has no gradient.
@@ -144,6 +148,36 @@ def step_rows(
     return {
         name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step)) for name, old in rows.items()
     }
+
+
+def predictions(
+    params: PyTree,
+    rows: dict[str, Rows],
+    plans: dict[str, Plan],
+    batch: Batch,
+    *,
+    spec: EmbeddingSpec,
+    predict: Callable,
+) -> jax.Array:
+    """The predictions of a device for its own examples, inside a shard_map over the mesh.
+
+    Args:
+      params: dense parameters, without a replica axis.
+      rows: {stack: Rows}, the device's own shards.
+      plans, batch, spec: as for `update`.
+      predict: (params, activations, batch) -> f32[B].
+
+    Returns:
+      f32[B], or f32[B, ...] where an example has several labels.
+
+    Raises:
+      ValueError: the prediction is not one number for each example.
+    """
+    values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
+    found = predict(params, activations(spec, values, plans), batch)
+    several = getattr(batch.label, "shape", None) != batch.weight.shape  # tasks, perhaps
+    check_per_example("predict", found, batch, only_first_axis=several)
+    return found
 
 
 def without_replica(dense: DenseState) -> DenseState:

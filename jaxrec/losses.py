@@ -1,7 +1,27 @@
-"""What a loss is given and what it may return: a key for what it draws, figures of its own, variables of the model.
+"""What a loss is given and what it may return: a key, figures of its own, variables of the model.
 
-All of this happens where a step is traced. A loss without key, figures and variables makes the same program as ever.
-Legend: B examples of one device, w their weights, W the weight of all examples of a replica.
+    loss(params, activations, batch) -> f32[B], or (f32[B], figures), or (f32[B], figures,
+    variables) loss(params, activations, batch, *, rng) of a step that was made with a seed:
+    likewise
+
+The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed
+run, for both homes of the rows and in every mode of `oac`. Each device of the mesh, and so each
+replica, has its own: another number of devices draws other numbers.
+
+Figures are a dict, whose values go to the metrics as f32[]:
+- f32[B], one number for each example, is averaged as the loss is: by weight over the examples of a
+  replica, then over replicas;
+- f32[] is taken for the mean over the examples of the device, and counts as much as these weigh.
+  Whatever is real counts as a number, booleans too. Other shapes and the names in RESERVED are
+  refused.
+
+Variables are a dict, whose values replace params[name] after the optimizer: statistics that a model
+keeps. They are averaged over the devices of a replica by the weight of their examples. Each replica
+has its own. Where no example counts they stay.
+
+All of this happens where a step is traced. A loss that has none of it makes the same program as
+ever.
+Legend: B examples of one device, W the weight of all examples of a replica.
 """
 
 import inspect
@@ -27,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
-    """The key of one step on one device, fold_in(fold_in(key(seed), step), device): the same in every run.
+    """The key of a step on a device, fold_in(fold_in(key(seed), step), device), in every run.
 
     Args:
       seed: from 0 to 2**32 - 1.
@@ -37,7 +57,7 @@ def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
     >>> bool(jax.random.uniform(key_at(0, 7)) == jax.random.uniform(key_at(0, 7)))
     True
     """
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(jax.random.key(checked_seed(seed)), step)
     return jax.random.fold_in(key, device_index() if sharded else 0)
 
 
@@ -47,8 +67,9 @@ def outcome_of(
     """Calls a loss, with the key if there is one, and looks at what it returns.
 
     Raises:
-      ValueError: the loss and the key do not fit; the loss is not one number for each example; figures or variables
-        that cannot be averaged, of a name that is taken, or of another shape than the parameters.
+      ValueError: the loss and the key do not fit; the loss is not one number for each example;
+        figures or variables that cannot be averaged, of a name that is taken, or of another shape
+        than the parameters.
     """
     check_rng(loss, rng is not None)
     found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
@@ -61,16 +82,18 @@ def outcome_of(
 
 
 def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array, sharded: bool) -> dict[str, jax.Array]:
-    """Averages figures as the loss is averaged: by weight over the examples of a replica, then over replicas.
+    """Averages figures as the loss: by weight over the examples of a replica, then over replicas.
 
     Args:
-      figures: {name: f32[B], one number for each example, or f32[], the mean of the device's examples}.
+      figures: {name: f32[B], one number for each example, or f32[], the mean of the device's
+        examples}.
       batch: Batch, the device's own part.
       weight: W, f32[].
       sharded: whether this is inside a shard_map over the mesh.
 
     Returns:
-      {name: f32[]}. Examples of weight 0, and devices that have no others, count for nothing whatever they hold.
+      {name: f32[]}. Examples of weight 0, and devices that have no others, count for nothing
+      whatever they hold.
     """
 
     def mean(value):
@@ -119,22 +142,20 @@ def _part(value, own, weight):
     return jnp.where(own > 0, value * (own / or_one(weight)), 0)
 
 
-def checked_seed(seed) -> int | None:
-    """A seed as a number of Python; None stays None.
+def checked_seed(seed: int) -> int:
+    """A seed as a number of Python.
 
     Raises:
       ValueError: not a whole number from 0 to 2**32 - 1, which is what a key is made from.
     """
-    if seed is None:
-        return None
     try:
         number = -1 if isinstance(seed, bool) else operator.index(seed)
     except TypeError:
         number = -1
     if not 0 <= number < 2**32:
         raise ValueError(
-            f"seed={seed!r:.100} must be a whole number from 0 to 2**32 - 1, or None: the step makes the key itself, "
-            "from the seed, its own number and the device's."
+            f"seed={seed!r:.100} must be a whole number from 0 to 2**32 - 1, or None: the step "
+            "makes the key itself, from the seed, its own number and the device's."
         )
     return number
 
@@ -145,16 +166,18 @@ def check_rng(function: Callable, keyed: bool) -> None:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of C: the call itself will tell
         return
-    named = [p for p in parameters.values() if p.name == "rng" and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if keyed and not named and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+    every = list(parameters.values())
+    named = [p for p in every if p.name == "rng" and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if keyed and not named and all(p.kind is not p.VAR_KEYWORD for p in every):
         raise ValueError(
-            "a seed was given, but the loss takes no key: write it as loss(params, activations, batch, *, rng), or "
-            "leave the seed out."
+            "a seed was given, but the loss takes no key: write it as loss(params, activations, "
+            "batch, *, rng), or leave the seed out."
         )
     if not keyed and any(p.default is p.empty for p in named):
         raise ValueError(
-            "the function wants a key, `rng`, and gets none: give make_train_step or make_update a seed=0. "
-            "Predictions and free trainers draw nothing: write `rng=None` there, and deterministic=True in Flax."
+            "the function wants a key, `rng`, and gets none: give make_train_step or make_update a "
+            "seed=0. Predictions and free trainers draw nothing: write `rng=None` there, and "
+            "deterministic=True in Flax."
         )
 
 
@@ -176,9 +199,10 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
         raise ValueError(f"{what} returned a {_kind(found)}, but one array f32[{size}] is wanted{more}.")
     if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
         raise ValueError(
-            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one device), but one number for "
-            f"each is wanted, f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the "
-            "mean to the step, which weights the examples."
+            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one "
+            f"device), but one number for each is wanted, f32[{size}]: take `[..., 0]` of an "
+            "nn.Dense(1), in logit and label alike, and leave the mean to the step, which weights "
+            "the examples."
         )
 
 
@@ -198,8 +222,9 @@ def _check_figures(figures, size):
             raise ValueError(f"the figure {name!r} is of {kind}, which has no mean: return real numbers.")
         if jnp.shape(value) not in ((), (size,)):
             raise ValueError(
-                f"the figure {name!r} has shape {jnp.shape(value)}, but a figure is one number for each example, "
-                f"f32[{size}] (of one device), or their mean, f32[]: give each column a name of its own."
+                f"the figure {name!r} has shape {jnp.shape(value)}, but a figure is one number for "
+                f"each example, f32[{size}] (of one device), or their mean, f32[]: give each "
+                "column a name of its own."
             )
 
 
@@ -220,14 +245,15 @@ def _check_variables(variables, params):
         raise ValueError(f"the loss returned {type(variables).__name__} as variables: {{name: value}} is wanted.")
     if type(params) is not dict:
         raise ValueError(
-            f"the loss returned variables {list(variables)}, but the parameters are a {type(params).__name__}: put "
-            "them into a dict, {'params': ..., 'batch_stats': ...}, before init_state (flax.core.unfreeze)."
+            f"the loss returned variables {list(variables)}, but the parameters are a "
+            f"{type(params).__name__}: put them into a dict, {{'params': ..., 'batch_stats': "
+            "...}, before init_state (flax.core.unfreeze)."
         )
     for name, new in variables.items():
         if name not in params:
             raise ValueError(
-                f"the loss returned a variable {name!r}, but the parameters have {list(params)}: give init_state its "
-                "initial value, too."
+                f"the loss returned a variable {name!r}, but the parameters have {list(params)}: "
+                "give init_state its initial value, too."
             )
         _check_variable(name, new, params[name])
 
@@ -236,8 +262,8 @@ def _check_variable(name, new, old):
     found, wanted = _described(new), _described(old)
     if jax.tree.flatten(found) != jax.tree.flatten(wanted):
         raise ValueError(
-            f"the loss returned {found!s:.300} as {name!r}, but the parameters have {wanted!s:.300}: return the whole "
-            "of it, in the same shapes and dtypes."
+            f"the loss returned {found!s:.300} as {name!r}, but the parameters have "
+            f"{wanted!s:.300}: return the whole of it, in the same shapes and dtypes."
         )
 
 

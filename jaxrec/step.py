@@ -1,6 +1,6 @@
-"""What wraps `update` for a mesh, for a home of the rows, and for evaluation: the steps that a user calls.
+"""The steps that a user calls: `update` on a mesh and for a home of the rows, and evaluation.
 
-plan -> read -> update -> put: only `update` is mathematics, and every way to train runs this one function.
+plan -> read -> update -> put: only `update` is mathematics, and every way to train runs it.
 Legend: B batch, S shards, R replicas.
 """
 
@@ -13,12 +13,11 @@ import numpy as np
 import optax
 
 from jaxrec import boundary
-from jaxrec.arithmetic import gradients, step_dense, step_rows, update, with_replica, without_replica
-from jaxrec.embedding import DeviceTables, Tables, activations
+from jaxrec.arithmetic import gradients, predictions, step_dense, step_rows, update, with_replica, without_replica
+from jaxrec.embedding import DeviceTables, Tables
 from jaxrec.embedding.spec import EmbeddingSpec, check_row_optimizer
-from jaxrec.losses import check_per_example, check_rng, checked_seed
+from jaxrec.losses import check_rng, checked_seed
 from jaxrec.sharding import (
-    AXES,
     BATCH,
     EVERYWHERE,
     PER_REPLICA,
@@ -66,7 +65,7 @@ def init_state(
       TrainState; dense leaves have a leading axis of R replicas.
 
     Raises:
-      ValueError: not tables, not an optax transformation or not a mesh; tables that lie on another mesh.
+      ValueError: not tables, no optax transformation or no mesh; tables that lie on another mesh.
     """
     mesh = as_mesh(mesh)
     boundary.check_tables(tables)
@@ -91,30 +90,24 @@ def make_update(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Puts `update` under shard_map: (dense, rows, plans, batch) -> dense', rows', metrics, not yet jitted.
+    """Puts `update` on a mesh: (dense, rows, plans, batch) -> dense', rows', metrics, not yet jitted.
 
     Args:
       spec, loss, optimizer, row_optimizer, row_gradient, seed: as for `make_train_step`.
       mesh: from `make_mesh`; one device if None.
 
     Returns:
-      The function on global arrays; dense leaves have a leading replica axis, rows are split over all devices.
+      The function on global arrays; dense leaves have a leading replica axis, rows are split over
+      all devices.
 
     Raises:
-      ValueError: the shards cannot be split over the mesh; an argument of another kind than wanted. The function
-        itself: batch, plan, rows and dense state do not fit the step or each other.
+      ValueError: the shards cannot be split over the mesh; an argument of another kind than wanted.
+        The function itself: batch, plan, rows and dense state do not fit the step or each other.
     """
     mesh = as_mesh(mesh)
-    boundary.check_arguments(spec, loss)
-    seed = checked_seed(seed)
-    check_rng(loss, seed is not None)
-    boundary.check_optimizer(optimizer)
-    check_shards(spec.shards, mesh)
-    check_row_optimizer(row_optimizer)
-    if row_gradient not in ("sum", "mean"):
-        raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
-
-    on_device = functools.partial(
+    seed = None if seed is None else checked_seed(seed)
+    _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
+    of_one_device = functools.partial(
         update,
         spec=spec,
         loss=loss,
@@ -126,17 +119,16 @@ def make_update(
     )
 
     def local(dense, rows, plans, batch):
-        new, rows, metrics = on_device(without_replica(dense), rows, plans, batch)
+        new, rows, metrics = of_one_device(without_replica(dense), rows, plans, batch)
         return with_replica(new), rows, metrics
 
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_DENSE, SPLIT, plan_specs(spec.stacks), BATCH),
-        out_specs=(_DENSE, SPLIT, EVERYWHERE),
-    )
+    of_plans = plan_specs(spec.stacks)
+    in_specs, out_specs = (_DENSE, SPLIT, of_plans, BATCH), (_DENSE, SPLIT, EVERYWHERE)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
-    def checked(dense, rows, plans, batch):  # under jit this is looked at once for each compiled shape
+    # Here and not in the step alone: a pipeline has the update without the step. Under jit it is
+    # looked at once for each compiled shape.
+    def checked(dense, rows, plans, batch):
         boundary.check_batch(spec, plans, batch, mesh.size)
         boundary.check_dense(dense, optimizer, mesh.shape[REPLICA])
         boundary.check_rows(spec, rows, row_optimizer)
@@ -144,6 +136,16 @@ def make_update(
 
     checked.mesh = mesh  # type: ignore[attr-defined]  # for a pipeline, which runs it on its own
     return checked
+
+
+def _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed):
+    boundary.check_arguments(spec, loss)
+    check_rng(loss, seed is not None)
+    boundary.check_optimizer(optimizer)
+    check_shards(spec.shards, mesh)
+    check_row_optimizer(row_optimizer)
+    if row_gradient not in ("sum", "mean"):
+        raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
 
 
 def make_train_step(
@@ -155,18 +157,14 @@ def make_train_step(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Makes the train step of both homes: (state, plans, batch) -> state', metrics; the state is donated.
+    """Makes the train step of both homes: (state, plans, batch) -> state', metrics; it donates the state.
 
-    A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a seed it is called with
-    `rng=key` as well, and may draw (dropout). The key is fold_in(fold_in(key(seed), state.dense.step), device): it is
-    the same in a resumed run, for both homes and for every mode of `oac`; each device of the mesh, and so each replica,
-    has its own, so that another number of devices draws otherwise.
-
-    A loss may return (f32[B], figures) as well, where figures {name: value} go to the metrics. A value f32[B] is
-    averaged as the loss is: by weight over the examples of a replica, then over replicas. A value f32[] is taken for
-    the mean of the device's examples, and counts as much as they weigh. A loss may return (f32[B], figures, variables),
-    where variables {name: value} replace params[name] after the optimizer: statistics that a model keeps. They are
-    averaged over the devices of a replica by weight; each replica has its own; without examples they stay.
+    A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a
+    seed it is called with `rng=key` as well, the key of this seed, step and device. It may return
+    (f32[B], figures) or (f32[B], figures, variables). Figures {name: f32[B] or f32[]} go to the
+    metrics: by weight they are averaged over the examples of a replica, then over replicas; an
+    f32[] counts as the mean over the examples of its device. Variables {name: value} replace
+    params[name] after the optimizer. `jaxrec.losses` says it all.
 
     Args:
       spec: the tables and lookups.
@@ -175,17 +173,17 @@ def make_train_step(
       row_optimizer: `sgd`, `adagrad`, `rowwise_adagrad` or another RowOptimizer.
       mesh: from `make_mesh`; one device if None. The batch must divide by its size.
       row_gradient: 'sum' or 'mean' over replicas.
-      seed: of the keys for a loss that draws, from 0 to 2**32 - 1; None for one that takes no `rng`.
+      seed: of the keys of a loss that draws, from 0 to 2**32 - 1; None for one without `rng`.
 
     Returns:
-      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables` read, update and put are one program;
-      with `HostTables` rows travel to the mesh and back. Metrics: {'loss': f32[], 'weight': f32[], and the figures
-      f32[] of the loss}, still on device.
+      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables` read, update and put
+      are one program; with `HostTables` rows travel to the mesh and back. Metrics: {'loss': f32[],
+      'weight': f32[], and the figures f32[] of the loss}, still on device.
 
     Raises:
-      ValueError: as `make_update`. The step itself: a state that was donated before, weights that are negative or not
-        finite, a plan of another batch, objects that do not fit each other, results of the loss that are none of the
-        above; the state is as it was.
+      ValueError: as `make_update`. The step itself: a state that was donated before, weights that
+        are negative or not finite, a plan of another batch, objects that do not fit each other,
+        results of the loss that are none of the above; the state is as it was.
 
     A step around a loss of one's own:
 
@@ -209,20 +207,17 @@ def make_train_step(
     """
     mesh = as_mesh(mesh)
     mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
-    of_plans = plan_specs(spec.stacks)
-    in_rows = shardings((_DENSE, SPLIT, of_plans, BATCH), mesh)
-    on_rows = jax.jit(mapped, in_shardings=in_rows, donate_argnums=0)
-    mapped_over = functools.partial(jax.shard_map, mesh=mesh, out_specs=SPLIT)
-    read_rows = mapped_over(lambda tables, plans: tables.read(plans), in_specs=(SPLIT, of_plans))
-    put_rows = mapped_over(lambda tables, plans, rows: tables.put(plans, rows), in_specs=(SPLIT, of_plans, SPLIT))
+    read_rows, put_rows = _verbs(spec, mesh)
 
+    # One program, so that XLA writes the rows into the donated tables where they lie.
     def fused(state, plans, batch):
         boundary.check_layout(state.tables.layout, row_optimizer, spec)
         dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plans), plans, batch)
         return TrainState(dense, put_rows(state.tables, plans, rows)), metrics
 
-    in_state = shardings((TrainState(_DENSE, SPLIT), of_plans, BATCH), mesh)
-    on_device = jax.jit(fused, in_shardings=in_state, donate_argnums=0)
+    placed = lambda first: shardings((*first, plan_specs(spec.stacks), BATCH), mesh)
+    on_device = jax.jit(fused, in_shardings=placed([TrainState(_DENSE, SPLIT)]), donate_argnums=0)
+    on_rows = jax.jit(mapped, in_shardings=placed([_DENSE, SPLIT]), donate_argnums=0)
 
     def run(state, plans, batch):
         if isinstance(state.tables, DeviceTables):
@@ -234,12 +229,26 @@ def make_train_step(
         boundary.check_dense(state.dense, optimizer, mesh.shape[REPLICA])
         boundary.check_placement(state, mesh)
 
-    def train_step(state, plans, batch):
+    return _looked_at(run, refuse, spec, mesh)
+
+
+def _verbs(spec, mesh):
+    """Reading and putting rows of device tables: each device those of its own shards."""
+    of_plans, over = plan_specs(spec.stacks), functools.partial(jax.shard_map, mesh=mesh, out_specs=SPLIT)
+    read = over(lambda tables, plans: tables.read(plans), in_specs=(SPLIT, of_plans))
+    put = over(lambda tables, plans, rows: tables.put(plans, rows), in_specs=(SPLIT, of_plans, SPLIT))
+    return read, put
+
+
+def _looked_at(run, refuse, spec, mesh):
+    """A step as a user calls it: what it is given is looked at, and where it lies if JAX refuses it."""
+
+    def step(state, plans, batch):
         boundary.check_state(spec, state)
         boundary.check_batch(spec, plans, batch, mesh.size)
         return boundary.explained(lambda: run(state, plans, batch), lambda: refuse(state))
 
-    return train_step
+    return step
 
 
 def make_eval_step(
@@ -257,28 +266,20 @@ def make_eval_step(
       A function of TrainState, {stack: Plan} and Batch.
 
     Raises:
-      ValueError: an argument of another kind than wanted. The step itself: as that of `make_train_step`; a prediction
-        that is not one number for each example.
+      ValueError: an argument of another kind than wanted. The step itself: as that of
+        `make_train_step`; a prediction that is not one number for each example.
     """
     mesh = as_mesh(mesh)
     boundary.check_arguments(spec, predict)
     check_rng(predict, keyed=False)
     check_shards(spec.shards, mesh)
     if not 0 <= replica < mesh.shape[REPLICA]:
-        raise ValueError(f"replica={replica} must lie between 0 and {mesh.shape[REPLICA] - 1}, as the mesh has them.")
-    of_plans = plan_specs(spec.stacks)
-
-    def local(params, rows, plans, batch):
-        values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
-        found = predict(params, activations(spec, values, plans), batch)
-        several = getattr(batch.label, "shape", None) != batch.weight.shape  # tasks, perhaps
-        check_per_example("predict", found, batch, only_first_axis=several)
-        return found
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(EVERYWHERE, SPLIT, of_plans, BATCH), out_specs=SPLIT)
-    read_rows = jax.shard_map(
-        lambda tables, plans: tables.read(plans), mesh=mesh, in_specs=(SPLIT, of_plans), out_specs=SPLIT
-    )
+        last = mesh.shape[REPLICA] - 1
+        raise ValueError(f"replica={replica} must lie between 0 and {last}, as the mesh has them.")
+    of_plans, (read_rows, _) = plan_specs(spec.stacks), _verbs(spec, mesh)
+    predicted = functools.partial(predictions, spec=spec, predict=predict)
+    in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
+    mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)
 
     def on_rows(params, rows, plans, batch):
         boundary.check_rows(spec, rows)
@@ -287,20 +288,16 @@ def make_eval_step(
     def on_tables(params, tables, plans, batch):
         return on_rows(params, read_rows(tables, plans), plans, batch)
 
-    of_rows = jax.jit(on_rows, in_shardings=shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh))
-    of_tables = jax.jit(on_tables, in_shardings=shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh))
+    placed = shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh)
+    of_rows = jax.jit(on_rows, in_shardings=placed)
+    of_tables = jax.jit(on_tables, in_shardings=placed)
 
     def run(state, plans, batch):
         if isinstance(state.tables, DeviceTables):
             return of_tables(state.dense.params, state.tables, plans, batch)
         return of_rows(state.dense.params, state.tables.read(plans), plans, batch)
 
-    def eval_step(state, plans, batch):
-        boundary.check_state(spec, state)
-        boundary.check_batch(spec, plans, batch, mesh.size)
-        return boundary.explained(lambda: run(state, plans, batch), lambda: boundary.check_placement(state, mesh))
-
-    return eval_step
+    return _looked_at(run, lambda state: boundary.check_placement(state, mesh), spec, mesh)
 
 
 def run_hooks(
@@ -346,7 +343,8 @@ def check_finite(losses: Sequence[jax.Array], last_step: int) -> None:
     if not np.isfinite(found).all():
         first, at = last_step - len(found) + 1, int(np.argmin(np.isfinite(found)))
         raise FloatingPointError(
-            f"the loss is {found[at]} at step {first + at} (found when steps {first} to {last_step} were checked). "
-            "Look at that step's batch (labels? dense features on a log scale?) and at the learning rates; "
-            "`jax.config.update('jax_debug_nans', True)` finds the operation."
+            f"the loss is {found[at]} at step {first + at} (found when steps {first} to "
+            f"{last_step} were checked). Look at that step's batch (labels? dense features on a "
+            "log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` "
+            "finds the operation."
         )

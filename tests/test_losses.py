@@ -16,6 +16,7 @@ from jaxrec.oac import Pipeline
 from jaxrec.step import gradients
 
 OPTIMIZER, ROWS = optax.adam(0.01), rowwise_adagrad(0.1, 0.1)
+ONE = np.zeros((1, 3), np.float32)  # the dense features of one example
 SHAPES = {
     "one number": lambda x: jnp.sum(x),
     "a column": lambda x: x[:, None],
@@ -143,8 +144,9 @@ def told_apart(params, activations, batch):
     return per_example, {**figures, "constant": 0.25, "bias": params["bias"][0]}
 
 
-@pytest.mark.parametrize(("devices", "replicas"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (8, 2)])
-@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize(
+    ("devices", "replicas", "padding"), [(1, 1, 0), (1, 1, 9), (2, 1, 9), (4, 1, 9), (8, 1, 9), (4, 2, 0), (8, 2, 9)]
+)
 def test_figures_are_averaged_as_the_loss_is(devices, replicas, padding):
     mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
     told = run([batch_of(0, padding=padding)], None, mesh=mesh, wanted=told_apart)[1][0]
@@ -194,8 +196,7 @@ def wanted_means(part, padding=0, steps=2):
     return found
 
 
-@pytest.mark.parametrize("padding", [0, 9])
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize(("devices", "padding"), [(1, 0), (2, 9), (4, 9), (8, 0), (8, 9)])
 def test_variables_are_averaged_over_the_devices_of_a_replica(devices, padding):
     found = means(devices, padding=padding)
     np.testing.assert_allclose(found, [wanted_means(slice(0, 16), padding)], rtol=1e-5)
@@ -217,11 +218,14 @@ def test_no_optimizer_touches_variables_and_without_examples_they_stay():
 
 
 class Normalised(nn.Module):
-    """Batch normalisation with the statistics of all devices of a replica, or with those kept."""
+    """Batch normalisation with the statistics of all devices of a replica, of one device, or with those kept."""
+
+    over: str | None = "data"
 
     @nn.compact
-    def __call__(self, x, train):
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.5, axis_name="data")(x)
+    def __call__(self, x, train, counts=True):
+        mask = jnp.broadcast_to(counts, len(x))[:, None]
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5, axis_name=self.over)(x, mask=mask)
         return nn.Dense(1)(x)[:, 0]
 
 
@@ -230,7 +234,7 @@ def test_batch_normalisation_over_devices_is_that_of_one():
     results = []
     for devices in (1, 4):
         mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
-        start = Normalised().init(jax.random.key(0), jnp.zeros((1, 3)), train=False)
+        start = Normalised().init(jax.random.key(0), ONE, train=False)
         batches = [batch_of(i)._replace(weight=np.ones(16, np.float32)) for i in range(3)]
         state, told = run(batches, None, mesh=mesh, wanted=normalised, start=start)
         results.append((jax.device_get(state.dense.params), told))
@@ -241,3 +245,21 @@ def test_batch_normalisation_over_devices_is_that_of_one():
 def normalised(params, activations, batch):
     logit, kept = Normalised().apply(params, batch.dense, train=True, mutable=["batch_stats"])
     return (logit - batch.label) ** 2, {}, kept
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_padding_does_not_enter_batch_statistics(devices):
+    """With the mask of docs/your_model.md; of 8 devices some have padding alone, for which it makes way."""
+
+    def masked(params, activations, batch):
+        counts = (batch.weight > 0) | (batch.weight.sum() == 0)
+        logit, kept = Normalised(None).apply(params, batch.dense, train=True, counts=counts, mutable=["batch_stats"])
+        return (logit - batch.label) ** 2, {}, kept
+
+    mesh, start = jaxrec.make_mesh(devices=jax.devices()[:devices]), Normalised().init(jax.random.key(0), ONE, False)
+    batch = batch_of(0)._replace(weight=(np.arange(16) < 6).astype(np.float32))
+    wild = batch._replace(dense=np.where(batch.weight[:, None] > 0, batch.dense, 1e6).astype(np.float32))
+    state, told = run([wild], None, mesh=mesh, wanted=masked, start=start)
+    kept = state.dense.params["batch_stats"]["BatchNorm_0"]["mean"][0]
+    np.testing.assert_allclose(kept, 0.5 * batch.dense[:6].mean(axis=0), rtol=1e-4)
+    assert np.isfinite(told[0]["loss"])
