@@ -41,7 +41,7 @@ from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directi
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.loop import every, keep_memory
-from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, summarize
+from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, ranking_metrics
 from jaxrec.oac import Pipeline
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
@@ -153,7 +153,9 @@ class Ranker:
         """Filtered MRR and Hits@k of triples i32[n, 3]."""
         entities, relations = self.entities(state), state.dense.params["relation"][0]
         queries = both_directions(triples, self.triples.relations)
-        return summarize(filtered_ranks(self.job.model, entities, relations, queries, self.known.pairs, chunk=256))
+        return ranking_metrics(
+            filtered_ranks(self.job.model, entities, relations, queries, self.known.pairs, chunk=256)
+        )
 
     def entities(self, state: TrainState):
         """The embeddings of all entities, f32[N, E]."""

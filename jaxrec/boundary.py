@@ -1,10 +1,12 @@
 """What a step refuses: objects that do not fit each other, each with one sentence and its remedy.
 
-A batch and its plan are looked at in every call, shapes always and values where they lie on the host, so that no device
-is waited for; it costs some microseconds and one pass over the ids. What depends on shapes alone is looked at where a
-step is traced, once for each compiled shape. Where a state lies is looked at only after JAX has refused it.
+A batch and its plan are looked at in every call, shapes always and values where they lie on the
+host, so that no device is waited for; it costs some microseconds and one pass over the ids. What
+depends on shapes alone is looked at where a step is traced, once for each compiled shape. Where a
+state lies is looked at only after JAX has refused it.
 
-Legend: B batch, S shards, U padded unique rows a shard, V rows of a stack, E embedding width, R replicas.
+Legend: B batch, S shards, U padded unique rows per shard, V rows of a stack, E embedding width,
+R replicas.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +26,9 @@ def check_arguments(spec, function) -> None:
         raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec(tables, lookups) is wanted.")
     if not callable(function):
         raise ValueError(
-            f"a {type(function).__name__} was given where a function (params, activations, batch) -> f32[B] is wanted: "
-            "of a Flax model, write one that calls model.apply(params, batch.dense, activations['...'])."
+            f"a {type(function).__name__} was given where a function (params, activations, batch) "
+            "-> f32[B] is wanted: of a Flax model, write one that calls model.apply(params, "
+            "batch.dense, activations['...'])."
         )
 
 
@@ -43,17 +46,17 @@ def check_tables(tables) -> None:
     """Refuses what is no home of rows."""
     if not hasattr(tables, "on_shards"):
         raise ValueError(
-            f"tables are a {type(tables).__name__}: make them with DeviceTables.create(spec, row_optimizer, mesh) or "
-            "HostTables.create(spec, row_optimizer)."
+            f"tables are a {type(tables).__name__}: make them with DeviceTables.create(spec, "
+            "row_optimizer, mesh) or HostTables.create(spec, row_optimizer)."
         )
 
 
 def check_state(spec: EmbeddingSpec, state) -> None:
-    """Refuses a state that is none, that an earlier step has used up, or whose tables are of another spec."""
+    """Refuses a state that is none, that was used up before, or whose tables are of another spec."""
     if not isinstance(state, TrainState):
         raise ValueError(
-            f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a step takes "
-            "(state, plan, batch)."
+            f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a "
+            "step takes (state, plans, batch)."
         )
     check_tables(state.tables)
     check_not_donated(state)
@@ -61,14 +64,15 @@ def check_state(spec: EmbeddingSpec, state) -> None:
 
 
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
-    """Refuses tables of another spec than a step's; another seed is fine, as it decides how rows begin."""
+    """Refuses tables of another spec; another seed is fine, as it decides how rows begin."""
     if theirs is spec or theirs.digest == spec.digest:
         return
     if (list(theirs.tables.items()), theirs.shards) != (list(spec.tables.items()), spec.shards):
         wanted, found = ({name: (t.rows, t.width) for name, t in s.tables.items()} for s in (spec, theirs))
         raise ValueError(
-            f"the tables were made with another spec than the step: they have {found!s:.200} in {theirs.shards} "
-            f"shards, and the step wants {wanted!s:.200} in {spec.shards}. Make both with one spec."
+            f"the tables were made with another spec than the step: they have {found!s:.200} in "
+            f"{theirs.shards} shards, and the step wants {wanted!s:.200} in {spec.shards}. Make "
+            "both with one spec."
         )
 
 
@@ -77,17 +81,18 @@ def check_not_donated(state) -> None:
     step = state.dense.step
     if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted():
         raise ValueError(
-            "this state was donated to an earlier step and is gone: go on with the state that the step returned "
-            "(`state, metrics = step(state, plan, batch)`), and copy what you need to keep."
+            "this state was donated to an earlier step and is gone: go on with the state that the "
+            "step returned (`state, metrics = step(state, plans, batch)`), and copy what you need "
+            "to keep."
         )
 
 
-def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
-    """Refuses a batch that is none, that devices cannot share, with weights that are none, or with another plan.
+def check_batch(spec: EmbeddingSpec, plans, batch, devices: int = 1) -> None:
+    """Refuses a batch that is none, that devices cannot share, or that was not planned; bad weights.
 
     Args:
       spec: the tables and lookups.
-      plan: {stack: Plan} of the batch.
+      plans: {stack: Plan} of the batch.
       batch: Batch; of numpy arrays the values are looked at, too.
       devices: how many share the batch.
 
@@ -96,31 +101,31 @@ def check_batch(spec: EmbeddingSpec, plan, batch, devices: int = 1) -> None:
     """
     if not isinstance(batch, Batch):
         raise ValueError(
-            f"batch is a {type(batch).__name__}, but a jaxrec.Batch(ids, dense, label, weight) is wanted: a step takes "
-            "(state, plan, batch)."
+            f"batch is a {type(batch).__name__}, but a jaxrec.Batch(ids, dense, label, weight) is "
+            "wanted: a step takes (state, plans, batch)."
         )
     size = _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
             _check_leaf(name, leaf, size)
     spec.check_ids(batch.ids)
-    _check_plan(spec, plan, batch.ids)
+    _check_plans(spec, plans, batch.ids)
     sizes = {"weight": size, **{f"ids[{name!r}]": array.shape[0] for name, array in batch.ids.items()}}
     for name, length in sizes.items():
         if length % devices:
             raise ValueError(
-                f"{name} has {length} rows, which {devices} devices cannot share equally: choose a batch size that "
-                "they divide, or pad with examples of weight 0 and ids -1."
+                f"{name} has {length} rows, which {devices} devices cannot share equally: choose a "
+                "batch size that they divide, or pad with examples of weight 0 and ids -1."
             )
 
 
 def own_batch(batch: Batch) -> Batch:
-    """A batch with host arrays of its own, for who keeps it while a loader may fill the same arrays again."""
+    """A batch with host arrays of its own, as a loader may fill the same arrays again."""
     return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _check_weight(weight) -> int:
-    """B, after looking at the weights; host arrays only, as a device would have to be waited for."""
+    """B, after looking at the weights; on the host only, as a device would have to be waited for."""
     if not isinstance(weight, ARRAYS) or weight.ndim != 1:
         found = f"array of shape {tuple(weight.shape)}" if isinstance(weight, ARRAYS) else type(weight).__name__
         raise ValueError(f"weight is a {found}, but f32[B] is wanted: np.ones(B, np.float32) if all examples count.")
@@ -131,8 +136,8 @@ def _check_weight(weight) -> int:
     if isinstance(weight, np.ndarray) and not (weight.min() >= 0 and weight.max() < np.inf):
         bad = int(np.argmin((weight >= 0) & (weight < np.inf)))
         raise ValueError(
-            f"weight[{bad}] is {weight[bad]}: weights are finite and 0 or more, as they divide the loss. Give examples "
-            "that shall not count weight 0."
+            f"weight[{bad}] is {weight[bad]}: weights are finite and 0 or more, as they divide the "
+            "loss. Give examples that shall not count weight 0."
         )
     return len(weight)
 
@@ -147,37 +152,37 @@ def _check_leaf(name, leaf, size):
         )
 
 
-def _check_plan(spec, plan, ids):
-    if not isinstance(plan, Mapping) or plan.keys() != spec.stacks.keys():
-        found = list(plan) if isinstance(plan, Mapping) else type(plan).__name__
+def _check_plans(spec, plans, ids):
+    if not isinstance(plans, Mapping) or plans.keys() != spec.stacks.keys():
+        found = list(plans) if isinstance(plans, Mapping) else type(plans).__name__
         raise ValueError(
-            f"plan is {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it with jaxrec.plan(spec, "
-            "batch.ids), or iterate over planned(spec, batches)."
+            f"plans are {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it "
+            "with jaxrec.plan(spec, batch.ids), or iterate over planned(spec, batches)."
         )
-    for name, stack_plan in plan.items():
+    for name, plan in plans.items():
         wanted = {key: ids[key].shape for key in spec.lookups_of(name)}
-        if not isinstance(stack_plan, Plan) or len(stack_plan.unique) != spec.shards:
+        if not isinstance(plan, Plan) or len(plan.unique) != spec.shards:
             raise ValueError(f"the plan of {name!r} is not of this spec: make it with jaxrec.plan(spec, batch.ids).")
-        shapes = {key: array.shape for key, array in stack_plan.inverse.items()}
+        shapes = {key: array.shape for key, array in plan.inverse.items()}
         if shapes != wanted:
             raise ValueError(
-                f"the plan of {name!r} is of ids {shapes}, but the batch has {wanted}: plan this very batch, "
-                "jaxrec.plan(spec, batch.ids)."
+                f"the plan of {name!r} is of ids {shapes}, but the batch has {wanted}: plan this "
+                "very batch, jaxrec.plan(spec, batch.ids)."
             )
-        if all(isinstance(array, np.ndarray) for array in (*stack_plan[:3:2], *map(ids.get, wanted))):
-            _check_host_plan(spec, name, stack_plan, ids)
+        if all(isinstance(array, np.ndarray) for array in (*plan[:3:2], *map(ids.get, wanted))):
+            _check_host_plan(spec, name, plan, ids)
 
 
 def _check_host_plan(spec, name, plan, ids):
     if plan.count.max() > plan.unique.shape[1]:
         raise ValueError(
-            f"the plan of {name!r} has dropped rows: {plan.count.max()} in a shard of capacity {plan.unique.shape[1]}. "
-            "Use jaxrec.plan, which plans again with more."
+            f"the plan of {name!r} has dropped rows: {plan.count.max()} in a shard of capacity "
+            f"{plan.unique.shape[1]}. Use jaxrec.plan, which plans again with more."
         )
     if not is_plan_of(spec, name, plan, ids):
         raise ValueError(
-            f"the plan of {name!r} is that of other ids: plan this very batch, jaxrec.plan(spec, batch.ids), and do "
-            "not write into its arrays afterwards."
+            f"the plan of {name!r} is that of other ids: plan this very batch, jaxrec.plan(spec, "
+            "batch.ids), and do not write into its arrays afterwards."
         )
 
 
@@ -192,15 +197,15 @@ def check_dense(dense, optimizer, replicas: int) -> None:
     found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves((dense.params, dense.opt_state))} - {(replicas,)}
     if found:
         raise ValueError(
-            f"leaves of the dense state have a first axis of {sorted(found)}, but the step's mesh has {replicas} "
-            "replicas: give the same mesh to `init_state` and to the step."
+            f"leaves of the dense state have a first axis of {sorted(found)}, but the step's mesh "
+            f"has {replicas} replicas: give the same mesh to `init_state` and to the step."
         )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dense.params)
     wanted = jax.eval_shape(optimizer.init, one)
     if _described(wanted, 0) != _described(dense.opt_state, 1):
         raise ValueError(
-            f"the optimizer state is {_kinds(dense.opt_state)}, but the step's optimizer wants {_kinds(wanted)}: give "
-            "the same optax transformation to `init_state` and to the step."
+            f"the optimizer state is {_kinds(dense.opt_state)}, but the step's optimizer wants "
+            f"{_kinds(wanted)}: give the same optax transformation to `init_state` and to the step."
         )
 
 
@@ -236,7 +241,7 @@ def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer |
 
 
 def check_layout(layout: Layout, row_optimizer: RowOptimizer, spec: EmbeddingSpec) -> None:
-    """Refuses tables whose slots are not those that a step's row optimizer wants; their initial values may differ."""
+    """Refuses tables with other slots than a row optimizer wants; their fills may differ."""
     _check_slots(_slot_widths(layout), spec.layout(row_optimizer))
 
 
@@ -250,8 +255,8 @@ def _check_slots(found, layout):
     for name, wanted in _slot_widths(layout).items():
         if found[name] != wanted:
             raise ValueError(
-                f"the tables have slots {found[name]} in {name!r}, but the step's row optimizer wants {wanted}: give "
-                "tables and step the same row optimizer."
+                f"the tables have slots {found[name]} in {name!r}, but the step's row optimizer "
+                f"wants {wanted}: give tables and step the same row optimizer."
             )
 
 
@@ -265,39 +270,21 @@ def check_placement(state, mesh) -> None:
             if not leaf.sharding.is_equivalent_to(shardings(place, mesh), leaf.ndim):
                 what = "dense state" if place is PER_REPLICA else "tables"
                 raise ValueError(
-                    f"the {what} lies on {leaf.sharding.num_devices} devices, {leaf.sharding.device_set!s:.200}, not "
-                    f"as the mesh of {mesh.size} devices in {mesh.shape[REPLICA]} replicas wants it: give one mesh to "
-                    "`init_state`, `DeviceTables.create`, `make_train_step` and `make_eval_step`."
+                    f"the {what} lies on {leaf.sharding.num_devices} devices, "
+                    f"{leaf.sharding.device_set!s:.200}, not as the mesh of {mesh.size} devices in "
+                    f"{mesh.shape[REPLICA]} replicas wants it: give one mesh to `init_state`, "
+                    "`DeviceTables.create`, `make_train_step` and `make_eval_step`."
                 )
 
 
 def check_context(mesh) -> None:
-    """Refuses a mesh set by `jax.set_mesh` that is not this one, which JAX does not run a program of this one under."""
+    """Refuses another mesh set by `jax.set_mesh`: JAX runs no program of this one under it."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(
-            f"jax.set_mesh has set a mesh {dict(context.shape)} of axis types {context.axis_types}, but the step is of "
-            f"{dict(mesh.shape)} of type Auto: leave its block, or set the mesh of jaxrec.make_mesh."
-        )
-
-
-def check_per_example(what: str, found, batch, only_first_axis: bool = False) -> None:
-    """Refuses the result of a loss or a prediction that is not one number for each example.
-
-    Args:
-      what: 'loss' or 'predict'.
-      found: what it returned.
-      batch: Batch, a device's own part.
-      only_first_axis: whether an example may have more than one number.
-    """
-    size, shape = len(batch.weight), getattr(found, "shape", None)
-    if shape is None:
-        raise ValueError(f"{what} returned a {type(found).__name__}, but one array f32[{size}] is wanted, no more.")
-    if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
-        raise ValueError(
-            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one device), but one number for "
-            f"each is wanted, f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the "
-            "mean to the step, which weights the examples."
+            f"jax.set_mesh has set a mesh {dict(context.shape)} of axis types "
+            f"{context.axis_types}, but the step is of {dict(mesh.shape)} of type Auto: leave its "
+            "block, or set the mesh of jaxrec.make_mesh."
         )
 
 

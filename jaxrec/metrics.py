@@ -1,4 +1,4 @@
-"""Metrics of click prediction: log loss, normalised entropy, AUC exact and streaming, calibration; numpy, float64.
+"""Metrics of click prediction: log loss, normalised entropy, AUC, calibration; numpy, float64.
 
 Legend: n examples.
 """
@@ -11,7 +11,7 @@ import numpy as np
 _BINS, _LIMIT = 1 << 16, 20.0
 
 
-def log_loss(logit, label, weight=None) -> float:
+def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
     """Weighted mean of -log p(label), p = sigmoid(logit).
 
     Args:
@@ -27,7 +27,7 @@ def log_loss(logit, label, weight=None) -> float:
     return float(np.sum(weight * _cross_entropy(logit, label)) / np.sum(weight))
 
 
-def normalized_entropy(logit, label, weight=None) -> float:
+def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
     """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD 2014, eq. 1).
 
     Args:
@@ -40,7 +40,7 @@ def normalized_entropy(logit, label, weight=None) -> float:
     return log_loss(logit, label, weight) / _entropy(float(np.average(label, weights=weight)))
 
 
-def exact_auc(score, label, weight=None) -> float:
+def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
     """Area under the ROC curve, P(score of a positive > of a negative), ties counted half.
 
     Args:
@@ -79,14 +79,15 @@ def empty_evaluation() -> Evaluation:
     return Evaluation(np.zeros(_BINS), np.zeros(_BINS), 0.0, 0.0, 0)
 
 
-def evaluate_batch(logit, label, weight) -> Evaluation:
+def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> Evaluation:
     """The statistics of one batch.
 
     Args:
       logit, label, weight: f32[n]; examples of weight 0 do not count, whatever else they hold.
 
     Raises:
-      ValueError: shapes that differ; a label other than 0 and 1; a weight that is negative or not finite.
+      ValueError: shapes that differ; a label other than 0 and 1; a weight that is negative or not
+        finite.
       FloatingPointError: a logit that is not finite.
     """
     logit, label, weight = _clicks(logit, label, weight)
@@ -115,8 +116,8 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     """Turns statistics into numbers.
 
     Returns:
-      auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy, calibration (mean
-      prediction over label mean), label_mean, examples.
+      auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy,
+      calibration (mean prediction over label mean), label_mean, examples.
 
     Raises:
       ValueError: there is no example of weight above 0.
@@ -151,18 +152,18 @@ def _clicks(logit, label, weight):
     logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
     if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:
         raise ValueError(
-            f"logits of shape {logit.shape}, labels {label.shape}, weights {weight.shape}: one of each for an example "
-            "is wanted, [n] each. Take `[..., 0]` of an nn.Dense(1)."
+            f"logits of shape {logit.shape}, labels {label.shape}, weights {weight.shape}: one of "
+            "each for an example is wanted, [n] each. Take `[..., 0]` of an nn.Dense(1)."
         )
-    _refuse(ValueError, weight, (weight >= 0) & (weight < np.inf), "weight", "weights are finite and 0 or more")
+    finite = (weight >= 0) & (weight < np.inf)
+    _refuse(ValueError, weight, finite, "weight", "weights are finite and 0 or more")
     counts = weight > 0
     if not counts.all():
         logit, label, weight = logit[counts], label[counts], weight[counts]
-    _refuse(ValueError, label, (label == 0) | (label == 1), "label", "labels of clicks are 0 or 1: map yours to them")
-    _refuse(
-        FloatingPointError, logit, np.isfinite(logit), "logit",
-        "the model has diverged or its input is not finite: look at the learning rates and the dense features",
-    )  # fmt: skip
+    binary = (label == 0) | (label == 1)
+    _refuse(ValueError, label, binary, "label", "labels of clicks are 0 or 1: map yours to them")
+    remedy = "the model has diverged or its input is not finite: look at the learning rates and the dense features"
+    _refuse(FloatingPointError, logit, np.isfinite(logit), "logit", remedy)
     return logit, label, weight
 
 

@@ -24,9 +24,9 @@ from jaxrec.models.link_prediction import (
     distmult,
     filtered_ranks,
     make_loss,
+    ranking_metrics,
     relation_of,
     score,
-    summarize,
 )
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
@@ -177,7 +177,7 @@ def test_unknown_queries_equal_scores_and_broken_scores_gain_nothing():
     with pytest.raises(ValueError, match="queries have shape"):
         filtered_ranks(COMPLEX, zeros, zeros, queries[0], nothing)
     with pytest.raises(ValueError, match="no ranks"):
-        summarize(np.zeros(0))
+        ranking_metrics(np.zeros(0))
 
 
 def test_known_tails_are_those_of_a_dictionary():
@@ -320,7 +320,7 @@ def test_training_means_the_same_on_any_number_of_devices_that_divides_the_group
 def test_a_small_graph_is_learned(name, times):
     queries, known = both_directions(GRAPH.test, 3), KnownTails.of(GRAPH).pairs
     before, after = (
-        summarize(filtered_ranks(MODELS[name], *trained(MODELS[name], steps), queries, known))["mrr"]
+        ranking_metrics(filtered_ranks(MODELS[name], *trained(MODELS[name], steps), queries, known))["mrr"]
         for steps in (0, 200)
     )
     assert after > times * before

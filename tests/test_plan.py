@@ -63,7 +63,7 @@ def test_sharded_device_plan_equals_host_plan(devices):
     capacity = capacity_of(plan(spec, ids))
     mesh = make_mesh(devices=jax.devices()[:devices])
     sharded = jax.shard_map(
-        functools.partial(device_plan, spec, capacity=capacity, axes=True),
+        functools.partial(device_plan, spec, capacity=capacity, sharded=True),
         mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks),
     )  # fmt: skip
     assert_plans_equal(host_plan(spec, ids, capacity), jax.jit(sharded)(ids))

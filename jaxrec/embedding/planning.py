@@ -196,7 +196,7 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
 # ---- on the devices
 
 
-def device_plan(spec: EmbeddingSpec, ids, capacity, axes=False) -> dict[str, Plan]:
+def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, Plan]:
     """Numbers the rows of a batch by first appearance, shard by shard.
 
     Without a pass over the table: the cost depends on N, not on V. First appearances are found by a scatter-min of
@@ -206,7 +206,7 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, axes=False) -> dict[str, Pla
       spec: the tables and lookups.
       ids: {lookup: i32[B, ...]}, -1 where an id is missing.
       capacity: {stack: U}, padded unique rows a shard.
-      axes: True inside a shard_map over the mesh, where ids are the device's own part: the plan then holds the rows
+      sharded: True inside a shard_map over the mesh, where ids are the device's own part: the plan then holds the rows
         of the device's own shards and the positions of its own ids.
 
     Returns:
@@ -215,33 +215,33 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, axes=False) -> dict[str, Pla
     plans = {}
     for name, stack in spec.stacks.items():
         lookups = {key: ids[key] for key in spec.lookups_of(name)}
-        rows, invalid = _stack_rows(spec, stack, lookups, axes)
-        unique, position, count = _number(rows, stack, capacity[name], axes)
-        plans[name] = Plan(unique, _split_back(position, lookups, axes), count, invalid)
+        rows, invalid = _stack_rows(spec, stack, lookups, sharded)
+        unique, position, count = _number(rows, stack, capacity[name], sharded)
+        plans[name] = Plan(unique, _split_back(position, lookups, sharded), count, invalid)
     return plans
 
 
-def _stack_rows(spec, stack, lookups, axes):
+def _stack_rows(spec, stack, lookups, sharded):
     """Row numbers i32[N] of all ids of all devices, V where missing; and how many ids are outside their table."""
     parts, invalid = [], jnp.zeros((), jnp.int32)
     for key, local in lookups.items():
         hots = spec.lookups[key].hots
         offset, limit = (np.repeat(a, hots)[None, :] for a in spec.columns_of(key))
-        part = jax.lax.all_gather(local, AXES, tiled=True) if axes else jnp.asarray(local)
+        part = jax.lax.all_gather(local, AXES, tiled=True) if sharded else jnp.asarray(local)
         part = part.reshape(-1, offset.shape[1])
         valid = (part >= 0) & (part < limit)
         invalid += jnp.sum(~valid & (part != -1), dtype=jnp.int32)
         parts.append(jnp.where(valid, part + offset, stack.rows).reshape(-1))
-    if axes:
+    if sharded:
         invalid = jax.lax.pmax(invalid, AXES)  # equal on all devices; says so to the type system
     return jnp.concatenate(parts), invalid
 
 
-def _number(rows, stack, capacity, axes):
+def _number(rows, stack, capacity, sharded):
     """unique i32[S', U] and count i32[S'] of the local shards, position i32[N] in the flattened [S * U]."""
     n, shards = rows.shape[0], stack.shards
-    here = shards // jax.lax.axis_size(AXES) if axes else shards
-    first_shard = device_index() * here if axes else 0
+    here = shards // jax.lax.axis_size(AXES) if sharded else shards
+    first_shard = device_index() * here if sharded else 0
     index = jnp.arange(n, dtype=jnp.int32)
     slot = jnp.searchsorted(jnp.sort(rows), rows).astype(jnp.int32)
     first = jnp.full(n, n, jnp.int32).at[slot].min(index)[slot]  # where each row appears first
@@ -259,17 +259,17 @@ def _number(rows, stack, capacity, axes):
     found = mine & (rank < capacity)
     # One more than the position, so that 0 says "not here" when the devices' parts are added up.
     marked = jnp.where(found, (first_shard + local) * capacity + rank + 1, 0)
-    if axes:
+    if sharded:
         marked = jax.lax.psum(marked, AXES)
     return unique, jnp.where(marked > 0, marked - 1, shards * capacity), count
 
 
-def _split_back(position, lookups, axes):
+def _split_back(position, lookups, sharded):
     """Cuts positions i32[N] into one array a lookup, of the shape of the (device's own) ids."""
     inverse, start = {}, 0
     for key, local in lookups.items():
         size = int(np.prod(local.shape))
-        if axes:
+        if sharded:
             begin = start + device_index() * size
             inverse[key] = jax.lax.dynamic_slice(position, (begin,), (size,)).reshape(local.shape)
             start += size * jax.lax.axis_size(AXES)

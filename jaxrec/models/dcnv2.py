@@ -6,6 +6,7 @@ Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N
 from collections.abc import Sequence
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jaxrec.models.tower import Tower
@@ -14,8 +15,8 @@ from jaxrec.models.tower import Tower
 class DCNv2(nn.Module):
     """Deep and cross network: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    x_0 is the dense features beside all embeddings, f32[B, X]; the cross layers learn products of features explicitly,
-    the tower learns the rest.
+    x_0 is the dense features beside all embeddings, f32[B, X]; the cross layers learn products of
+    features explicitly, the tower learns the rest.
 
     Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535, sections 3.2 to 3.4.
 
@@ -32,7 +33,7 @@ class DCNv2(nn.Module):
     parallel: bool = True
 
     @nn.compact
-    def __call__(self, dense, activations):
+    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         if dense.ndim != 2 or activations.ndim != 3 or len(dense) != len(activations):
             raise ValueError(
                 f"DCNv2 wants dense [B, N] and activations [B, F, E], got {dense.shape} and {activations.shape}."
@@ -56,7 +57,7 @@ class Cross(nn.Module):
     rank: int | None = None
 
     @nn.compact
-    def __call__(self, x0, x):
+    def __call__(self, x0: jax.Array, x: jax.Array) -> jax.Array:
         width = x0.shape[1]
         if self.rank is not None:
             if not 1 <= self.rank < width:

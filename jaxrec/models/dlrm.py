@@ -17,12 +17,13 @@ from jaxrec.models.tower import Tower
 class DLRM(nn.Module):
     """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    Reference: Naumov et al., arXiv 1906.00091, section 2. Weights are normal with variance 2 / (fan in + fan out),
-    biases normal with variance 1 / fan out, as in the reference code.
+    Reference: Naumov et al., arXiv 1906.00091, section 2. Weights are normal with variance 2 / (fan
+    in + fan out), biases normal with variance 1 / fan out, as in the reference code.
 
-    Numbers: one pass over the first 91,666 of 110,000 Criteo Kaggle rows (in time order) with the defaults of
-    `experiments/train.py --data criteo` gives a test AUC of 0.7607 to 0.7618 (3 seeds), normalised entropy 0.849.
-    Single-epoch results published for the whole set lie near an AUC of 0.80.
+    Numbers: one pass over the first 91,666 of 110,000 Criteo Kaggle rows (in time order) with the
+    defaults of `experiments/train.py --data criteo` gives a test AUC of 0.7607 to 0.7618 (3 seeds),
+    normalised entropy 0.849. Single-epoch results published for the whole set lie near an AUC of
+    0.80.
 
     Attributes:
       bottom: layer sizes after the dense features; the last one is E.
@@ -33,13 +34,13 @@ class DLRM(nn.Module):
     top: Sequence[int] = (512, 256, 1)
 
     @nn.compact
-    def __call__(self, dense, activations):
+    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         if len(self.top) < 2 or self.top[-1] != 1:
             raise ValueError(f"top={tuple(self.top)} must have at least two sizes, the last one 1.")
         if dense.ndim != 2 or activations.ndim != 3 or self.bottom[-1] != activations.shape[-1]:
             raise ValueError(
-                f"DLRM wants dense [B, N] and activations [B, F, {self.bottom[-1]}] (the last size of `bottom`), got "
-                f"{dense.shape} and {activations.shape}."
+                f"DLRM wants dense [B, N] and activations [B, F, {self.bottom[-1]}] (the last size "
+                f"of `bottom`), got {dense.shape} and {activations.shape}."
             )
         tower = functools.partial(Tower, kernel_init=nn.initializers.glorot_normal(), bias_deviation=1.0)
         bottom = tower(self.bottom, name="bottom_tower")(dense).T
@@ -52,17 +53,19 @@ class DLRM(nn.Module):
 
 
 @jax.custom_vjp
-def dot_interaction(vectors):
+def dot_interaction(vectors: jax.Array) -> jax.Array:
     """All dot products between two different vectors of an example.
 
-    The derivative is written out: autodiff would scatter the P gradients into a [F + 1, F + 1] matrix, the slowest
-    operation of the whole step on a CPU, where a gather of the symmetric matrix will do.
+    The derivative is written out: autodiff would scatter the P gradients into a [F + 1, F + 1]
+    matrix, the slowest operation of the whole step on a CPU, where a gather of the symmetric matrix
+    will do.
 
     Args:
       vectors: f32[B, F + 1, E].
 
     Returns:
-      f32[B, P]: row by row the lower triangle of vectors times their transpose, without the diagonal.
+      f32[B, P]: row by row the lower triangle of vectors times their transpose, without the
+      diagonal.
     """
     # In pieces: XLA:CPU runs one batched product on one core, but several of them side by side.
     pieces = jnp.array_split(vectors, min(4, len(vectors)))

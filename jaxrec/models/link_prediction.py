@@ -1,9 +1,10 @@
 """Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with the N3 penalty, filtered ranks.
 
-A relation turns a head into a query, and a tail scores by its dot product with that. Rows of ComplEx are f32[2 C]: C
-real parts, then C imaginary ones.
+A relation turns a head into a query, and a tail scores by its dot product with that. Rows of
+ComplEx are f32[2 C]: C real parts, then C imaginary ones.
 
-Legend: B batch, G groups of a batch, K candidates or negatives, E row width, N entities, R relations, Q queries.
+Legend: B batch, G groups per batch, K candidates or negatives, E row width, N entities,
+R relations, Q queries.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxrec.types import Batch
 
 
 class Model(NamedTuple):
@@ -42,7 +45,7 @@ DISTMULT = Model(lambda head, relation: head * relation, lambda x: _cube(jnp.squ
 COMPLEX = Model(_complex_query, _complex_cube)
 
 
-def distmult(head, relation, tail):
+def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
     """Scores every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1).
 
     Args:
@@ -58,7 +61,7 @@ def distmult(head, relation, tail):
     return score(DISTMULT, head, relation, tail)
 
 
-def complex_(head, relation, tail):
+def complex_(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
     """Scores every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357).
 
     Args:
@@ -74,7 +77,7 @@ def complex_(head, relation, tail):
     return score(COMPLEX, head, relation, tail)
 
 
-def score(model: Model, head, relation, tail):
+def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
     """Scores every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
     if head.ndim != 2 or head.shape != relation.shape or tail.ndim != 2 or head.shape[1] != tail.shape[1]:
         raise ValueError(
@@ -98,7 +101,7 @@ def _products_backward(saved, gradient):
 _products.defvjp(lambda query, tail: (_products(query, tail), (query, tail)), _products_backward)
 
 
-def relation_of(batch):
+def relation_of(batch: Batch) -> jax.Array:
     """The relation of each example, i32[B], which `data.triples` puts into `dense` f32[B, 1]."""
     return batch.dense[:, 0].astype(jnp.int32)
 
@@ -106,17 +109,18 @@ def relation_of(batch):
 def make_loss(model: Model, n3: float = 0.0) -> Callable:
     """Makes the loss of an example (h, r, t): softmax cross-entropy against shared negatives, and the N3 penalty.
 
-    -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3), where k runs over the
-    negatives of the example's group without t itself. The paper's penalty has a factor 1 / 3, which is in the weight
-    here, as in its code (Lacroix et al., arXiv 1806.07297, section 4).
+    -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3),
+    where k runs over the negatives of the example's group without t itself. The paper's penalty has
+    a factor 1 / 3, which is in the weight here, as in its code (Lacroix et al., arXiv 1806.07297,
+    section 4).
 
     Args:
       model: DISTMULT or COMPLEX.
       n3: weight of the penalty.
 
     Returns:
-      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
-      'negative': f32[G, K, E]}, Batch) -> f32[B].
+      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail':
+      f32[B, E], 'negative': f32[G, K, E]}, Batch) -> f32[B].
 
     Raises:
       ValueError: a negative weight; when called, groups that do not divide the batch.
@@ -155,11 +159,19 @@ def _cross_entropy(positive, negatives, batch, rows, group):
     return jnp.log(total) + highest - positive
 
 
-def filtered_ranks(model: Model, entities, relations, queries, known: Callable, chunk: int = 512) -> np.ndarray:
+def filtered_ranks(
+    model: Model,
+    entities: jax.Array,
+    relations: jax.Array,
+    queries: np.ndarray,
+    known: Callable,
+    chunk: int = 512,
+) -> np.ndarray:
     """Ranks the true tail of each query among all entities that are not known to be true themselves.
 
-    rank = 1 + #{higher} + #{equal} / 2: ties give the mean of their ranks, so that equal scores gain nothing; a score
-    that is not a number counts as higher. The filter is that of Bordes et al., NIPS 2013.
+    rank = 1 + #{higher} + #{equal} / 2: ties give the mean of their ranks, so that equal scores
+    gain nothing; a score that is not a number counts as higher. The filter is that of Bordes et
+    al., NIPS 2013.
 
     Args:
       model: DISTMULT or COMPLEX.
@@ -209,7 +221,7 @@ def _ranks_of_chunk(model, entities, relations, queries, query, known):
     return 1 + higher + jnp.maximum(equal, 0) / 2
 
 
-def summarize(ranks: np.ndarray) -> dict[str, float]:
+def ranking_metrics(ranks: np.ndarray) -> dict[str, float]:
     """Sums ranks up: mean reciprocal rank and Hits@k, the share of ranks up to k.
 
     Args:
@@ -221,7 +233,7 @@ def summarize(ranks: np.ndarray) -> dict[str, float]:
     Raises:
       ValueError: no ranks.
 
-    >>> summarize(np.array([1.0, 2.0, 4.0, 20.0]))
+    >>> ranking_metrics(np.array([1.0, 2.0, 4.0, 20.0]))
     {'mrr': 0.45, 'hits_at_1': 0.25, 'hits_at_3': 0.5, 'hits_at_10': 0.75}
     """
     if not len(ranks):

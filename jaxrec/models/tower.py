@@ -1,8 +1,9 @@
 """Layers relu(x W + b) that keep activations feature-major, f32[features, B], for speed on CPUs.
 
-XLA:CPU (jaxlib 0.10) runs a matrix product with its fast kernels only where the left side is contracted over its last
-axis; the weight gradient x^T g of an example-major layer is not of that form, all three products of a feature-major one
-are. Transposing weights is cheap, transposing activations is not. On other platforms the two are alike.
+XLA:CPU (jaxlib 0.10) runs a matrix product with its fast kernels only where the left side is
+contracted over its last axis; the weight gradient x^T g of an example-major layer is not of that
+form, all three products of a feature-major one are. Transposing weights is cheap, transposing
+activations is not. On other platforms the two are alike.
 
 Legend: B batch, I and O sizes of a layer.
 """
@@ -28,7 +29,7 @@ class Tower(nn.Module):
     bias_deviation: float = 0.0
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         for number, size in enumerate(self.sizes):
             fan_in = x.shape[1] if number == 0 else x.shape[0]
             kernel = self.param(f"kernel_{number}", self.kernel_init, (fan_in, size))
@@ -38,7 +39,7 @@ class Tower(nn.Module):
 
 
 @jax.custom_vjp
-def layer(x, kernel, bias):
+def layer(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """relu(W^T x + b) of x f32[I, B], W f32[I, O], b f32[O]: f32[O, B]."""
     return _layer_forward(x, kernel, bias)[0]
 
@@ -60,7 +61,7 @@ layer.defvjp(_layer_forward, _layer_backward)
 
 
 @jax.custom_vjp
-def first_layer(x, kernel, bias):
+def first_layer(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """relu(W^T x^T + b) of x f32[B, I], example-major: f32[O, B], feature-major."""
     return _first_forward(x, kernel, bias)[0]
 

@@ -204,7 +204,7 @@ def _(directory):
 # ---- a step and what it is given
 
 
-@situation("a batch that was not planned", ValueError, r"plan is NoneType, but \{stack: Plan\}.*jaxrec.plan")
+@situation("a batch that was not planned", ValueError, r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan")
 def _(directory):
     train_step()(state_of(), None, batch_of())
 
@@ -232,7 +232,7 @@ def _(directory):
     train(plan=jaxrec.plan(SPEC, batch_of(4).ids))
 
 
-@situation("a plan of another spec", ValueError, r"plan is \['width_8'\], but \{stack: Plan\} of \['width_4'\]")
+@situation("a plan of another spec", ValueError, r"plans are \['width_8'\], but \{stack: Plan\} of \['width_4'\]")
 def _(directory):
     other = EmbeddingSpec({"user": Table(40, 8), "item": Table(9, 8)}, {"pair": Lookup(("user", "item"))}, shards=4)
     train(plan=jaxrec.plan(other, batch_of().ids))
@@ -492,11 +492,6 @@ def _(directory):
 def _(directory):
     with jax.numpy_rank_promotion("allow"):  # strict in these tests, not at a user's
         _lost(lambda logit, batch: optax.sigmoid_binary_cross_entropy(logit[:, None], batch.label))
-
-
-@situation("a loss beside other results", ValueError, "loss returned a tuple, but one array")
-def _(directory):
-    _lost(lambda logit, batch: (logit, {"logit": logit}))
 
 
 @situation("a prediction of nn.Dense(1)", ValueError, r"predict returned an array of shape \(8, 1\)")

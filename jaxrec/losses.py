@@ -1,0 +1,272 @@
+"""What a loss is given and what it may return: a key, figures of its own, variables of the model.
+
+    loss(params, activations, batch) -> f32[B], or (f32[B], figures), or (f32[B], figures,
+    variables) loss(params, activations, batch, *, rng) of a step that was made with a seed:
+    likewise
+
+The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed
+run, for both homes of the rows and in every mode of `oac`. Each device of the mesh, and so each
+replica, has its own: another number of devices draws other numbers.
+
+Figures are a dict, whose values go to the metrics as f32[]:
+- f32[B], one number for each example, is averaged as the loss is: by weight over the examples of a
+  replica, then over replicas;
+- f32[] is taken for the mean over the examples of the device, and counts as much as these weigh.
+  Whatever is real counts as a number, booleans too. Other shapes and the names in RESERVED are
+  refused.
+
+Variables are a dict, whose values replace params[name] after the optimizer: statistics that a model
+keeps. They are averaged over the devices of a replica by the weight of their examples. Each replica
+has its own. Where no example counts they stay.
+
+All of this happens where a step is traced. A loss that has none of it makes the same program as
+ever.
+Legend: B examples of one device, W the weight of all examples of a replica.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrec.sharding import DATA, REPLICA, device_index
+from jaxrec.types import Batch, PyTree
+
+RESERVED = ("loss", "weight", "stale_rows", "patched_rows")  # the names of the step and of OAC
+
+
+class Outcome(NamedTuple):
+    """What a loss has returned for the examples of one device."""
+
+    per_example: jax.Array  # f32[B]
+    figures: dict[str, jax.Array]  # f32[B] or f32[] each
+    variables: dict[str, PyTree]  # new values of params[name]
+
+
+def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
+    """The key of a step on a device, fold_in(fold_in(key(seed), step), device), in every run.
+
+    Args:
+      seed: from 0 to 2**32 - 1.
+      step: i32[], how many steps the dense state has seen.
+      sharded: whether this is inside a shard_map over the mesh; else the device is number 0.
+
+    >>> bool(jax.random.uniform(key_at(0, 7)) == jax.random.uniform(key_at(0, 7)))
+    True
+    """
+    key = jax.random.fold_in(jax.random.key(checked_seed(seed)), step)
+    return jax.random.fold_in(key, device_index() if sharded else 0)
+
+
+def outcome_of(
+    loss: Callable, params: PyTree, activations: dict[str, jax.Array], batch: Batch, rng: jax.Array | None = None
+) -> Outcome:
+    """Calls a loss, with the key if there is one, and looks at what it returns.
+
+    Raises:
+      ValueError: the loss and the key do not fit; the loss is not one number for each example;
+        figures or variables that cannot be averaged, of a name that is taken, or of another shape
+        than the parameters.
+    """
+    check_rng(loss, rng is not None)
+    found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
+    several = isinstance(found, tuple) and len(found) in (2, 3)
+    per_example, figures, variables = (*found, {})[:3] if several else (found, {}, {})
+    check_per_example("loss", per_example, batch)
+    _check_figures(figures, len(batch.weight))
+    _check_variables(variables, params)
+    return Outcome(per_example, jax.tree.map(jnp.asarray, figures), variables)
+
+
+def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array, sharded: bool) -> dict[str, jax.Array]:
+    """Averages figures as the loss: by weight over the examples of a replica, then over replicas.
+
+    Args:
+      figures: {name: f32[B], one number for each example, or f32[], the mean of the device's
+        examples}.
+      batch: Batch, the device's own part.
+      weight: W, f32[].
+      sharded: whether this is inside a shard_map over the mesh.
+
+    Returns:
+      {name: f32[]}. Examples of weight 0, and devices that have no others, count for nothing
+      whatever they hold.
+    """
+
+    def mean(value):
+        value, own = jnp.asarray(value, jnp.float32), jnp.sum(batch.weight)
+        if value.ndim:
+            part = jnp.sum(jnp.where(batch.weight > 0, value * batch.weight, 0)) / or_one(weight)
+        else:
+            part = _part(value, own, weight)
+        return jax.lax.pmean(jax.lax.psum(part, DATA), REPLICA) if sharded else part
+
+    return {name: mean(value) for name, value in figures.items()}
+
+
+def mean_variables(
+    variables: dict[str, PyTree], params: PyTree, batch: Batch, weight: jax.Array, sharded: bool
+) -> dict[str, PyTree]:
+    """Averages new variables over the devices of a replica, by the weight of their examples.
+
+    Args:
+      variables: {name: new value of params[name]} of this device.
+      params: dense parameters before the step.
+      batch: Batch, the device's own part.
+      weight: W, f32[].
+      sharded: whether this is inside a shard_map over the mesh.
+
+    Returns:
+      {name: value}, equal on all devices of a replica; as in `params` where no example counts.
+    """
+    own = jnp.sum(batch.weight)
+
+    def mean(new, old):
+        part = _part(new, own, weight)
+        found = jax.lax.psum(part, DATA) if sharded else part
+        return jnp.where(weight > 0, found, old).astype(old.dtype)
+
+    return {name: jax.tree.map(mean, new, params[name]) for name, new in variables.items()}
+
+
+def or_one(weight: jax.Array) -> jax.Array:
+    """What a sum over examples is divided by: their weight, or 1 where none counts."""
+    return jnp.where(weight > 0, weight, 1)
+
+
+def _part(value, own, weight):
+    # By the share, which is exactly 1 on one device: there the value comes through to the bit.
+    return jnp.where(own > 0, value * (own / or_one(weight)), 0)
+
+
+def checked_seed(seed: int) -> int:
+    """A seed as a number of Python.
+
+    Raises:
+      ValueError: not a whole number from 0 to 2**32 - 1, which is what a key is made from.
+    """
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**32:
+        raise ValueError(
+            f"seed={seed!r:.100} must be a whole number from 0 to 2**32 - 1, or None: the step "
+            "makes the key itself, from the seed, its own number and the device's."
+        )
+    return number
+
+
+def check_rng(function: Callable, keyed: bool) -> None:
+    """Refuses a function that wants a key and gets none, or gets one and has no use for it."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C: the call itself will tell
+        return
+    every = list(parameters.values())
+    named = [p for p in every if p.name == "rng" and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if keyed and not named and all(p.kind is not p.VAR_KEYWORD for p in every):
+        raise ValueError(
+            "a seed was given, but the loss takes no key: write it as loss(params, activations, "
+            "batch, *, rng), or leave the seed out."
+        )
+    if not keyed and any(p.default is p.empty for p in named):
+        raise ValueError(
+            "the function wants a key, `rng`, and gets none: give make_train_step or make_update a "
+            "seed=0. Predictions and free trainers draw nothing: write `rng=None` there, and "
+            "deterministic=True in Flax."
+        )
+
+
+def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool = False) -> None:
+    """Refuses the result of a loss or a prediction that is not one number for each example.
+
+    Args:
+      what: 'loss' or 'predict'.
+      found: what it returned.
+      batch: Batch, a device's own part.
+      only_first_axis: whether an example may have more than one number.
+
+    Raises:
+      ValueError: says what was found and what is wanted.
+    """
+    size, shape = len(batch.weight), getattr(found, "shape", None)
+    if shape is None:
+        more = "" if what == "predict" else ", or that and a dict of figures, or both and a dict of variables"
+        raise ValueError(f"{what} returned a {_kind(found)}, but one array f32[{size}] is wanted{more}.")
+    if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
+        raise ValueError(
+            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one "
+            f"device), but one number for each is wanted, f32[{size}]: take `[..., 0]` of an "
+            "nn.Dense(1), in logit and label alike, and leave the mean to the step, which weights "
+            "the examples."
+        )
+
+
+def _kind(found):
+    return f"tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+
+
+def _check_figures(figures, size):
+    if not isinstance(figures, dict) or not all(isinstance(name, str) for name in figures):
+        found = f"dict of {list(figures)!r:.100}" if isinstance(figures, dict) else type(figures).__name__
+        raise ValueError(f"beside its numbers the loss returned a {found}, but {{name: figure}} is wanted.")
+    if taken := [name for name in RESERVED if name in figures]:
+        raise ValueError(f"the loss returned figures named {taken}, which are the step's own: choose other names.")
+    for name, value in figures.items():
+        kind = getattr(value, "dtype", None) or type(value).__name__
+        if not _is_real(value):
+            raise ValueError(f"the figure {name!r} is of {kind}, which has no mean: return real numbers.")
+        if jnp.shape(value) not in ((), (size,)):
+            raise ValueError(
+                f"the figure {name!r} has shape {jnp.shape(value)}, but a figure is one number for "
+                f"each example, f32[{size}] (of one device), or their mean, f32[]: give each "
+                "column a name of its own."
+            )
+
+
+def _is_real(value):
+    if isinstance(value, (bool, int, float)):
+        return True
+    return (
+        hasattr(value, "dtype")
+        and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
+        and not (jnp.issubdtype(value.dtype, jnp.complexfloating))
+    )
+
+
+def _check_variables(variables, params):
+    if not variables and isinstance(variables, dict):
+        return
+    if not isinstance(variables, dict):
+        raise ValueError(f"the loss returned {type(variables).__name__} as variables: {{name: value}} is wanted.")
+    if type(params) is not dict:
+        raise ValueError(
+            f"the loss returned variables {list(variables)}, but the parameters are a "
+            f"{type(params).__name__}: put them into a dict, {{'params': ..., 'batch_stats': "
+            "...}, before init_state (flax.core.unfreeze)."
+        )
+    for name, new in variables.items():
+        if name not in params:
+            raise ValueError(
+                f"the loss returned a variable {name!r}, but the parameters have {list(params)}: "
+                "give init_state its initial value, too."
+            )
+        _check_variable(name, new, params[name])
+
+
+def _check_variable(name, new, old):
+    found, wanted = _described(new), _described(old)
+    if jax.tree.flatten(found) != jax.tree.flatten(wanted):
+        raise ValueError(
+            f"the loss returned {found!s:.300} as {name!r}, but the parameters have "
+            f"{wanted!s:.300}: return the whole of it, in the same shapes and dtypes."
+        )
+
+
+def _described(tree):
+    leaf = lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}" if hasattr(x, "dtype") else type(x).__name__
+    return jax.tree.map(leaf, tree)

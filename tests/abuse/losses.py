@@ -1,0 +1,245 @@
+"""Losses that take or return what a step cannot use: keys, figures and variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxrec
+from abuse import situation
+from abuse.objects import DENSE, PARAMS, ROWS, SPEC, batch_of, loss, predict, train
+from jaxrec.embedding import HostTables
+from jaxrec.shadowsync.emulate import Emulation
+
+
+def _makes(seed=None, made=loss):
+    return jaxrec.make_train_step(SPEC, made, DENSE, ROWS, seed=seed)
+
+
+def _keyed(params, activations, batch, *, rng):
+    return loss(params, activations, batch) * jax.random.uniform(rng)
+
+
+def _returns(*more):
+    """One step of a loss that returns more than its numbers; the state must be as it was."""
+    made = lambda params, activations, batch: (
+        loss(params, activations, batch),
+        *[each(params) if callable(each) else each for each in more],
+    )
+    train(step=_makes(made=made))
+
+
+# ---- keys
+
+
+@situation(
+    "a loss that draws, and no seed", ValueError, "wants a key, `rng`, and gets none: give make_train_step .*seed=0"
+)
+def _(directory):
+    _makes(made=_keyed)
+
+
+@situation(
+    "a seed for a loss that draws nothing",
+    ValueError,
+    r"takes no key: write it as loss\(params, activations, batch, \*",
+)
+def _(directory):
+    _makes(seed=0)
+
+
+@situation("a key as seed", ValueError, "(?s)seed=.* must be a whole number from 0 to .*the step makes the key itself")
+def _(directory):
+    _makes(jax.random.key(0), _keyed)
+
+
+@situation("a seed of text", ValueError, "seed='0' must be a whole number")
+def _(directory):
+    _makes("0", _keyed)
+
+
+@situation("a seed of more than 32 bits, whose high half a key would lose", ValueError, "seed=4294967296 must be")
+def _(directory):
+    _makes(2**32, _keyed)
+
+
+@situation("a negative seed", ValueError, "seed=-1 must be a whole number from 0")
+def _(directory):
+    _makes(-1, _keyed)
+
+
+@situation("seed=True", ValueError, "seed=True must be a whole number")
+def _(directory):
+    _makes(True, _keyed)
+
+
+@situation("the greatest seed, of numpy")
+def _(directory):
+    _step(_makes(np.uint32(2**32 - 1), _keyed))
+
+
+def _step(step):
+    batch = batch_of()
+    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
+    return step(state, jaxrec.plan(SPEC, batch.ids), batch)
+
+
+@situation("a key that is there already: rng=None without a seed draws nothing")
+def _(directory):
+    _step(
+        _makes(
+            made=lambda params, activations, batch, rng=None: (
+                loss(params, activations, batch) + (0 if rng is None else 1)
+            )
+        )
+    )
+
+
+@situation("a prediction that draws", ValueError, "Predictions and free trainers draw nothing")
+def _(directory):
+    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: predict(params, activations, batch))
+
+
+@situation("the emulation of a loss that draws", ValueError, "wants a key, `rng`, and gets none")
+def _(directory):
+    one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
+    Emulation(one, _keyed, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
+
+
+# ---- figures
+
+
+@situation("figures as a list", ValueError, r"beside its numbers the loss returned a list, but \{name: figure\}")
+def _(directory):
+    _returns([1.0])
+
+
+@situation("logits beside the loss, without a name", ValueError, r"returned a .*Tracer, but \{name: figure\}")
+def _(directory):
+    _returns(lambda params: params["bias"])
+
+
+@situation(
+    "a list of a loss and figures", ValueError, "loss returned a list, but one array f32.8. is wanted, or that and"
+)
+def _(directory):
+    train(step=_makes(made=lambda *args: [loss(*args), {}]))
+
+
+@situation("four results", ValueError, "loss returned a tuple of 4, but one array")
+def _(directory):
+    _returns({}, {}, {})
+
+
+@situation("a tuple of the loss alone", ValueError, "loss returned a tuple of 1, but one array")
+def _(directory):
+    _returns()
+
+
+@situation(
+    "a figure of a name that the step has", ValueError, r"figures named \['loss', 'weight'\], which are the step's own"
+)
+def _(directory):
+    _returns({"loss": 1.0, "weight": 2.0})
+
+
+@situation(
+    "a figure of a name that OAC has", ValueError, r"named \['stale_rows', 'patched_rows'\], which are the step's own"
+)
+def _(directory):
+    _returns({"patched_rows": 1.0, "stale_rows": 2.0})
+
+
+@situation("a figure without a name", ValueError, r"returned a dict of \[0\], but \{name: figure\} is wanted")
+def _(directory):
+    _returns({0: 1.0})
+
+
+@situation("figures by task", ValueError, r"figure 'tasks' has shape \(8, 3\).*give each column a name of its own")
+def _(directory):
+    _returns({"tasks": jnp.zeros((8, 3))})
+
+
+@situation(
+    "a figure of another length", ValueError, r"figure 'norms' has shape \(1,\), but a figure is one number for each"
+)
+def _(directory):
+    _returns({"norms": jnp.zeros(1)})
+
+
+@situation("figures within figures", ValueError, "the figure 'deep' is of dict, which has no mean")
+def _(directory):
+    _returns({"deep": {"x": 1.0}})
+
+
+@situation("a word as a figure", ValueError, "the figure 'phase' is of str, which has no mean")
+def _(directory):
+    _returns({"phase": "warm"})
+
+
+@situation("a complex figure", ValueError, "the figure 'z' is of complex64, which has no mean")
+def _(directory):
+    _returns({"z": jnp.ones((), jnp.complex64)})
+
+
+@situation("a key as a figure", ValueError, "the figure 'key' is of key<fry>, which has no mean")
+def _(directory):
+    _returns({"key": jax.random.key(0)})
+
+
+@situation("None as a figure", ValueError, "the figure 'x' is of NoneType, which has no mean")
+def _(directory):
+    _returns({"x": None})
+
+
+# ---- variables
+
+
+@situation(
+    "variables that the parameters lack", ValueError, r"a variable 'batch_stats', but the parameters have \['bias'\]"
+)
+def _(directory):
+    _returns({}, {"batch_stats": jnp.zeros(3)})
+
+
+@situation(
+    "a variable of another shape", ValueError, r"returned float32\[3\] as 'bias', but the parameters have float32\[\]"
+)
+def _(directory):
+    _returns({}, {"bias": jnp.zeros(3)})
+
+
+@situation("a variable of another dtype", ValueError, r"returned bfloat16\[\] as 'bias'")
+def _(directory):
+    _returns({}, {"bias": jnp.zeros((), jnp.bfloat16)})
+
+
+@situation("a part of a variable", ValueError, r"returned {} as 'bias', but the parameters have float32")
+def _(directory):
+    _returns({}, {"bias": {}})
+
+
+@situation("variables as a list", ValueError, "returned list as variables")
+def _(directory):
+    _returns({}, [1.0])
+
+
+@situation(
+    "variables of parameters that are no dict",
+    ValueError,
+    "parameters are a ArrayImpl: put them into a dict|Tracer: put",
+)
+def _(directory):
+    batch, tables = batch_of(), HostTables.create(SPEC, ROWS)
+    made = lambda params, activations, batch: (jnp.square(batch.label - params), {}, {"mean": params})
+    state = jaxrec.init_state(jnp.zeros(()), DENSE, tables)
+    _makes(made=made)(state, jaxrec.plan(SPEC, batch.ids), batch)
+
+
+@situation(
+    "the emulation of a loss that keeps statistics", ValueError, "free trainers and the emulation apply gradients"
+)
+def _(directory):
+    one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
+    made = lambda params, *args: (loss(params, *args), {}, {"bias": params["bias"]})
+    Emulation(one, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
