@@ -23,8 +23,9 @@ import itertools
 from typing import Any, Literal
 
 import numpy as np
-from contract import Run, command_line, paired_interval, plot
-from cpr_overhead import NODES, SETTINGS, Job, JobConfig, failures_in_steps, make_data
+from contract import Run, command_line, grid, paired_interval, plot
+from cpr_scalability import SETTINGS
+from cpr_work import NODES, Job, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
@@ -78,16 +79,28 @@ def summarize(rows: list[dict], schemes) -> dict[str, Any]:
     return results
 
 
-def draw(run: Run, rows: list[dict], schemes) -> None:
-    """Loss over realised PLS, and the lines."""
+def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
+    """Loss over realised PLS, each run a point, and the fitted lines."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
-    panels: dict[str, dict[str, tuple]] = {"AUC lost": {}, "normalised entropy gained": {}}
+    panels: dict[str, dict[str, tuple]] = {"test AUC lost": {}, "normalised entropy gained": {}}
     for scheme in schemes:
         mine = sorted((r for r in rows if r["scheme"] == scheme), key=lambda row: row["realized_pls"])
-        pls = [row["realized_pls"] for row in mine]
-        for panel, key, sign in zip(panels, ("test_auc", "test_normalized_entropy"), (1, -1), strict=True):
-            panels[panel][scheme] = pls, [sign * (base[row["seed"]][key] - row[key]) for row in mine]
-    plot(run.directory / "loss_over_pls.png", panels, "realised PLS")
+        pls = np.array([row["realized_pls"] for row in mine])
+        for panel, name, sign, short in zip(panels, ("auc", "normalized_entropy"), (1, -1), ("", "_ne"), strict=True):
+            lost = [sign * (base[row["seed"]][f"test_{name}"] - row[f"test_{name}"]) for row in mine]
+            panels[panel][scheme] = pls, lost, results[f"{scheme}_slope{short}"] * pls
+    slopes = ", ".join(f"{scheme} {results[f'{scheme}_slope']:.4f}" for scheme in schemes)
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", f"AUC lost per unit of PLS: {slopes}")
+
+
+def table(results: dict[str, Any], schemes) -> str:
+    """Slopes of all schemes, in AUC and in normalised entropy."""
+    tables = [f"Seeds: {results['seeds']}"]
+    for corner, short in (("AUC lost", ""), ("NE gained", "_ne")):
+        columns = {"runs": "{}_runs", "largest PLS": "{}_realized_pls_max", "per unit of PLS": f"{{}}_slope{short}"}
+        columns |= {"minus vanilla": f"{{}}_slope{short}_minus_vanilla", "correlation": f"{{}}_correlation{short}"}
+        tables.append(grid(results, corner, schemes, columns))
+    return "\n\n".join(tables)
 
 
 def main(config: Config) -> dict:
@@ -95,7 +108,7 @@ def main(config: Config) -> dict:
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
     job = Job(config, make_data(config, config.examples or examples))
-    costs, steps = SETTINGS["a"], job.data.steps
+    costs, steps = SETTINGS["a"], job.steps
     runs: list[tuple] = []
     for seed in range(config.seeds or seeds):
         runs.append((None, seed, 0.0, 0, 0))
@@ -111,8 +124,8 @@ def main(config: Config) -> dict:
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
     results = summarize(rows, config.schemes)
-    draw(run, rows, config.schemes)
-    run.close(results)
+    draw(run, rows, results, config.schemes)
+    run.close(results, table(results, config.schemes))
     return results
 
 

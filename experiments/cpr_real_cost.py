@@ -40,7 +40,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import reference
-from contract import Flags, Run, command_line, plot
+from accelerator.measure import interval
+from contract import Figure, Flags, Run, bars, command_line, grid, listing
 from tqdm import tqdm
 
 from jaxrec.checkpoint import (
@@ -251,6 +252,37 @@ def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")
+WAYS = (*ORBAX, "full", "full_blocking", "rows", "recovery", "one_shard", "one_shard_of_base")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Seconds and bytes of all ways, then the ratios that are targets, then what the state is."""
+    heads = {"stall, s": "stall_s", "saved after, s": "save_s", "still to flush, s": "flush_s", "MB": "mb"}
+    heads |= {"restored after, s": "restore_s", "rows": "saved", "to pick them, s": "pick_s"}
+    columns = {head: f"{{}}_{key}" for head, key in heads.items()}
+    rest = {key: value for key, value in results.items() if "_over_" in key or not key.startswith(WAYS)}
+    words = {way.replace("_", " "): way for way in WAYS}
+    groups = {"Ratios, within a round": [key for key in rest if "_over_" in key], "Work": [""]}
+    return grid(results, "way", words, columns) + "\n\n" + listing(rest, groups)
+
+
+def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
+    """How long each way saves and keeps training waiting: medians over the rounds, with their intervals."""
+
+    def figure(key):
+        found = interval([row[key] for row in rows])
+        return Figure(found["median"], found["low"], found["high"])
+
+    names = [*ORBAX, "full", "full_blocking", "rows"]
+    series = {
+        words: {name.replace("_", " "): figure(f"{name}_{what}_s") for name in names}
+        for words, what in (("until saved", "save"), ("training waits", "stall"))
+    }
+    title = (
+        f"Saving the most used rows takes {results['rows_over_fastest_orbax_save']:.2f} of the time of the fastest "
+        "full save of Orbax"
+    )
+    bars(run.directory / "saves.png", {"seconds": series}, title)
 
 
 def main(config: Config) -> dict:
@@ -282,10 +314,8 @@ def main(config: Config) -> dict:
             run.log(found)
     shutil.rmtree(directory)
     results |= {key: statistics.median(row[key] for row in rows) for key in rows[0]} | ratios(rows)
-    names = [*ORBAX, "full", "full_blocking", "rows"]
-    panel = {what: (names, [results[f"{name}_{what}_s"] for name in names]) for what in ("save", "stall")}
-    plot(run.directory / "saves.png", {"seconds": panel}, "way")
-    run.close(results)
+    draw(run, rows, results)
+    run.close(results, table(results))
     return results
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from environment import environment
+from report import listing
 from stopping import say
 
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
@@ -160,9 +161,14 @@ class Run:
         """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
         write_text(self.directory / "metrics.jsonl", "".join(to_json(row) + "\n" for row in rows))
 
-    def close(self, results: dict) -> None:
-        """Writes results.json, flat, prints it, and gives the directory back."""
-        self.show(results)  # first: a full disk does not take them away
+    def close(self, results: dict, table: str = "") -> None:
+        """Shows and writes the results, and gives the directory back.
+
+        Args:
+          results: flat; what results.json holds.
+          table: as people read them, with `report.grid` or `report.listing`; a listing of all if empty.
+        """
+        say(table or listing(results))  # first: a full disk does not take them away
         if self._unwritten:
             self._append()
         self.write_json("results.json", results)
@@ -178,12 +184,6 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.release()
-
-    def show(self, results: dict) -> None:
-        """Prints results, aligned."""
-        width = max(map(len, results))
-        for key, value in results.items():
-            say(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
 
 
 def _row(line: bytes) -> dict:
