@@ -17,7 +17,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
-from report import Figure, bars, grid, listing, plot, stacked_bars
+from pictures import bars, plot, stacked_bars
+from report import Figure, grid, listing
 from runs import Run
 from stopping import Stopped, leave, say
 
