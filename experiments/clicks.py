@@ -120,10 +120,19 @@ def click_job(
 
 
 def make_model(name: str, width: int) -> nn.Module:
-    """DLRM or DCNv2 of the usual size; 'small_dlrm' is for many short runs."""
-    if name == "dcnv2":
-        return DCNv2(cross_layers=3, tower=(512, 256))
-    return DLRM((64, width), (64, 1)) if name == "small_dlrm" else DLRM((512, 256, 64, width), (512, 256, 1))
+    """DLRM or DCNv2 of the usual size; 'small_dlrm' is for many short runs.
+
+    Raises:
+      ValueError: there is no such model.
+    """
+    models = {
+        "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
+        "dcnv2": DCNv2(cross_layers=3, tower=(512, 256)),
+        "small_dlrm": DLRM((64, width), (64, 1)),
+    }
+    if name not in models:
+        raise ValueError(f"model={name!r} must be one of {', '.join(models)}.")
+    return models[name]
 
 
 def synthetic_clicks(
@@ -134,7 +143,12 @@ def synthetic_clicks(
     test_batches: int,
     test_batch_size: int = TEST_BATCH,
 ) -> Data:
-    """So many batches of the synthetic click log, and others to test on."""
+    """So many batches of the synthetic click log, and others to test on.
+
+    Raises:
+      ValueError: there is not one batch to train on.
+    """
+    _check_steps(steps, batch_size)
     clicks = SyntheticClicks(cardinalities, seed=seed)
     return Data(
         clicks.cardinalities,
@@ -161,6 +175,9 @@ def criteo_clicks(
       steps: at most so many.
       examples: at most so many.
       padded: whether a last batch that is not full is filled up, or left out.
+
+    Raises:
+      ValueError: there is not one batch to train on; the directory holds no prepared rows.
     """
     from jaxrec.data.criteo import open_split
     from jaxrec.data.loader import Loader
@@ -171,6 +188,7 @@ def criteo_clicks(
     batch_size = batch_size or (128 if rows < 1_000_000 else 2048)
     rows = min(rows, examples or sys.maxsize)
     steps = min(steps or sys.maxsize, -(-rows // batch_size) if padded else rows // batch_size)
+    _check_steps(steps, batch_size)
 
     def train(first):
         loader = Loader(split, batch_size)
@@ -180,6 +198,11 @@ def criteo_clicks(
     cardinalities = tuple(split.metadata["cardinalities"])
     examples = min(rows, steps * batch_size)
     return Data(cardinalities, batch_size, steps, examples, train, lambda: iter(Loader(test, TEST_BATCH)))
+
+
+def _check_steps(steps, batch_size):
+    if steps < 1:
+        raise ValueError(f"there are not examples enough for one batch of {batch_size}: give more, or smaller batches.")
 
 
 # What follows reads the flags of train.py: data, path, preset, model, rows, batch_size, steps and seed.

@@ -81,6 +81,7 @@ def ways_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedul
 def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """What results.json holds of the overhead in one setting, and the bars of the picture."""
     costs, results = SETTINGS[name], {}
+    # Many jobs end to end: a single one of 56 hours has two failures, and says little.
     bars_of: dict[str, dict[str, float]] = {}
     long = costs._replace(total_hours=100 * costs.total_hours)
     draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
@@ -125,6 +126,7 @@ def accuracies(rows: list[dict]) -> dict[str, Any]:
             results[f"{key}_test_auc_loss"], results[f"{key}_test_auc_loss_half_interval"] = loss, half
             if half is not None and (loss + half < MARGIN or loss - half > MARGIN):
                 results[f"non_inferior_{arm}"] = loss + half < MARGIN
+    # The steps that full recovery loses are trained again, to the same bits.
     results["full_test_auc_mean"] = results["no_failure_test_auc_mean"]
     return results
 

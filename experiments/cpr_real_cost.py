@@ -126,7 +126,7 @@ class Work:
             self.tracker = self.mfu.touch(self.tracker, plan)
         self.tracker = self.mfu.touch(self.tracker, self.uniform_plan())
         for parts in self.state.tables.shards[self.stack]:
-            for array in parts.values():
+            for array in parts.values():  # Orbax compresses, and must not find what it has seen
                 array += 0.001
 
     def uniform_plan(self):

@@ -48,6 +48,7 @@ class Run:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = local_path(workdir or Path("runs") / f"{name}-{stamp}-{os.getpid()}")
         self._unwritten: list[str] = []  # rows that a full disk refused
+        # The lock comes first: two processes that begin here at once must not both find the directory empty.
         with contextlib.ExitStack() as locked:
             try:
                 make_directory(self.directory)
@@ -71,6 +72,7 @@ class Run:
                 "--workdir, or bring config.json back to go on with that run."
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
+        # All that can be refused is refused before anything is written: a run that is not taken leaves no trace.
         commits = []
         if self.resumed:
             self._refuse_other_flags(before, flags)
@@ -84,6 +86,7 @@ class Run:
         self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
+        # As JSON has them: tuples are lists there, and paths are words. A flag that is new since then has no value.
         now = json.loads(to_json(flags))
         other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         if other:
@@ -117,12 +120,13 @@ class Run:
     def _append(self):
         """Writes the rows that wait, all or none of them."""
         path = self.directory / "metrics.jsonl"
+        # A row written in part would stand in the middle of the file as soon as the next one follows it.
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:
                 file.write("".join(row + "\n" for row in self._unwritten).encode())
             sync(path)
-            if size == 0:
+            if size == 0:  # a new file is there after a power cut only if its directory is flushed too
                 sync(self.directory)
         except OSError:
             with contextlib.suppress(OSError):
@@ -171,6 +175,7 @@ class Run:
         say(table or listing(results))  # first: a full disk does not take them away
         if self._unwritten:
             self._append()
+        # Last: who finds results.json may take the run for finished, with all rows of metrics.
         self.write_json("results.json", results)
         say(f"run written to {self.directory}")
         self.release()

@@ -66,10 +66,10 @@ class Asked:
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
-        if self.signal is None:
+        if self.signal is None:  # the first one says how the run ends, whatever comes while it is saved
             self.signal, self._to_raise = number, not self._held
         self._ctrl_c += number == signal.SIGINT
-        if self._ctrl_c == 3:
+        if self._ctrl_c == 3:  # somebody insists: as if no handler were there
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         self._answer(number)
@@ -118,7 +118,7 @@ def stop_on_signals() -> Iterator[Asked]:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
     asked, before = Asked(), {}
-    try:
+    try:  # from the first handler on: a signal may come before the second one is set
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, asked.on_signal)

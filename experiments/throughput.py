@@ -55,7 +55,7 @@ def started(config: Config, steps: int) -> dict[str, Side]:
 def take_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
     """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone."""
     turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
-    for _ in range(rounds):
+    for _ in range(rounds):  # a slow minute of the machine hits all sides, and falls out of their ratios
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
         turns["gemm"].append(sides["jaxrec"].ask("gemm", steps))
