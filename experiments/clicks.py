@@ -5,8 +5,9 @@
     state = job.state(HostTables.create(job.spec, job.row_optimizer), seed=0)
     state = fit(state, planned(job.spec, data.train(0)), job.train_step())
 
-A job is pure: it fits any home of the rows, a loop, a pipeline, replicas and the emulation of them. Nothing but jaxrec
-is imported before Criteo's files are prepared, so that the reference work runs where only jaxrec is installed.
+A job is pure: it fits any home of the rows, a loop, a pipeline, replicas and the emulation of them.
+Nothing but jaxrec is imported before Criteo's files are prepared, so that the reference work runs
+where only jaxrec is installed.
 
 Legend: B batch, N dense features, F fields, E embedding width.
 """

@@ -59,8 +59,9 @@ class Flags:
 def command_line(main: Callable[[Any], dict], config: type[Flags], description: str | None) -> dict:
     """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
-    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a scheduler knows that it
-    should start the job again, if the experiment has a flag `requeue` and it is given.
+    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a
+    scheduler knows that it should start the job again, if the experiment has a flag `requeue` and
+    it is given.
     """
     flags = None
     try:

@@ -4,18 +4,21 @@
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
 
-The paper's emulation (arXiv 2011.02999, section 6): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two failures of
-one node each at random hours of the job. **The overhead is emulated, the accuracy is measured.**
+The paper's emulation (arXiv 2011.02999, section 6): 8 embedding nodes, a target PLS of 0.1, r =
+0.125, two failures of one node each at random hours of the job. **The overhead is emulated, the
+accuracy is measured.**
 
-Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost work and reschedule,
-by the equations (`modelled`) and event by event over drawn failures (`emulated`). All schemes with priority write as
-many bytes as CPR-vanilla in the same time, so they share its overhead; what tracking costs is in cpr_real_cost.py.
+Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost
+work and reschedule, by the equations (`modelled`) and event by event over drawn failures
+(`emulated`). All schemes with priority write as many bytes as CPR-vanilla in the same time, so they
+share its overhead; what tracking costs is in cpr_real_cost.py.
 
-Accuracy: real training whose steps stand for the job's 56 hours, real saves and restores of jaxrec.cpr.Recovery over
-host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery trains the lost steps again to the
-same bits as no_failure (tests/test_recovery.py); its accuracy is that, and is not trained again here. Arms of a seed
-share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the
-interval of the loss lies below 0.0005 (true) or above (false); absent while seeds are too few to say.
+Accuracy: real training whose steps stand for the job's 56 hours, real saves and restores of
+jaxrec.cpr.Recovery over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full
+recovery trains the lost steps again to the same bits as no_failure (tests/test_recovery.py); its
+accuracy is that, and is not trained again here. Arms of a seed share data, initial values and
+failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the interval of
+the loss lies below 0.0005 (true) or above (false); absent while seeds are too few to say.
 
 Seen, AUC lost in units of 0.00001:
 
@@ -26,11 +29,12 @@ Seen, AUC lost in units of 0.00001:
 | synthetic, 5M examples, 3.7M rows, 16 seeds | 25 +- 19 | 29 +- 10 | 14 +- 9 | 16 +- 10 |
 | the same with 200,000 rows, 12 seeds | 15 +- 37 | 70 +- 22 | 33 +- 11 | 46 +- 14 |
 
-The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not the target of 0.1: a job of 56 hours that
-saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds were added until the intervals were
-narrow; those of the Criteo sample share one test set. Rows of small tables are the most used; with --watched 7 they are
-saved at regular saves only. In the last line a row is used 650 times on average: there rows behind the most used eighth
-matter too, hardly any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on Criteo
+The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not the target of 0.1: a
+job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds
+were added until the intervals were narrow; those of the Criteo sample share one test set. Rows of
+small tables are the most used; with --watched 7 they are saved at regular saves only. In the last
+line a row is used 650 times on average: there rows behind the most used eighth matter too, hardly
+any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on Criteo
 and 45 to 60 on 5M examples, on one core.
 """
 

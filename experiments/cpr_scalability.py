@@ -3,10 +3,12 @@
     python experiments/cpr_scalability.py --traces DIRECTORY                  real traces; under a minute
     python experiments/cpr_scalability.py                                       failures drawn from the fitted laws
 
-Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes, that of CPR hardly.
+Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes,
+that of CPR hardly.
 
-No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated` is replayed event by
-event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has four parts:
+No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated`
+is replayed event by event with the costs of a setting, solved from the abstract's figures (see
+SETTING_A). It has four parts:
 
 1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single jobs of 56 h. On the
    clock of useful time they agree; `wall` lets failures also hit saves, loads and work done again.
@@ -17,11 +19,13 @@ event with the costs of a setting, solved from the abstract's figures (see SETTI
    nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node takes the
    place of a failed one, so that repairs do not count.
 
-Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68,
-emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 / 0.53 and 8.65 / 0.68. Setting A, 64
-nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL
-systems 18, 19 (1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53
-and misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7, 13.8 %.
+Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and
+8.20 / 0.68, emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 /
+0.53 and 8.65 / 0.68. Setting A, 64 nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`).
+Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19 (1024), 20 (512) 18.7 /
+1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53 and misses the
+survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7,
+13.8 %.
 """
 
 import dataclasses

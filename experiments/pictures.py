@@ -1,7 +1,7 @@
 """What a run shows to people: plots whose title says what was found, with names beside what they name.
 
-Names are compared by bars with intervals, never by a line through them. Colours are apart in lightness and lines in
-their strokes, so that a print without colours can be read.
+Names are compared by bars with intervals, never by a line through them. Colours are apart in
+lightness and lines in their strokes, so that a print without colours can be read.
 """
 
 import itertools

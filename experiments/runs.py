@@ -24,8 +24,8 @@ _MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # w
 class Run:
     """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
 
-    The directory belongs to one run from the first second: config.json holds the run's id, and DIR/lock is held while
-    the process lives (or until `close`, or the end of a `with` block).
+    The directory belongs to one run from the first second: config.json holds the run's id, and
+    DIR/lock is held while the process lives (or until `close`, or the end of a `with` block).
 
     Args:
       name: of the experiment.

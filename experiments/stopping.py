@@ -31,8 +31,9 @@ class Stopped(KeyboardInterrupt):
 class Asked:
     """Whether a signal has asked the run to stop: true from the first one on.
 
-    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
-    looks at it between two steps, and saves. Further signals change nothing, but the third Ctrl-C kills.
+    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a
+    request: the loop looks at it between two steps, and saves. Further signals change nothing, but
+    the third Ctrl-C kills.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,8 @@ def in_gc_callback(frame: FrameType | None) -> bool:
 def stop_on_signals() -> Iterator[Asked]:
     """Takes SIGINT, SIGTERM and SIGHUP as requests to stop; gives the handlers back on leaving.
 
-    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's SIGINT) stays ignored.
+    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's
+    SIGINT) stays ignored.
 
     Raises:
       ValueError: not called from the main thread, the only one that Python tells of signals.

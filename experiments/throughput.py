@@ -4,12 +4,13 @@
     python experiments/throughput.py --tables host --against torch          needs torch; FBGEMM where it is installed
     python experiments/throughput.py --sweep rows                           1M to 50M rows
 
-The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M rows, dot
-interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048, f32, ids by a power law of
-exponent 1.05. Every side is a process of its own; they take turns, a round of steps each, so that a slow minute hits
-all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_step` is the time of the step's matrix
-products alone in JAX, in the same turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores;
-figures in the README.
+The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
+rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
+f32, ids by a power law of exponent 1.05. Every side is a process of its own; they take turns, a
+round of steps each, so that a slow minute hits all of them. The ratios are of times: above 1 jaxrec
+is faster. `gemm_share_of_step` is the time of the step's matrix products alone in JAX, in the same
+turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores; figures in the
+README.
 """
 
 import dataclasses

@@ -7,8 +7,9 @@
     python experiments/train.py --workdir DIR --resume                 goes on with a run that was stopped, bit for bit
     python experiments/train.py --workdir DIR --resume --requeue       in batch jobs: begins or goes on; 75 = not done
 
-Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it starts; the teacher
-that drew the synthetic labels is evaluated beside the model, as the best that any model can reach.
+Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it
+starts; the teacher that drew the synthetic labels is evaluated beside the model, as the best that
+any model can reach.
 """
 
 import contextlib
