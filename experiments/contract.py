@@ -1,4 +1,4 @@
-"""The contract of all experiments: common flags and their limits, one way to end, paired intervals and plots."""
+"""The contract of all experiments: common flags and their limits, one way to end, intervals, tables and plots."""
 
 import dataclasses
 import math
@@ -17,16 +17,20 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
+from pictures import bars, plot, stacked_bars
+from report import Figure, grid, listing
 from runs import Run
 from stopping import Stopped, leave, say
 
-from jaxrec.files import aside
-
 __all__ = [
+    "Figure",
     "Flags",
     "Run",
+    "bars",
     "command_line",
     "command_of",
+    "grid",
+    "listing",
     "paired_interval",
     "plot",
     "refuse",
@@ -55,8 +59,9 @@ class Flags:
 def command_line(main: Callable[[Any], dict], config: type[Flags], description: str | None) -> dict:
     """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
-    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a scheduler knows that it
-    should start the job again, if the experiment has a flag `requeue` and it is given.
+    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a
+    scheduler knows that it should start the job again, if the experiment has a flag `requeue` and
+    it is given.
     """
     flags = None
     try:
@@ -123,55 +128,3 @@ def paired_interval(differences) -> tuple[float, float | None]:
         return float(differences.mean()), None
     t = scipy.stats.t.ppf(0.975, n - 1)
     return float(differences.mean()), float(t * differences.std(ddof=1) / n**0.5)
-
-
-def plot(path: Path, panels: dict[str, dict[str, tuple]], x_label: str) -> bool:
-    """Draws one panel a metric, {y_label: {line: (xs, ys)}}, to a PNG; False if matplotlib is not installed."""
-
-    def fill(axes):
-        for axis, (y_label, lines) in zip(axes, panels.items(), strict=True):
-            for name, (xs, ys) in lines.items():
-                axis.plot(xs, ys, label=name)
-            axis.set(xlabel=x_label, ylabel=y_label)
-            axis.grid(alpha=0.3)
-
-    return _draw(path, len(panels), 5 * len(panels), fill)
-
-
-def stacked_bars(path: Path, bars: dict[str, dict[str, float]], y_label: str) -> bool:
-    """Draws {bar: {part: height}} as stacked bars to a PNG; False if matplotlib is not installed."""
-
-    def fill(axes):
-        below = np.zeros(len(bars))
-        for part in next(iter(bars.values())):
-            heights = np.array([parts[part] for parts in bars.values()])
-            axes[0].bar(list(bars), heights, bottom=below, label=part)
-            below += heights
-        axes[0].set(ylabel=y_label)
-
-    return _draw(path, 1, 1.2 * len(bars) + 2, fill)
-
-
-def _draw(path, panels, width, fill):
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, panels, figsize=(width, 3.5), squeeze=False)
-    fill(axes[0])
-    for axis in axes[0]:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    figure.tight_layout()
-    try:
-        with aside(path) as partial:
-            figure.savefig(partial, format="png", dpi=120)
-    except OSError as error:
-        say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
-        return False
-    finally:
-        plt.close(figure)
-    return True

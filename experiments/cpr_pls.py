@@ -3,19 +3,21 @@
     python experiments/cpr_pls.py                                              synthetic clicks
     python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5     made by prepare.py
 
-The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most used rows first makes
-the slope smaller. Runs vary the target PLS (the interval between saves), the number of failures and how many of the 8
-nodes each takes; each is paired with the run without failures of its seed. Accuracy is measured on real training with
-real saves and restores, as in cpr_overhead.py; the realised PLS is counted, not expected.
+The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most
+used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the
+number of failures and how many of the 8 nodes each takes; each is paired with the run without
+failures of its seed. Accuracy is measured on real training with real saves and restores, as in
+cpr_overhead.py; the realised PLS is counted, not expected.
 
-`SCHEME_slope`: AUC lost for each unit of PLS, least squares through the origin; `SCHEME_correlation`: of loss and PLS;
-`SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each a fit of its own. Losses are also given in
-normalised entropy, which is smoother. A run goes on with --resume.
+`SCHEME_slope`: AUC lost for each unit of PLS, least squares through the origin;
+`SCHEME_correlation`: of loss and PLS; `SCHEME_slope_minus_vanilla` with its 95 % interval over
+seeds, each a fit of its own. Losses are also given in normalised entropy, which is smoother. A run
+goes on with --resume.
 
-Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes 0.0062 (vanilla), 0.0018
-(MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU -0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7
-of 26 tables watched (--watched 7, 3 seeds) 0.0070, 0.0043, 0.0050: the others were saved at regular saves only. 5
-seconds a run on a core.
+Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes
+0.0062 (vanilla), 0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU
+-0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds) 0.0070,
+0.0043, 0.0050: the others were saved at regular saves only. 5 seconds a run on a core.
 """
 
 import dataclasses
@@ -23,8 +25,9 @@ import itertools
 from typing import Any, Literal
 
 import numpy as np
-from contract import Run, command_line, paired_interval, plot
-from cpr_overhead import NODES, SETTINGS, Job, JobConfig, failures_in_steps, make_data
+from contract import Run, command_line, grid, paired_interval, plot
+from cpr_scalability import SETTINGS
+from cpr_work import NODES, Job, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
@@ -78,16 +81,28 @@ def summarize(rows: list[dict], schemes) -> dict[str, Any]:
     return results
 
 
-def draw(run: Run, rows: list[dict], schemes) -> None:
-    """Loss over realised PLS, and the lines."""
+def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
+    """Loss over realised PLS, each run a point, and the fitted lines."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
-    panels: dict[str, dict[str, tuple]] = {"AUC lost": {}, "normalised entropy gained": {}}
+    panels: dict[str, dict[str, tuple]] = {"test AUC lost": {}, "normalised entropy gained": {}}
     for scheme in schemes:
         mine = sorted((r for r in rows if r["scheme"] == scheme), key=lambda row: row["realized_pls"])
-        pls = [row["realized_pls"] for row in mine]
-        for panel, key, sign in zip(panels, ("test_auc", "test_normalized_entropy"), (1, -1), strict=True):
-            panels[panel][scheme] = pls, [sign * (base[row["seed"]][key] - row[key]) for row in mine]
-    plot(run.directory / "loss_over_pls.png", panels, "realised PLS")
+        pls = np.array([row["realized_pls"] for row in mine])
+        for panel, name, sign, short in zip(panels, ("auc", "normalized_entropy"), (1, -1), ("", "_ne"), strict=True):
+            lost = [sign * (base[row["seed"]][f"test_{name}"] - row[f"test_{name}"]) for row in mine]
+            panels[panel][scheme] = pls, lost, results[f"{scheme}_slope{short}"] * pls
+    slopes = ", ".join(f"{scheme} {results[f'{scheme}_slope']:.4f}" for scheme in schemes)
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", f"AUC lost per unit of PLS: {slopes}")
+
+
+def table(results: dict[str, Any], schemes) -> str:
+    """Slopes of all schemes, in AUC and in normalised entropy."""
+    tables = [f"Seeds: {results['seeds']}"]
+    for corner, short in (("AUC lost", ""), ("NE gained", "_ne")):
+        columns = {"runs": "{}_runs", "largest PLS": "{}_realized_pls_max", "per unit of PLS": f"{{}}_slope{short}"}
+        columns |= {"minus vanilla": f"{{}}_slope{short}_minus_vanilla", "correlation": f"{{}}_correlation{short}"}
+        tables.append(grid(results, corner, schemes, columns))
+    return "\n\n".join(tables)
 
 
 def main(config: Config) -> dict:
@@ -95,7 +110,7 @@ def main(config: Config) -> dict:
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
     job = Job(config, make_data(config, config.examples or examples))
-    costs, steps = SETTINGS["a"], job.data.steps
+    costs, steps = SETTINGS["a"], job.steps
     runs: list[tuple] = []
     for seed in range(config.seeds or seeds):
         runs.append((None, seed, 0.0, 0, 0))
@@ -111,8 +126,8 @@ def main(config: Config) -> dict:
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
     results = summarize(rows, config.schemes)
-    draw(run, rows, config.schemes)
-    run.close(results)
+    draw(run, rows, results, config.schemes)
+    run.close(results, table(results, config.schemes))
     return results
 
 

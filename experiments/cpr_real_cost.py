@@ -3,10 +3,11 @@
     python experiments/cpr_real_cost.py                       1 GB of tables; 4 minutes
     python experiments/cpr_real_cost.py --table-mb 4000       about four times that in memory, twice on the disk
 
-CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables of DLRM-Kaggle
-(width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory; accesses of a power law and, so that the
-budget of r = 0.125 is always full, of uniform ids are counted by MFU. All ways save the same state in turns, each into
-a fresh directory on a flushed disk:
+CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables
+of DLRM-Kaggle (width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory;
+accesses of a power law and, so that the budget of r = 0.125 is always full, of uniform ids are
+counted by MFU. All ways save the same state in turns, each into a fresh directory on a flushed
+disk:
 
     orbax_standard       ocp.StandardCheckpointer, asynchronous, as Orbax advises
     orbax_pytree         ocp.PyTreeCheckpointer, blocking
@@ -16,14 +17,15 @@ a fresh directory on a flushed disk:
     rows                 jaxrec: RowCheckpointer of r V / S rows a shard, which MFU picks
     recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
 
-`*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook does when it saves
-(its thread picks rows beside the four steps before). `*_save_s`: until all is on the disk; `*_flush_s`: what the system
-had left to write. Reads are of files just written, from the system's cache: a full restore verifies and reads
-everything, one of a shard its files of the base and of the deltas over it. Orbax compresses, which saves a fifth of the
-bytes here (all slots are equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and
-four deltas: 0.076, 0.070 to 0.089 over 5 rounds); rows in at most 1/4 of the time of a full Orbax save (0.23 of the
-fastest of three, 0.10 of the standard one), and the hook's stall at most 3 % of a blocking one (57 ms in all: 2.8 % of
-Orbax's, 3.1 % of jaxrec's own, which is faster).
+`*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook
+does when it saves (its thread picks rows beside the four steps before). `*_save_s`: until all is on
+the disk; `*_flush_s`: what the system had left to write. Reads are of files just written, from the
+system's cache: a full restore verifies and reads everything, one of a shard its files of the base
+and of the deltas over it. Orbax compresses, which saves a fifth of the bytes here (all slots are
+equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and four
+deltas: 0.076, 0.070 to 0.089 over 5 rounds); rows in at most 1/4 of the time of a full Orbax save
+(0.23 of the fastest of three, 0.10 of the standard one), and the hook's stall at most 3 % of a
+blocking one (57 ms in all: 2.8 % of Orbax's, 3.1 % of jaxrec's own, which is faster).
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import reference
-from contract import Flags, Run, command_line, plot
+from accelerator.measure import interval
+from contract import Figure, Flags, Run, bars, command_line, grid, listing
 from tqdm import tqdm
 
 from jaxrec.checkpoint import (
@@ -125,7 +128,7 @@ class Work:
             self.tracker = self.mfu.touch(self.tracker, plan)
         self.tracker = self.mfu.touch(self.tracker, self.uniform_plan())
         for parts in self.state.tables.shards[self.stack]:
-            for array in parts.values():
+            for array in parts.values():  # Orbax compresses, and must not find what it has seen
                 array += 0.001
 
     def uniform_plan(self):
@@ -251,6 +254,38 @@ def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 ORBAX = ("orbax_standard", "orbax_pytree", "orbax_pytree_async")
+WAYS = (*ORBAX, "full", "full_blocking", "rows", "recovery", "one_shard", "one_shard_of_base")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Seconds and bytes of all ways, then the ratios that are targets, then what the state is."""
+    heads = {"stall, s": "stall_s", "saved after, s": "save_s", "still to flush, s": "flush_s", "MB": "mb"}
+    heads |= {"restored after, s": "restore_s", "rows": "saved", "to pick them, s": "pick_s"}
+    columns = {head: f"{{}}_{key}" for head, key in heads.items()}
+    shown = {column.format(way) for column in columns.values() for way in WAYS}
+    rest = {key: value for key, value in results.items() if key not in shown}
+    words = {way.replace("_", " "): way for way in WAYS}
+    groups = {"Ratios, within a round": [key for key in rest if "_over_" in key], "Work": [""]}
+    return grid(results, "way", words, columns) + "\n\n" + listing(rest, groups)
+
+
+def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
+    """How long each way saves and keeps training waiting: medians over the rounds, with their intervals."""
+
+    def figure(key):
+        found = interval([row[key] for row in rows])
+        return Figure(found["median"], found["low"], found["high"])
+
+    names = [*ORBAX, "full", "full_blocking", "rows"]
+    series = {
+        words: {name.replace("_", " "): figure(f"{name}_{what}_s") for name in names}
+        for words, what in (("until saved", "save"), ("training waits", "stall"))
+    }
+    title = (
+        f"Saving the most used rows takes {results['rows_over_fastest_orbax_save']:.2f} of the time of the fastest "
+        "full save of Orbax"
+    )
+    bars(run.directory / "saves.png", {"seconds": series}, title)
 
 
 def main(config: Config) -> dict:
@@ -282,10 +317,8 @@ def main(config: Config) -> dict:
             run.log(found)
     shutil.rmtree(directory)
     results |= {key: statistics.median(row[key] for row in rows) for key in rows[0]} | ratios(rows)
-    names = [*ORBAX, "full", "full_blocking", "rows"]
-    panel = {what: (names, [results[f"{name}_{what}_s"] for name in names]) for what in ("save", "stall")}
-    plot(run.directory / "saves.png", {"seconds": panel}, "way")
-    run.close(results)
+    draw(run, rows, results)
+    run.close(results, table(results))
     return results
 
 

@@ -3,10 +3,12 @@
     python experiments/cpr_scalability.py --traces DIRECTORY                  real traces; under a minute
     python experiments/cpr_scalability.py                                       failures drawn from the fitted laws
 
-Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes, that of CPR hardly.
+Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes,
+that of CPR hardly.
 
-No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated` is replayed event by
-event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has four parts:
+No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated`
+is replayed event by event with the costs of a setting, solved from the abstract's figures (see
+SETTING_A). It has four parts:
 
 1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single jobs of 56 h. On the
    clock of useful time they agree; `wall` lets failures also hit saves, loads and work done again.
@@ -17,20 +19,24 @@ event with the costs of a setting, solved from the abstract's figures (see SETTI
    nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node takes the
    place of a failed one, so that repairs do not count.
 
-Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68,
-emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 / 0.53 and 8.65 / 0.68. Setting A, 64
-nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL
-systems 18, 19 (1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53
-and misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7, 13.8 %.
+Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and
+8.20 / 0.68, emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 /
+0.53 and 8.65 / 0.68. Setting A, 64 nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`).
+Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19 (1024), 20 (512) 18.7 /
+1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53 and misses the
+survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7,
+13.8 %.
 """
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line, plot
+from contract import Flags, Run, command_line, grid, plot
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
@@ -214,25 +220,59 @@ def draw(run: Run, lines: dict, rows: dict[str, list[dict]], traces: dict[str, F
     """Three pictures: the equations over nodes, replays over nodes, and failures over time."""
     panels: dict[str, dict[str, tuple]] = {}
     for law, of_law in lines.items():
-        panels[f"modelled %, {law} MTBF"] = {line: (COUNTS, values) for line, values in of_law.items()}
-    plot(run.directory / "scaling.png", panels, "nodes")
+        named = {line.replace("_", " "): (COUNTS, values) for line, values in of_law.items()}
+        panels[f"overhead, %, {law} MTBF"] = named
+    at = lambda line: lines["linear"][line][COUNTS.index(64)]
+    title = (
+        f"Modelled: with 64 nodes full recovery costs {at('full'):.1f} % of the useful time, CPR {at('partial'):.1f} %"
+    )
+    plot(run.directory / "scaling.png", panels, "nodes", title, log_x=True)
     panels = {}
     for name, found in rows.items():
-        keys = [f"{mode}_percent_{kind}" for mode in MODES for kind in ("emulated", "modelled")]
         nodes = [row["nodes"] for row in found]
-        panels[f"overhead % on {name}"] = {
-            key.replace("_percent", ""): (nodes, [r[key] for r in found]) for key in keys
-        }
-    plot(run.directory / "replays.png", panels, "nodes")
-    panels, middle = {}, np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
+        of = lambda mode, kind, found=found: [row[f"{mode}_percent_{kind}"] for row in found]
+        kinds = itertools.product(MODES, ("emulated", "modelled"))
+        panels[f"overhead, %, {name}"] = {f"{mode} {kind}": (nodes, of(mode, kind)) for mode, kind in kinds}
+    last = {mode: [found[-1][f"{mode}_percent_emulated"] for found in rows.values()] for mode in MODES}
+    ends = [f"{mode} recovery costs {min(last[mode]):.1f} to {max(last[mode]):.1f} %" for mode in MODES]
+    plot(run.directory / "replays.png", panels, "nodes", f"Replayed on all nodes of a trace, {', '.join(ends)}")
+    draw_failures_of(run, traces)
+
+
+def draw_failures_of(run: Run, traces: dict[str, Failures]) -> None:
+    """How long until the next failure, beside two laws, and how the rate falls."""
+    panels: dict[str, dict[str, tuple]] = {}
+    misses: dict[str, list[float]] = {"gamma": [], "exponential": []}
     for name, failures in traces.items():
         gaps = np.sort(np.diff(interruptions(failures)[0]))
         xs = gaps[: int(0.99 * len(gaps))]
-        panels[f"survival, {name}"] = {"seen": (xs, 1 - np.arange(len(xs)) / len(gaps))}
+        panel = panels[f"share of longer gaps, {name}"] = {"seen": (xs, 1 - np.arange(len(xs)) / len(gaps))}
         for law, fit in (("exponential", fit_exponential(gaps)), ("gamma", fit_gamma(gaps))):
-            panels[f"survival, {name}"][law] = (xs, 1 - gamma_cdf(fit.shape, xs / fit.scale_hours))
-        panels.setdefault("failures an hour", {})[name] = (middle, hazard_by_age(gaps, AGES)[0])
-    plot(run.directory / "failures.png", panels, "hours since the last failure")
+            panel[law] = (xs, 1 - gamma_cdf(fit.shape, xs / fit.scale_hours))
+            misses[law].append(100 * fit.survival_rmse)
+    middle = np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
+    rate = lambda failures: hazard_by_age(np.diff(interruptions(failures)[0]), AGES)[0]
+    panels["failures per hour"] = {name: (middle, rate(failures)) for name, failures in traces.items()}
+    said = [f"the {law} law of the gaps misses by {min(each):.1f} to {max(each):.1f} %" for law, each in misses.items()]
+    title = f"Failures come in bursts: {', '.join(said)}"
+    plot(run.directory / "failures.png", panels, "hours since the last failure", title)
+
+
+def table(results: dict[str, Any], traces: Iterable[str]) -> str:
+    """The equations beside the events, the growth with the nodes, and what the traces hold."""
+    recovery = {f"{name.upper()}: {mode}": f"setting_{name}_{mode}" for name in SETTINGS for mode in MODES}
+    first = {"modelled, %": "{}_percent_modelled", "emulated, %": "{}_percent_emulated"}
+    first |= {"standard error": "{}_standard_error_points", "on the wall clock, %": "{}_wall_percent_emulated"}
+    first |= {"one job, %": "{}_one_job_percent_emulated", "a save every, h": "{}_save_every_hours"}
+    growth = {f"{law} MTBF, {n} nodes": f"{law}_mtbf_{n}_nodes" for law in ("linear", "independent") for n in (8, 64)}
+    parts = ("full", "full_wall", "partial", "partial_shard_load")
+    second = {f"{part.replace('_', ' ')}, %": f"{{}}_{part}_percent_modelled" for part in parts}
+    third = {"failures": "{}_failures", "mean gap, h": "{}_gap_mean_hours", "gamma shape": "{}_gamma_shape"}
+    third |= {f"{law} misses, %": f"{{}}_{law}_survival_rmse_percent" for law in ("gamma", "exponential")}
+    third |= {"nodes": "{}_all_nodes_nodes"}
+    third |= {f"{mode} recovery, %": f"{{}}_all_nodes_{mode}_percent_emulated" for mode in MODES}
+    tables = [grid(results, "setting and recovery", recovery, first), grid(results, "modelled", growth, second)]
+    return "\n\n".join([*tables, grid(results, f"failures, {results['failures_are']}", list(traces), third)])
 
 
 def main(config: Config) -> dict:
@@ -263,7 +303,7 @@ def main(config: Config) -> dict:
         results |= {f"{name}_{key}": value for key, value in (kept | {key: seen[key] for key in causes}).items()}
         results |= {f"{name}_all_nodes_{key}": value for key, value in rows[name][-1].items()}
     draw(run, lines, rows, traces)
-    run.close(results)
+    run.close(results, table(results, traces))
     return results
 
 

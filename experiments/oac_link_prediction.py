@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, plot, refuse
+from contract import Flags, Run, command_line, grid, plot, refuse
 from oac_throughput import Way, compare
 from oac_work import turn
 from tqdm import tqdm
@@ -285,8 +285,10 @@ def main(config: Config) -> dict:
             for a, b in zip(histories["sync"], histories["oac"], strict=True)
         ]
         results["oac_equals_sync"] = all(same) and results["test_mrr_oac"] == results["test_mrr_sync"]
+    columns = {"examples/s": "examples_per_s_{}", "over sync": "{}_over_sync", "test MRR": "test_mrr_{}"}
+    columns |= {f"hits at {n}": f"test_hits_at_{n}_{{}}" for n in (1, 3, 10)} | {"seconds": "train_seconds_{}"}
     draw(run, histories)
-    run.close(results)
+    run.close(results, grid(results, "mode", config.modes, columns))
     return results
 
 

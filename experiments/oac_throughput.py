@@ -293,9 +293,8 @@ def main(config: Config) -> dict:
     for words, job in points(config):
         found, each = measure_point(run, config, words, job, config.rounds or rounds, counted)
         results, ways = results | found, ways | each
-    print(table(results, ways))
     draw(run, results, ways)
-    run.close(results)
+    run.close(results, table(results, ways))
     return results
 
 

@@ -301,9 +301,8 @@ def main(config: Config) -> dict:
     curves = curves_of(run.metrics())
     results = summarize(curves, seeds)
     results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
-    print(table(results, list(step_s), exponent))
     draw(run, curves, results, exponent)
-    run.close(results)
+    run.close(results, table(results, list(step_s), exponent))
     return results
 
 

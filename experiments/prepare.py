@@ -1,9 +1,10 @@
 """Prepares Criteo click logs for training; a killed run goes on where it was.
 
-python experiments/prepare.py --sources train.txt --directory criteo.prepared
-python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
+python experiments/prepare.py --sources train.txt --directory criteo.prepared python
+experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
 
-Exit codes: 0 done, 1 refused or failed (one line says what and what to do), 2 wrong flags, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 refused or failed (one line says what and what to do), 2 wrong flags, 130
+Ctrl-C, 143 SIGTERM.
 """
 
 import dataclasses

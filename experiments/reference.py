@@ -1,8 +1,8 @@
 """The reference work: what every benchmark of speed trains, and nothing that wants more than jaxrec's own packages.
 
-DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top 512-256-1, row-wise
-Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent 1.05. DCNv2 over the same rows: three full
-cross layers beside a tower 512-256.
+DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top
+512-256-1, row-wise Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent
+1.05. DCNv2 over the same rows: three full cross layers beside a tower 512-256.
 """
 
 import dataclasses
@@ -46,27 +46,15 @@ def synthetic(job: Job, batches: int = BATCHES) -> tuple[SyntheticClicks, list]:
 
 def reference_work(job: Job):
     """The job for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
-    import jax
-    import jax.numpy as jnp
+    # Here, as a process of PyTorch reads this file for its batches alone, and needs no jax.
     import optax
+    from clicks import click_job, make_model
 
-    from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
-    from jaxrec.models.dcnv2 import DCNv2
-    from jaxrec.models.dlrm import DLRM
+    from jaxrec.embedding import rowwise_adagrad
 
-    fields = [f"C{i + 1}" for i in range(len(job.cardinalities))]
-    spec = EmbeddingSpec(
-        {name: Table(n, job.width) for name, n in zip(fields, job.cardinalities, strict=True)},
-        {"sparse": Lookup(tuple(fields))},
-    )
-    model = DLRM((512, 256, 64, job.width), (512, 256, 1)) if job.model == "dlrm" else DCNv2(3, None, (512, 256))
-
-    def loss(params, activations, batch):
-        logit = model.apply(params, batch.dense, activations["sparse"])
-        return optax.sigmoid_binary_cross_entropy(logit, batch.label)
-
-    params = model.init(jax.random.key(0), jnp.zeros((1, 13)), jnp.zeros((1, len(fields), job.width)))
-    return spec, loss, params, optax.sgd(0.01), rowwise_adagrad(0.02)
+    model = make_model(job.model, job.width)
+    work = click_job(job.cardinalities, model, optax.sgd(0.01), rowwise_adagrad(0.02), job.width)
+    return work.spec, work.loss, work.init(0), work.optimizer, work.row_optimizer
 
 
 def ratio(key: str, values) -> dict[str, Any]:

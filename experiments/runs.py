@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from environment import environment
+from report import listing
 from stopping import say
 
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
@@ -23,8 +24,8 @@ _MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # w
 class Run:
     """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
 
-    The directory belongs to one run from the first second: config.json holds the run's id, and DIR/lock is held while
-    the process lives (or until `close`, or the end of a `with` block).
+    The directory belongs to one run from the first second: config.json holds the run's id, and
+    DIR/lock is held while the process lives (or until `close`, or the end of a `with` block).
 
     Args:
       name: of the experiment.
@@ -47,6 +48,7 @@ class Run:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = local_path(workdir or Path("runs") / f"{name}-{stamp}-{os.getpid()}")
         self._unwritten: list[str] = []  # rows that a full disk refused
+        # The lock comes first: two processes that begin here at once must not both find the directory empty.
         with contextlib.ExitStack() as locked:
             try:
                 make_directory(self.directory)
@@ -70,6 +72,7 @@ class Run:
                 "--workdir, or bring config.json back to go on with that run."
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
+        # All that can be refused is refused before anything is written: a run that is not taken leaves no trace.
         commits = []
         if self.resumed:
             self._refuse_other_flags(before, flags)
@@ -83,6 +86,7 @@ class Run:
         self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
+        # As JSON has them: tuples are lists there, and paths are words. A flag that is new since then has no value.
         now = json.loads(to_json(flags))
         other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         if other:
@@ -116,12 +120,13 @@ class Run:
     def _append(self):
         """Writes the rows that wait, all or none of them."""
         path = self.directory / "metrics.jsonl"
+        # A row written in part would stand in the middle of the file as soon as the next one follows it.
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:
                 file.write("".join(row + "\n" for row in self._unwritten).encode())
             sync(path)
-            if size == 0:
+            if size == 0:  # a new file is there after a power cut only if its directory is flushed too
                 sync(self.directory)
         except OSError:
             with contextlib.suppress(OSError):
@@ -160,11 +165,17 @@ class Run:
         """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
         write_text(self.directory / "metrics.jsonl", "".join(to_json(row) + "\n" for row in rows))
 
-    def close(self, results: dict) -> None:
-        """Writes results.json, flat, prints it, and gives the directory back."""
-        self.show(results)  # first: a full disk does not take them away
+    def close(self, results: dict, table: str = "") -> None:
+        """Shows and writes the results, and gives the directory back.
+
+        Args:
+          results: flat; what results.json holds.
+          table: as people read them, with `report.grid` or `report.listing`; a listing of all if empty.
+        """
+        say(table or listing(results))  # first: a full disk does not take them away
         if self._unwritten:
             self._append()
+        # Last: who finds results.json may take the run for finished, with all rows of metrics.
         self.write_json("results.json", results)
         say(f"run written to {self.directory}")
         self.release()
@@ -178,12 +189,6 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.release()
-
-    def show(self, results: dict) -> None:
-        """Prints results, aligned."""
-        width = max(map(len, results))
-        for key, value in results.items():
-            say(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
 
 
 def _row(line: bytes) -> dict:

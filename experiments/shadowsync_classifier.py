@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, paired_interval
+from contract import Flags, Run, command_line, grid, paired_interval
 from flax import linen, nnx
 from tqdm import tqdm
 
@@ -207,18 +207,13 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
     return results
 
 
-def show(results: dict[str, Any]) -> None:
-    """Prints a table."""
-    print("arm                       accuracy    loss  change of accuracy  rounds at least  seconds")
-    for key in results:
-        if key.startswith("test_accuracy_") and "change" not in key:
-            at = key.removeprefix("test_accuracy_")
-            change = results.get(f"test_accuracy_change_{at}")
-            print(
-                f"{at:<26} {results[key]:>7.4f} {results[f'test_loss_{at}']:>7.4f} "
-                f"{'-' if change is None else f'{change:+.4f}':>19} {results.get(f'rounds_least_{at}', '-'):>16} "
-                f"{results[f'train_seconds_{at}']:>8.1f}"
-            )
+def table(results: dict[str, Any]) -> str:
+    """All arms, as people read them."""
+    beginning = "test_accuracy_"
+    arms = [key.removeprefix(beginning) for key in results if key.startswith(beginning) and "change" not in key]
+    columns = {"accuracy": "test_accuracy_{}", "loss": "test_loss_{}", "change of accuracy": "test_accuracy_change_{}"}
+    columns |= {"rounds at least": "rounds_least_{}", "seconds": "train_seconds_{}"}
+    return grid(results, "arm", arms, columns)
 
 
 def main(config: Config) -> dict:
@@ -234,8 +229,7 @@ def main(config: Config) -> dict:
             make = rules[arm]
             run.log({"model": model, "arm": arm} | jobs[model].run(make() if make else None, seed))
     results = summarize(run.metrics())
-    show(results)
-    run.close(results)
+    run.close(results, table(results))
     return results
 
 

@@ -19,7 +19,7 @@ import dataclasses
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line, command_of, plot
+from contract import Flags, Run, command_line, command_of, grid, plot
 from reference import Job, ratio
 from shadow_work import RULES, Trainer, turn
 from tqdm import tqdm
@@ -95,7 +95,9 @@ def main(config: Config) -> dict:
     curve = sorted((gap(name), rate(name)) for name in ways_of(config) if name.startswith("shadow") and gap(name))
     lines = {"shadow": ([gap for gap, _ in curve], [rate for _, rate in curve])}
     plot(run.directory / "rate_over_gap.png", {"step rate over that without sync": lines}, "average sync gap, steps")
-    run.close(results)
+    columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
+    columns |= {"longest step over median": "longest_step_over_median_{}"}
+    run.close(results, grid(results, "way", ways_of(config), columns))
     return results
 
 

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, command_of, paired_interval, plot
+from contract import Flags, Run, command_line, command_of, grid, paired_interval, plot
 from shadow_work import FORMS
 from tqdm import tqdm
 
@@ -270,25 +270,15 @@ def summarize(rows: list[dict]) -> dict[str, Any]:
     return results
 
 
-def show(results: dict[str, Any]) -> None:
-    """Prints the paper's table."""
-    print("arm                      trainers     ELP  test AUC     change x 1e4      NE change %   gap   spread")
-    for key in results:
-        if key.startswith("test_auc_"):
-            at = key.removeprefix("test_auc_")
-            arm, _, n = at.rpartition("_trainers_")
-            auc, entropy = _with_half("auc_change", 1e4, at, results), _with_half("relative_ne_percent", 1, at, results)
-            gap = results[f"average_sync_gap_{at}"]
-            print(
-                f"{arm:<24} {n:>8} {results[f'example_level_parallelism_{at}']:>7} {results[key]:>9.4f} "
-                f"{auc:>16} {entropy:>16} "
-                f"{'-' if gap is None else f'{gap:.1f}':>5} {results[f'spread_{at}']:>8.4f}"
-            )
-
-
-def _with_half(name, scale, at, results):
-    half = results[f"{name}_half_interval_{at}"]
-    return f"{scale * results[f'{name}_{at}']:+.2f}" + ("" if half is None else f" +-{scale * half:.2f}")
+def table(results: dict[str, Any]) -> str:
+    """The paper's table."""
+    rows = {}
+    for at in (key.removeprefix("test_auc_") for key in results if key.startswith("test_auc_")):
+        arm, _, trainers = at.rpartition("_trainers_")
+        rows[f"{arm}, n = {trainers}"] = at
+    columns: dict[str, str | tuple[str, float]] = {"ELP": "example_level_parallelism_{}", "test AUC": "test_auc_{}"}
+    columns |= {"change, 1e-4": ("auc_change_{}", 1e4), "NE change, %": "relative_ne_percent_{}"}
+    return grid(results, "arm", rows, columns | {"gap": "average_sync_gap_{}", "spread": "spread_{}"})
 
 
 def draw(run: Run, results: dict[str, Any]) -> None:
@@ -321,9 +311,8 @@ def main(config: Config) -> dict:
     for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
         run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
     results = {"command": command_of("shadowsync_quality", config)} | summarize(run.metrics())
-    show(results)
     draw(run, results)
-    run.close(results)
+    run.close(results, table(results))
     return results
 
 

@@ -1,8 +1,8 @@
 """Processes that measure the reference work when they are asked to: jaxrec in one, each way of PyTorch in another.
 
-They take turns, a round of steps each, so that a slow minute hits all of them. A process that is not asked computes
-nothing; each has its own tables, on the same device. Times are of whole turns: the device is waited for at the end of
-each, never between two steps.
+They take turns, a round of steps each, so that a slow minute hits all of them. A process that is
+not asked computes nothing; each has its own tables, on the same device. Times are of whole turns:
+the device is waited for at the end of each, never between two steps.
 """
 
 import contextlib

@@ -31,8 +31,9 @@ class Stopped(KeyboardInterrupt):
 class Asked:
     """Whether a signal has asked the run to stop: true from the first one on.
 
-    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
-    looks at it between two steps, and saves. Further signals change nothing, but the third Ctrl-C kills.
+    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a
+    request: the loop looks at it between two steps, and saves. Further signals change nothing, but
+    the third Ctrl-C kills.
     """
 
     def __init__(self) -> None:
@@ -66,10 +67,10 @@ class Asked:
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
-        if self.signal is None:
+        if self.signal is None:  # the first one says how the run ends, whatever comes while it is saved
             self.signal, self._to_raise = number, not self._held
         self._ctrl_c += number == signal.SIGINT
-        if self._ctrl_c == 3:
+        if self._ctrl_c == 3:  # somebody insists: as if no handler were there
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         self._answer(number)
@@ -109,7 +110,8 @@ def in_gc_callback(frame: FrameType | None) -> bool:
 def stop_on_signals() -> Iterator[Asked]:
     """Takes SIGINT, SIGTERM and SIGHUP as requests to stop; gives the handlers back on leaving.
 
-    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's SIGINT) stays ignored.
+    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's
+    SIGINT) stays ignored.
 
     Raises:
       ValueError: not called from the main thread, the only one that Python tells of signals.
@@ -118,7 +120,7 @@ def stop_on_signals() -> Iterator[Asked]:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
     asked, before = Asked(), {}
-    try:
+    try:  # from the first handler on: a signal may come before the second one is set
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, asked.on_signal)

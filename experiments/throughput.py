@@ -4,12 +4,13 @@
     python experiments/throughput.py --tables host --against torch          needs torch; FBGEMM where it is installed
     python experiments/throughput.py --sweep rows                           1M to 50M rows
 
-The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M rows, dot
-interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048, f32, ids by a power law of
-exponent 1.05. Every side is a process of its own; they take turns, a round of steps each, so that a slow minute hits
-all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_step` is the time of the step's matrix
-products alone in JAX, in the same turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores;
-figures in the README.
+The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
+rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
+f32, ids by a power law of exponent 1.05. Every side is a process of its own; they take turns, a
+round of steps each, so that a slow minute hits all of them. The ratios are of times: above 1 jaxrec
+is faster. `gemm_share_of_step` is the time of the step's matrix products alone in JAX, in the same
+turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores; figures in the
+README.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ import functools
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line
+from accelerator.measure import last_line
+from contract import Flags, Run, command_line, grid, listing, say
 from reference import Job, ratio
 from sides import Failed, JaxSide, Side, TorchSide
 
@@ -32,47 +34,52 @@ class Config(Flags, Job):
     sweep: Literal["none", "rows", "batch", "width"] = "none"
 
 
-def measure(config: Config, rounds: int, steps: int) -> dict:
-    """All sides in turns; the flat results of one configuration."""
+def started(config: Config, steps: int) -> dict[str, Side]:
+    """A process for each side, compiled; one that cannot do the work is left out, and said."""
     makers: dict[str, Any] = {"jaxrec": functools.partial(JaxSide, config)}
     if config.against == "torch":
         import torch_dlrm
 
         makers |= {name: functools.partial(TorchSide, config, name) for name in torch_dlrm.VARIANTS}
     sides: dict[str, Side] = {}
-    results: dict[str, Any] = {}
     for name, make in makers.items():
         try:
             sides[name] = Side(make)
             sides[name].ask("run", steps)  # compiles
         except Failed as error:
             sides.pop(name, None)
-            print(f"{name} left out: {str(error).strip().splitlines()[-1][:200]}")
-    turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
+            say(f"{name} left out: {last_line(error)[:200]}")
     sides["jaxrec"].ask("gemm", steps)  # compiles
-    for _ in range(rounds):
+    return sides
+
+
+def take_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
+    """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone."""
+    turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
+    for _ in range(rounds):  # a slow minute of the machine hits all sides, and falls out of their ratios
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
         turns["gemm"].append(sides["jaxrec"].ask("gemm", steps))
-    ours = np.array(turns["jaxrec"])
-    results["examples_per_s"] = config.batch_size / float(np.median(ours))
-    results["step_ms"] = 1e3 * float(np.median(ours))
-    results |= sides["jaxrec"].ask("parts", 4 * steps)
-    results["plan_read_put_share_of_step"] = (
-        sum(results[f"{part}_ms"] for part in ("plan", "read", "put")) / results["step_ms"]
-    )
-    results["gemm_ms"] = 1e3 * float(np.median(turns["gemm"]))
-    results["gemm_share_of_step"] = float(np.median(np.array(turns["gemm"]) / ours))
-    results["peak_memory_mb"] = sides["jaxrec"].ask("peak_mb")
-    results["tables_and_slots_mb"] = sides["jaxrec"].table_bytes / 2**20
-    for name in sides:
-        if name != "jaxrec":
-            results |= ratio(f"jaxrec_over_{name}", np.array(turns[name]) / ours)
-            results[f"{name}_step_ms"] = 1e3 * float(np.median(turns[name]))
+    return {name: np.array(times) for name, times in turns.items()}
+
+
+def measure(config: Config, rounds: int, steps: int) -> dict:
+    """All sides in turns; the flat results of one configuration."""
+    sides = started(config, steps)
+    times, ours = take_turns(sides, rounds, steps), sides["jaxrec"]
+    ms = {name: 1e3 * float(np.median(each)) for name, each in times.items()}
+    results: dict[str, Any] = {"examples_per_s": 1e3 * config.batch_size / ms["jaxrec"], "step_ms": ms["jaxrec"]}
+    results |= ours.ask("parts", 4 * steps)
+    moved = sum(results[f"{part}_ms"] for part in ("plan", "read", "put"))
+    results |= {"plan_read_put_share_of_step": moved / ms["jaxrec"], "gemm_ms": ms["gemm"]}
+    results["gemm_share_of_step"] = float(np.median(times["gemm"] / times["jaxrec"]))
+    results |= {"peak_memory_mb": ours.ask("peak_mb"), "tables_and_slots_mb": ours.table_bytes / 2**20}
+    for name in [name for name in sides if name != "jaxrec"]:
+        results |= ratio(f"jaxrec_over_{name}", times[name] / times["jaxrec"]) | {f"{name}_step_ms": ms[name]}
     peers = [name for name in sides if name.startswith("torch")]
     if peers:
-        best = min(peers, key=lambda name: np.median(turns[name]))
-        results |= {"fastest_torch": best} | ratio("jaxrec_over_torch", np.array(turns[best]) / ours)
+        best = min(peers, key=ms.__getitem__)
+        results |= {"fastest_torch": best} | ratio("jaxrec_over_torch", times[best] / times["jaxrec"])
     for side in sides.values():
         side.close()
     return results
@@ -83,6 +90,26 @@ SWEEPS = {
     "batch": ("batch_size", (512, 2048, 8192, 32768)),
     "width": ("width", (16, 32, 64, 128)),
 }
+
+
+FIGURES = {"examples/s": "examples_per_s", "step, ms": "step_ms"}
+FIGURES |= {f"{part}, ms": f"{part}_ms" for part in ("plan", "read", "update", "put", "gemm")}
+FIGURES |= {"peak, MB": "peak_memory_mb", "PyTorch's time over ours": "jaxrec_over_torch"}
+GROUPS = {
+    "Speed": ["examples_per_s", "step_ms"],
+    "A step in parts, each waited for": ["plan", "read", "update", "put", "gemm"],
+    "Memory": ["peak", "tables"],
+    "Times of PyTorch over those of jaxrec": ["jaxrec_over", "torch", "fbgemm", "fastest"],
+}
+
+
+def table(config: Config, results: dict[str, Any]) -> str:
+    """The figures of one configuration, or a line for each point of a sweep."""
+    if config.sweep == "none":
+        return listing(results, GROUPS)
+    field, values = SWEEPS[config.sweep]
+    columns = {head: f"{key}_at_{field}_{{}}" for head, key in FIGURES.items()}
+    return grid(results, field, {f"{value:,}": str(value) for value in values}, columns)
 
 
 def main(config: Config) -> dict:
@@ -103,7 +130,7 @@ def main(config: Config) -> dict:
             row = measure(dataclasses.replace(config, **changed), rounds, steps)
             run.log({field: value} | row)
             results |= {f"{key}_at_{field}_{value}": row[key] for key in row}
-    run.close(results)
+    run.close(results, table(config, results))
     return results
 
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -416,6 +417,33 @@ def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     train.main(dataclasses.replace(TINY, workdir=directory))
     return directory
+
+
+GOLDEN = {"train_loss": [0.781099, 0.723952, 0.679021, 0.668069], "test_auc": [0.534358, 0.54951, 0.585088, 0.597354]}
+GOLDEN |= {"test_log_loss": [0.692623, 0.597028, 0.602476, 0.589083], "step": [3, 6, 9, 12]}
+
+
+def test_the_main_job_has_its_golden_figures(undisturbed):
+    for key, figures in GOLDEN.items():
+        np.testing.assert_allclose([row[key] for row in rows_of(undisturbed)], figures, rtol=2e-5, err_msg=key)
+
+
+def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
+    train.main(dataclasses.replace(TINY, workdir=undisturbed, resume=True))
+    said = capsys.readouterr().out
+    assert "is complete, nothing is left to do" in said and "_" not in said.partition("to do:")[2]
+    places = [said.index(words) for words in ("Test set\n  auc ", "Training\n  steps ", "Saving\n  saves ")]
+    assert places == sorted(places) and re.search(r"  train +[\d.]+ s\n", said)
+
+
+def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):
+    config = dataclasses.replace(TINY, model="dcnv2", steps=6, evaluations=2, workdir=tmp_path)
+    results = train.main(config)
+    assert "reaches about" not in capsys.readouterr().out and results["steps"] == 6
+    losses = [row["train_loss"] for row in rows_of(tmp_path)]
+    assert losses[1] < losses[0] != pytest.approx(GOLDEN["train_loss"][0], rel=1e-3)
+    with pytest.raises(ValueError, match="begun with model dcnv2, not dlrm"):
+        train.main(dataclasses.replace(config, model="dlrm", resume=True))
 
 
 def test_the_test_set_is_the_same_at_every_batch_size():

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import train
 import tyro
-from clicks import prepared_directory, rules
+from clicks import make_model, prepared_directory, rules
 from contract import Flags, Run, command_line, plot, refuse, refuse_small
+from cpr_work import JobConfig, make_data
 from runs import to_json
 from saving import Saves
 from stopping import Stopped, say, stop_on_signals
@@ -227,6 +228,46 @@ def _(directory):
     finally:
         os.chdir(before)
     assert (directory / "run" / "metrics.jsonl").exists()
+
+
+# Data and models.
+
+
+@situation("an examples flag that leaves no batch", ValueError, "not examples enough for one batch of 1024")
+def _(directory):
+    make_data(JobConfig(), 1000)(0)
+
+
+@situation("Criteo rows without a path", ValueError, "--data criteo needs --path")
+def _(directory):
+    make_data(JobConfig(data="criteo"), 1000)
+
+
+@situation("a model that there is not", ValueError, "model='DLRM' must be one of dlrm, dcnv2")
+def _(directory):
+    make_model("DLRM", 16)
+
+
+@situation("another model in the directory of a run", ValueError, "begun with model dlrm, not dcnv2")
+def _(directory):
+    with Run("train", train.Config(), directory):
+        pass
+    Run("train", train.Config(model="dcnv2"), directory, resume=True)
+
+
+@situation("a run that was begun before there was a choice of models goes on")
+def _(directory):
+    with Run("train", train.Config(), directory) as run:
+        before = {key: value for key, value in run.read_json("config.json").items() if key != "model"}
+        run.write_json("config.json", before)
+    with Run("train", train.Config(), directory, resume=True) as run:
+        assert run.id == before["run"]
+
+
+@situation("results in which nothing is a number")
+def _(directory):
+    with Run("small", Small(), directory) as run:
+        run.close({"a_low": None, "a": None, "regime": "none", "list": [1, 2], "auc": True, "auc_high": "?"})
 
 
 # Metrics and results.

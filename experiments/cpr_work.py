@@ -1,0 +1,123 @@
+"""A click job on 8 embedding nodes that fail: what cpr_overhead.py and cpr_pls.py train, one arm after the other."""
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import optax
+from clicks import Data, click_job, criteo_clicks, make_model, synthetic_clicks
+from contract import Flags
+
+from jaxrec.cpr import Recovery, mfu, scar, ssu
+from jaxrec.data.synthetic import scaled_cardinalities
+from jaxrec.embedding import HostTables, rowwise_adagrad
+from jaxrec.loop import evaluate, fit, keep_memory, planned
+
+SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu}
+NODES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class JobConfig(Flags):
+    """Flags of the job that is trained; what is not given follows from the preset."""
+
+    resume: bool = False
+    seeds: int | None = None
+    data: Literal["synthetic", "criteo"] = "synthetic"
+    path: Path | None = None
+    """Prepared Criteo rows, a directory."""
+    examples: int | None = None
+    rows: int | None = None
+    """Of all synthetic tables together; 0.74 per example by default, as Criteo Kaggle has: 33.8M and 45.8M."""
+    batch_size: int | None = None
+    fraction: float = 0.125
+    watched: int = 26
+    """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in the paper."""
+    learning_rate: float = 1e-3
+    row_learning_rate: float = 0.02
+    width: int = 16
+
+
+def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
+    """Seed -> synthetic clicks of that seed, or prepared Criteo rows in their order.
+
+    Raises:
+      ValueError: Criteo rows without a path to them.
+    """
+    if config.data == "synthetic":
+        cardinalities = scaled_cardinalities(config.rows or 74 * examples // 100)
+        batch_size = config.batch_size or 1024
+        steps = examples // batch_size
+        tested = max(5, min(100, steps // 10))
+        return lambda seed: synthetic_clicks(cardinalities, batch_size, steps, config.seed + seed, tested)
+    if config.path is None:
+        raise ValueError("--data criteo needs --path: a directory made by prepare.py.")
+    rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
+    return lambda seed: rows
+
+
+class Job:
+    """The model and its programs, compiled once; tables and dense state are fresh in each run."""
+
+    def __init__(self, config: JobConfig, data: Callable[[int], Data]):
+        keep_memory()
+        self.config, self.data = config, data
+        cardinalities, self.steps = data(0).cardinalities, data(0).steps
+        # One shard for each node.
+        self.clicks = click_job(
+            cardinalities, make_model("small_dlrm", config.width), optax.adam(config.learning_rate),
+            rowwise_adagrad(config.row_learning_rate), config.width, shards=NODES,
+        )  # fmt: skip
+        self.step, self.eval_step = self.clicks.train_step(), self.clicks.eval_step()
+        tables = self.clicks.spec.tables
+        self.whole = sorted(tables, key=lambda name: -tables[name].rows)[config.watched :]
+        self.batches = functools.lru_cache(maxsize=1)(self._batches)
+
+    def _batches(self, seed: int) -> tuple[list, list]:
+        """Planned batches of training and test, made once for all arms of a seed: 300 bytes per example."""
+        data = self.data(seed)
+        return list(planned(self.clicks.spec, data.train(0))), list(planned(self.clicks.spec, data.test()))
+
+    def run(
+        self, scheme: str | None, seed: int, save_every_steps: float, failures: dict[int, list[int]]
+    ) -> dict[str, Any]:
+        """Trains one arm with failures {step: shards}, or none at all, and evaluates it."""
+        clicks = self.clicks.of_seed(self.config.seed + seed)
+        state = clicks.state(HostTables.create(clicks.spec, clicks.row_optimizer), clicks.spec.seed)
+        batches, test = self.batches(seed)
+        row: dict[str, Any] = {"scheme": scheme or "no_failure", "seed": seed, "realized_pls": 0.0}
+        if scheme is None:
+            state = fit(state, batches, self.step)
+        else:
+            state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
+            row |= figures
+        found = evaluate(state, test, self.eval_step)
+        return row | {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
+
+    def _recovered(self, state, batches, scheme, save_every_steps, failures):
+        """Trains with real saves, losses and restores."""
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            Recovery(
+                directory, state.tables.spec, save_every_steps, self.steps, scheme=SCHEMES[scheme](),
+                fraction=self.config.fraction, failures=failures,
+                whole=self.whole if scheme in ("mfu", "ssu") else (),  # SCAR compares all rows
+                pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second
+            ) as recovery,
+        ):  # fmt: skip
+            state = fit(recovery.begin(state), batches, self.step, [recovery.hook])
+        figures = {"realized_pls": recovery.pls, "saves": recovery.saves, "rows_saved": recovery.rows_saved}
+        return state, figures | {"shards_failed": recovery.failed, "stall_seconds": recovery.stall_seconds}
+
+
+def failures_in_steps(failures, steps: int) -> dict[int, list[int]]:
+    """{step: shards} of failures in the hours of a job that takes so many steps."""
+    found: dict[int, list[int]] = {}
+    for hour, node in zip(failures.hours, failures.node, strict=True):
+        step = min(max(1, round(hour / failures.span_hours * steps)), steps)
+        if node not in found.setdefault(step, []):
+            found[step].append(int(node))
+    return found
