@@ -58,7 +58,7 @@ from jaxrec.checkpoint import (
 from jaxrec.cpr import Recovery
 from jaxrec.cpr.priority import budget_rows, mfu, ssu
 from jaxrec.embedding import HostTables, host_plan
-from jaxrec.loop import keep_memory
+from jaxrec.loop import Serial, keep_memory
 from jaxrec.step import init_state, make_train_step
 
 
@@ -142,18 +142,27 @@ class Work:
         """Real training with a prioritised save every so many steps; a step's and a save's share of the time."""
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
-        with Recovery(path, self.spec, steps / fraction, total, scheme=mfu(), fraction=fraction) as recovery:
-            state = recovery.begin(self.state._replace(dense=self.state.dense._replace(step=np.int32(0))))
-            for number in range(1, total + 1):
-                at = number % len(self.batches)
-                start = time.perf_counter()
-                state, metrics = self.train_step(state, {self.stack: self.plans[at]}, self.batches[at])
-                jax.block_until_ready(state.dense)
-                times.append(time.perf_counter() - start)
-                plan = self.uniform_plan() if number % steps == 1 else self.plans[at]
-                state = recovery.hook(state, number, {self.stack: plan}, metrics)
+
+        def timed_step(state, plans, batch):
+            start = time.perf_counter()
+            found = jax.block_until_ready(self.train_step(state, plans, batch))
+            times.append(time.perf_counter() - start)
+            return found
+
+        def watch(state, step, plans, metrics):
+            plans = {self.stack: self.uniform_plan()} if step % steps == 1 else plans
+            return recovery.hook(state, step, plans, metrics)
+
+        state = self.state._replace(dense=self.state.dense._replace(step=np.int32(0)))
+        numbers = [number % len(self.batches) for number in range(1, total + 1)]
+        pairs = [(self.batches[at], {self.stack: self.plans[at]}) for at in numbers]
+        with Serial(state, timed_step) as engine:
+            recovery = Recovery(engine, path, steps / fraction, total, scheme=mfu(), fraction=fraction)
+            engine.enter(recovery)
+            for _ in engine.steps(pairs, [watch]):
+                pass
             stall, saved = recovery.stall_seconds / recovery.saves, recovery.rows_saved / recovery.saves
-        self.state = state
+        self.state = engine.state
         shutil.rmtree(path)
         step_ms = 1e3 * statistics.median(times)
         return {"recovery_stall_s": stall, "recovery_rows_saved": saved, "train_step_ms": step_ms}

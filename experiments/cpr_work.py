@@ -14,7 +14,7 @@ from contract import Flags
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
-from jaxrec.loop import evaluate, fit, keep_memory, planned
+from jaxrec.loop import Serial, evaluate, fit, keep_memory, planned
 
 SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu}
 NODES = 8
@@ -99,18 +99,18 @@ class Job:
 
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Trains with real saves, losses and restores."""
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            Recovery(
-                directory, state.tables.spec, save_every_steps, self.steps, scheme=SCHEMES[scheme](),
+        whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
+        with tempfile.TemporaryDirectory() as directory, Serial(state, self.step) as engine:
+            recovery = Recovery(
+                engine, directory, save_every_steps, self.steps, scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
-                whole=self.whole if scheme in ("mfu", "ssu") else (),  # SCAR compares all rows
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second
-            ) as recovery,
-        ):  # fmt: skip
-            state = fit(recovery.begin(state), batches, self.step, [recovery.hook])
+            )  # fmt: skip
+            engine.enter(recovery)
+            for _ in engine.steps(batches, [recovery.hook]):
+                pass
         figures = {"realized_pls": recovery.pls, "saves": recovery.saves, "rows_saved": recovery.rows_saved}
-        return state, figures | {"shards_failed": recovery.failed, "stall_seconds": recovery.stall_seconds}
+        return engine.state, figures | {"shards_failed": recovery.failed, "stall_seconds": recovery.stall_seconds}
 
 
 def failures_in_steps(failures, steps: int) -> dict[int, list[int]]:
