@@ -46,6 +46,7 @@ HOST_FILES += [
     "shadowsync.workers",
     "cpr.traces",
     "cpr.recovery",
+    "cpr.saves",
     "cpr.watch",
 ]
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}

@@ -96,7 +96,7 @@ def make(engine, directory, scheme="vanilla", **more):
 
 def save_now(engine, recovery):
     """A save between two steps, as at a cut."""
-    recovery._save(engine.state, engine.step)
+    recovery._saves.save(engine.state, engine.step)
 
 
 BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
@@ -164,8 +164,8 @@ def moving(spec):
 
 def written_by(recovery):
     """The rows of each delta, as they are given to the saver."""
-    rows_of_saves, save = [], recovery._deltas.save
-    recovery._deltas.save = lambda t, rows, *more: rows_of_saves.append(rows) or save(t, rows, *more)
+    rows_of_saves, save = [], recovery._saves._deltas.save
+    recovery._saves._deltas.save = lambda t, rows, *more: rows_of_saves.append(rows) or save(t, rows, *more)
     return rows_of_saves
 
 
@@ -310,12 +310,12 @@ def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, mon
         with engine, FAILED:
             list(engine.run(batches(0, 16), [recovery.hook]))
     else:  # the copy does not succeed
-        monkeypatch.setattr(recovery._deltas, "save", fail)
+        monkeypatch.setattr(recovery._saves._deltas, "save", fail)
         with pytest.raises(OSError, match="No space"):
             run(engine, 0, 8, [recovery.hook])
     monkeypatch.undo()
     with FAILED if under_oac else contextlib.nullcontext():
-        recovery._settle()  # nothing is being written, so nothing is saved
+        recovery._saves.settle()  # nothing is being written, so nothing is saved
     touched = {row for batch in batches(0, 8) for row in np.unique(plan(SPEC, batch.ids)["width_4"].unique)}
     counts = recovery._watch.trackers["width_4"].count
     assert all(counts[row % 4, row // 4] > 0 for row in touched if row < SPEC.stacks["width_4"].rows)
@@ -340,7 +340,7 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
     running, seen = threading.Event(), []
     with oac(window=4) as pipeline:
         recovery = make(pipeline, tmp_path, "mfu", fraction=1.0)
-        save, settle = recovery._save, recovery._settle
+        save, settle = recovery._saves.save, recovery._saves.settle
 
         def slow_save(state, step):
             running.set()
@@ -352,8 +352,8 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
                 seen.append(running.is_set())
             settle()
 
-        monkeypatch.setattr(recovery, "_save", slow_save)
-        monkeypatch.setattr(recovery, "_settle", settle_during)
+        monkeypatch.setattr(recovery._saves, "save", slow_save)
+        monkeypatch.setattr(recovery._saves, "settle", settle_during)
         pipeline.enter(recovery)
         for number, _ in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
             if number in (8, 16):

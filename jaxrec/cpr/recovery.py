@@ -20,32 +20,22 @@ Legend: S shards, V rows of a stack.
 """
 
 import contextlib
+import functools
 import math
-import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-
-from jaxrec.checkpoint import (
-    Checkpointer,
-    Image,
-    RowCheckpointer,
-    chain,
-    images,
-    newest_first,
-    restore,
-    restore_shard,
-    shard_source,
-)
+from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import set_aside, warn_skipped
+from jaxrec.cpr.arguments import check_numbers, check_scheme, check_shards, checked_failures, spec_of
 from jaxrec.cpr.clock import Clock
-from jaxrec.cpr.priority import Priority, budget_rows
+from jaxrec.cpr.priority import Priority
+from jaxrec.cpr.saves import Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
-from jaxrec.cpr.watch import Watch, ranges_of, shard_rows
-from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.cpr.watch import Watch, ranges_of
+from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RolledBack, TrainState
@@ -87,9 +77,6 @@ class Recovery:
     Attributes:
       pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
       failed: shards lost so far. lost_steps: steps trained again, with full recovery.
-      rows_saved, saves: rows and saves so far.
-      stall_seconds: how long training has waited for saves, for picking, copying, and what was being written still; of
-        an engine that saves beside training, how long its writes were held.
 
     Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with `whole`. On entering:
@@ -106,41 +93,48 @@ class Recovery:
         failures: Mapping[int, Sequence[int]] | None = None, image: Image | None = None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
     ):  # fmt: skip
-        self._engine, self.spec = engine, _spec_of(engine)
-        _check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
-        _check_scheme(self.spec, mode, scheme, fraction, whole)
-        self.directory, self.mode, self._total, self._copy = local_path(directory), mode, total_steps, copy
+        self._engine, self.spec = engine, spec_of(engine)
+        check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
+        check_scheme(self.spec, mode, scheme, fraction, whole)
+        self.directory, self.mode, self._total = local_path(directory), mode, total_steps
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
-        self._failures = _checked_failures(self.spec, failures or {})
+        self._failures = checked_failures(self.spec, failures or {})
         self._watch = Watch(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
         self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._ahead = max(0, min(ahead, int(self._clock.mini) - 1))
-        self._image, self._most = image, most_deltas or math.ceil(16 / fraction)
-        self._open = contextlib.ExitStack()  # what leaving closes
-        self._checkpointer: Any = None  # of whole images; made on entering
-        self._deltas: Any = None  # of rows, with a scheme
-        self._picked: dict[str, Any] = {}  # of the save that is being written
+        most = most_deltas or math.ceil(16 / fraction)
+        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._figures)
+        self._image, self._open = image, contextlib.ExitStack()  # what leaving closes
         self._announced: set[int] = set()  # steps of cuts to come
-        self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
-        # The step of the last regular save that is committed; and of the one that is being written, if one is.
-        self._regular = self._coming = 0
         self._first, self._closed = 0, False  # step on entering
-        self.pls, self.failed, self.lost_steps, self.rows_saved, self.saves = 0.0, 0, 0, 0, 0
-        self.stall_seconds = 0.0
+        self.pls, self.failed, self.lost_steps = 0.0, 0, 0
+
+    @property
+    def saves(self) -> int:
+        """Saves so far."""
+        return self._saves.saves
+
+    @property
+    def rows_saved(self) -> int:
+        """Rows in them."""
+        return self._saves.rows_saved
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training has waited for saves: for picking, copying, and what was being written still; of an engine
+        that saves beside training, how long its writes were held."""
+        return self._saves.stall_seconds
 
     @property
     def bytes_written(self) -> int:
         """Bytes of all images and deltas committed since it was entered, merged deltas included."""
-        return sum(saver.bytes_written for saver in self._savers())
+        return self._saves.bytes_written
 
     @property
     def failed_saves(self) -> list[str]:
         """What went wrong with saves, a line for each that failed."""
-        return [line for saver in self._savers() for line in saver.failures]
-
-    def _savers(self):
-        return [saver for saver in (self._checkpointer, self._deltas) if saver is not None]
+        return self._saves.failures
 
     # ---- the beginning and the end
 
@@ -148,14 +142,7 @@ class Recovery:
         state, image = self._engine.state, self._image
         step = self._engine.step
         self._check_enter(step)
-        with contextlib.ExitStack() as opened:  # all of it, or nothing
-            run = image.run if image else None
-            checkpointer = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
-            checkpointer.refuse_newer(step)  # else a save of its step would be left as it is
-            if self._watch:
-                base = image.path if image else None
-                self._deltas = opened.enter_context(RowCheckpointer(self.directory, base, self._most, checkpointer.run))
-            self._checkpointer = checkpointer
+        with self._saves.open(step, image) as opened:
             self._begin(state, step)
             self._open = opened.pop_all()
         self._announce(step)
@@ -163,7 +150,7 @@ class Recovery:
 
     def _check_enter(self, step):
         image, found = self._image, newest_first(self.directory)
-        if self._checkpointer is not None:
+        if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
         if image is None and found:
             raise ValueError(
@@ -182,7 +169,7 @@ class Recovery:
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
         image = self._image
-        self._first = self._regular = self._coming = step
+        self._first = step
         known = image.extra.get("cpr", {}) if image else {}
         same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self._scheme_name)
         if self._watch:
@@ -193,14 +180,12 @@ class Recovery:
         else:  # a base is one of all rows, split as they are now; or the chain of one goes on
             wants_base = image.spec != self.spec.digest or not (self._watch or image.path in images(self.directory))
         if wants_base:
-            self._write_base(state)
-            self._checkpointer.wait()  # raises what went wrong, as nothing has been lost yet
-            self._go_on_over_base(state)
+            self._saves.save_first(state)
 
     def _take_figures(self, known, step):
         """Goes on with the figures of an image; rows of before its step that it lacks are lost in all shards."""
-        for name in _FIGURES:
-            setattr(self, name, known.get(name, getattr(self, name)))
+        self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
+        self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
         regular = known.get("regular", step)
         if regular < step:  # and no more of it later: a shard that fails next comes back with what was restored now
             self.pls += lost_portion(step, regular, max(self._total, step), self.spec.shards, self.spec.shards)
@@ -238,7 +223,7 @@ class Recovery:
                 self._watch.begin_cut(step)
             self._watch.tell(step, plans)
             if self._ahead and self._clock.due(step + self._ahead):
-                self._watch.pick_ahead(step, step + self._ahead, self._settle)
+                self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
         self._announced.discard(step)
         self._announce(step)
         if step in self._failures:
@@ -248,92 +233,14 @@ class Recovery:
     def _announce(self, step):
         """A step ahead, as an engine takes a cut right after its step is committed."""
         if self._clock.due(step + 1):
-            self._engine.cut(step + 1, self._save_cut, unreached="ignore")
+            self._engine.cut(step + 1, functools.partial(self._saves.at_cut, step + 1), unreached="ignore")
             self._announced.add(step + 1)
 
     def _refuse_closed(self):
-        if self._checkpointer is None:
+        if not self._saves.opened:
             raise ValueError("enter the recovery before the first step: engine.enter(recovery).")
         if self._closed:
             raise ValueError("this recovery is closed: the block of its engine was left. Make one for each run.")
-
-    # ---- saving
-
-    def _save_cut(self, state):
-        start, step = time.perf_counter(), int(state.dense.step)
-        try:
-            self._save(state, step)
-        finally:
-            if self._watch:
-                self._watch.end_cut(step)
-            self.stall_seconds += time.perf_counter() - start
-
-    def _save(self, state, step):
-        state = _at_step(state, step)
-        if self._base_wanted:
-            if self._watch:
-                self._watch.picked_ahead(step)  # and dropped, as all rows are saved
-                self._watch.touch(step)
-            self._save_base(state)
-        elif self._watch:
-            self._save_rows(state, step, self._watch)
-        else:
-            self._settle()
-            self.rows_saved += sum(stack.rows for stack in self.spec.stacks.values())
-            self.saves += 1
-            self._checkpointer.save(state, self._figures(step))
-            self._coming = step
-
-    def _save_rows(self, state, step, watch):
-        """Saves what is picked, and at a regular save, which is due until one is committed, the tables in `whole`."""
-        picked = watch.picked_ahead(step)
-        watch.touch(step, picked)
-        if picked is None:
-            self._settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
-            picked = watch.pick(state.tables)
-        regular = self._clock.regular_due(step, self._regular)  # only now is the last save settled
-        rows = self._with_whole(picked, watch.whole) if regular else _rows_of(picked)
-        self.rows_saved += sum(map(len, rows.values()))
-        self.saves += 1
-        self._deltas.save(state.tables, rows, step, self._figures(step if regular else self._regular), state.dense)
-        self._picked = picked  # only now: what was not copied stays to be saved
-        self._coming = step if regular else self._coming
-
-    def _with_whole(self, picked, whole):
-        rows = _rows_of(picked)
-        for name, ranges in whole.items():
-            for shard in range(self.spec.shards):
-                all_of = [shard_rows(first, end, shard, self.spec.shards) for first, end in ranges]
-                rows[name, shard] = np.unique(np.concatenate([rows[name, shard], *all_of]))
-        return rows
-
-    def _settle(self):
-        """Waits for the save that is being written; only what is committed counts as saved."""
-        picked, self._picked = self._picked, {}
-        coming, self._coming = self._coming, self._regular
-        if not all([saver.settle() for saver in self._savers()]):
-            return
-        if self._watch:
-            self._watch.saved(picked)
-        self._regular = self._coming = coming
-
-    def _save_base(self, state):
-        """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next save tries again."""
-        self._base_wanted = True
-        self._write_base(state)
-        if self._checkpointer.settle():
-            self._go_on_over_base(state)
-
-    def _write_base(self, state):
-        self._checkpointer.save(state, self._figures(int(state.dense.step)))
-
-    def _go_on_over_base(self, state):
-        step = int(state.dense.step)
-        if self._watch:
-            self._deltas.restart(self._checkpointer.path_of(step))
-            self._watch.begin(state.tables, self._watch.remember())
-        self._base_wanted = False
-        self._regular = self._coming = step
 
     # ---- recovering
 
@@ -352,7 +259,7 @@ class Recovery:
           ValueError: there is no such shard; it was not entered; within a hook (there, use `engine.lose`).
         """
         self._refuse_closed()
-        _check_shards(self.spec, shards)
+        check_shards(self.spec, shards)
         if self.mode == "full":
             raise RolledBack(lambda: self._roll_back(len(shards)))
         dense, step = self._engine.state.dense, self._engine.step
@@ -363,13 +270,13 @@ class Recovery:
             if self._watch:
                 self._watch.drop_picks()  # rows of lost shards are no longer what was picked
                 self._watch.touch(step)
-            self._settle()
+            self._saves.settle()
         except Exception as error:
             warnings.warn(f"a save failed: {error}", stacklevel=5)
 
     def _recovered(self, state, step, shards, without) -> Tables:
         self._settle_all(step)
-        every, tables = self._sources(without), state.tables
+        every, tables = self._saves.sources(without), state.tables
         known: dict = {}
         # All is read, verified and counted before the first row changes.
         sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
@@ -380,9 +287,11 @@ class Recovery:
             if self._watch:
                 self._watch.restored(tables, shard)
         self.pls, self.failed = self.pls + sum(lost), self.failed + len(shards)
-        skipped = {path for source, damaged in sources if damaged for path in every[: every.index(source)]}
+        skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
         if (skipped or without) and self._watch:
-            self._save_base(_at_step(state._replace(tables=tables), step))  # nothing more goes over a damaged chain
+            self._saves.save_base(
+                at_step(state._replace(tables=tables), step)
+            )  # nothing more goes over a damaged chain
         for path in () if self._watch else skipped:
             set_aside(path)  # it does not count among the images to keep
         return tables
@@ -390,14 +299,8 @@ class Recovery:
     def _lost_by(self, step, source, older, without):
         """What a shard adds to the PLS that comes back from a source; an older one if the newest is not whole."""
         found = chain(source, without) if older and source is not None else []
-        saved = _regular_of(found) if found else self._first if older else self._regular
+        saved = _regular_of(found) if found else self._first if older else self._saves.regular
         return lost_portion(step, saved, max(self._total, step), self.spec.shards)
-
-    def _sources(self, without):
-        """What a shard may come back from, newest first: the chain, link by link, then older images."""
-        mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._watch else []
-        every = [*mine, *(path for path in images(self.directory) if path not in mine)]
-        return [path for path in every if path.name not in without]
 
     def _roll_back(self, lost):
         """All goes back to the newest whole image; the engine's run has ended by now."""
@@ -405,73 +308,12 @@ class Recovery:
         self._settle_all(step)
         state, image = restore(self.directory, self._engine.state)
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
-        self._regular = self._coming = image.step
+        self._saves.back_to(image.step)
         self._announced.clear()
         self._engine.reset(state)
         self._announce(image.step)
 
 
-def _at_step(state, step):
-    """A state that says which step it is of: under OAC the dense half of a copy may not."""
-    return state._replace(dense=state.dense._replace(step=np.int32(step)))
-
-
-def _rows_of(picked):
-    return {(name, shard): mine for name, pick in picked.items() for shard, mine in enumerate(pick.rows)}
-
-
 def _regular_of(found):
     """The step up to which a chain counts as saved, which mini-saves do not move."""
     return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
-
-
-# ---- what it is given
-
-
-def _spec_of(engine) -> EmbeddingSpec:
-    missing = [name for name in ("cut", "exclusive", "lose", "enter") if not hasattr(engine, name)]
-    if missing:
-        raise ValueError(
-            f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
-            "Recovery(engine, directory, ...)."
-        )
-    return engine.tables.spec
-
-
-def _check_shards(spec, shards):
-    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
-        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
-    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
-        raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
-
-
-def _checked_failures(spec, failures):
-    for step, shards in failures.items():
-        if not isinstance(step, int | np.integer) or step < 1:
-            raise ValueError(f"failures at step {step!r}: steps are whole numbers from 1.")
-        _check_shards(spec, shards)
-    return dict(failures)
-
-
-def _check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
-    if not (isinstance(save_every_steps, int | float) and 0 < save_every_steps < math.inf) or total_steps < 1:
-        raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
-    if most_deltas is not None and (not isinstance(most_deltas, int) or most_deltas < 1):
-        raise ValueError(f"most_deltas={most_deltas} must be a whole number from 1.")
-    if not isinstance(pick_ahead_steps, int) or pick_ahead_steps < 0:
-        raise ValueError(f"pick_ahead_steps={pick_ahead_steps} must be a whole number from 0.")
-
-
-def _check_scheme(spec, mode, scheme, fraction, whole):
-    if not isinstance(scheme, Priority | None):
-        raise ValueError(f"scheme={scheme!r:.80} must be one of mfu(), ssu(), ... or None.")
-    if mode not in ("partial", "full"):
-        raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
-    if scheme and mode == "full":
-        raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
-    if whole and scheme and not scheme.by_tracker:
-        raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
-    unknown = sorted(set(whole) - set(spec.tables))
-    if unknown:
-        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
-    budget_rows(1, fraction)

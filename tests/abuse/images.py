@@ -100,8 +100,8 @@ def save_at(engine, recovery, step):
     engine.reset(state_of(step))
     if recovery._watch:
         recovery._watch.tell(step, {"width_2": jaxrec.plan(SPEC, {"t": np.arange(8)})["width_2"]})
-    recovery._save(engine.state, step)
-    recovery._settle()
+    recovery._saves.save(engine.state, step)
+    recovery._saves.settle()
 
 
 def untouched(directory):
@@ -653,9 +653,9 @@ def _(directory):
     try:
         with recovering(directory) as (engine, recovery):
             engine.reset(state_of(4))
-            recovery._save(engine.state, 4)
-            recovery._checkpointer._idle.wait()
-            recovery._checkpointer._error = OSError(errno.ENOSPC, "No space left on device")
+            recovery._saves.save(engine.state, 4)
+            recovery._saves._whole._idle.wait()
+            recovery._saves._whole._error = OSError(errno.ENOSPC, "No space left on device")
             raise KeyError("the body")
     except KeyError as error:
         assert "And a save failed: [Errno 28] No space left on device" in error.__notes__
@@ -701,7 +701,7 @@ def _(directory):
         with recovering(directory, state, scheme=scheme, image=image) as (engine, recovery):
             engine.reset(state._replace(dense=state.dense._replace(step=np.int32(step))))
             recovery.hook(engine.state, step, {"width_2": jaxrec.plan(spec, {"t": np.arange(8)})["width_2"]}, {})
-            recovery._save(engine.state, step)
+            recovery._saves.save(engine.state, step)
             recovery.recover([0])
     assert restore(directory, state_of())[1].step == 20
 
@@ -751,7 +751,7 @@ def _(directory):
     assert image.step == 4
     with recovering(directory, state, scheme=mfu(), fraction=1.0, image=image) as (engine, recovery):
         engine.reset(state_of(5))
-        recovery._save(engine.state, 5)
+        recovery._saves.save(engine.state, 5)
     assert restore(directory, state_of())[1].step == 5 and len(list(directory.glob("delta_*.damaged"))) == 2
 
 
@@ -765,7 +765,7 @@ def _(directory):
         more = {"scheme": mfu(), "save_every_steps": 80, "fraction": 0.025}
         with recovering(directory, state, image=image, **more) as (engine, recovery):
             engine.reset(state_of(2 * life + 2))
-            recovery._save(engine.state, 2 * life + 2)
+            recovery._saves.save(engine.state, 2 * life + 2)
         lost.append(recovery.pls)
     assert lost == pytest.approx([0, 2 / 100, 4 / 100, 6 / 100])
 

@@ -1,0 +1,63 @@
+"""What a recovery is given: an error names what does not fit."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrec.cpr.priority import Priority, budget_rows
+from jaxrec.embedding import EmbeddingSpec
+
+
+def spec_of(engine) -> EmbeddingSpec:
+    """The spec of an engine's tables; refuses what is no engine."""
+    missing = [name for name in ("cut", "exclusive", "lose", "enter") if not hasattr(engine, name)]
+    if missing:
+        raise ValueError(
+            f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
+            "Recovery(engine, directory, ...)."
+        )
+    return engine.tables.spec
+
+
+def check_shards(spec, shards):
+    """Refuses what is no list of distinct shards."""
+    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
+        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
+    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
+        raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
+
+
+def checked_failures(spec, failures):
+    """{step: shards} of failures, each looked at."""
+    for step, shards in failures.items():
+        if not isinstance(step, int | np.integer) or step < 1:
+            raise ValueError(f"failures at step {step!r}: steps are whole numbers from 1.")
+        check_shards(spec, shards)
+    return dict(failures)
+
+
+def check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
+    """Refuses numbers of a schedule that are out of range."""
+    if not (isinstance(save_every_steps, int | float) and 0 < save_every_steps < math.inf) or total_steps < 1:
+        raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
+    if most_deltas is not None and (not isinstance(most_deltas, int) or most_deltas < 1):
+        raise ValueError(f"most_deltas={most_deltas} must be a whole number from 1.")
+    if not isinstance(pick_ahead_steps, int) or pick_ahead_steps < 0:
+        raise ValueError(f"pick_ahead_steps={pick_ahead_steps} must be a whole number from 0.")
+
+
+def check_scheme(spec, mode, scheme, fraction, whole):
+    """Refuses a scheme that does not fit mode, fraction or tables."""
+    if not isinstance(scheme, Priority | None):
+        raise ValueError(f"scheme={scheme!r:.80} must be one of mfu(), ssu(), ... or None.")
+    if mode not in ("partial", "full"):
+        raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
+    if scheme and mode == "full":
+        raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
+    if whole and scheme and not scheme.by_tracker:
+        raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
+    unknown = sorted(set(whole) - set(spec.tables))
+    if unknown:
+        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
+    budget_rows(1, fraction)
