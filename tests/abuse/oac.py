@@ -343,9 +343,7 @@ def _(directory):
     pipeline_of().exclusive(None)
 
 
-@situation(
-    "a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed"
-)
+@situation("a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed")
 def _(directory):
     pipeline = pipeline_of()
     train(pipeline, hook=at_step(2, lambda state: pipeline.exclusive(lambda tables: None)), steps=2)
@@ -429,9 +427,7 @@ def _(directory):
     lose_at_2([1, 4], steps=2)
 
 
-@situation(
-    "losing one shard, not a list of them", ValueError, "numbers of shards, as in .3., and was given 3"
-)
+@situation("losing one shard, not a list of them", ValueError, "numbers of shards, as in .3., and was given 3")
 def _(directory):
     lose_at_2(3, steps=2)
 
@@ -484,9 +480,7 @@ def _(directory):
     pipeline.enter(Watcher(pipeline))
 
 
-@situation(
-    "a watcher that is no context manager", ValueError, "wants a context manager, and was given a function"
-)
+@situation("a watcher that is no context manager", ValueError, "wants a context manager, and was given a function")
 def _(directory):
     with pipeline_of() as pipeline:
         pipeline.enter(reset)
