@@ -51,7 +51,7 @@ class JaxSide:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds per step, over some steps of the loop: planned on the host in a thread, inputs sent with each step."""
+        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each step."""
         from jaxrec.embedding import capacity_of
         from jaxrec.loop import planned
 
