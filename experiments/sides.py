@@ -51,7 +51,7 @@ class JaxSide:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds a step, over some steps of the loop: planned on the host in a thread, inputs sent with each step."""
+        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each step."""
         from jaxrec.embedding import capacity_of
         from jaxrec.loop import planned
 
@@ -62,11 +62,11 @@ class JaxSide:
             return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)
 
     def run_planned(self, steps: int) -> float:
-        """Seconds a step where plans and batches are on the device before the clock starts: the step alone."""
+        """Seconds per step where plans and batches are on the device before the clock starts: the step alone."""
         return self._timed(self.step, itertools.cycle(self._on_device[1]), steps)
 
     def run_device_plan(self, steps: int) -> float:
-        """Seconds a step where ids are sent and planned on the device, in the step's own program."""
+        """Seconds per step where ids are sent and planned on the device, in the step's own program."""
         return self._timed(self._plan_and_step, itertools.cycle((batch,) for batch in self.batches), steps)
 
     def run_device_plan_resident(self, steps: int) -> float:
@@ -224,7 +224,7 @@ class TorchSide:
         self.step = torch_dlrm.VARIANTS[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:
-        """Seconds a step, over some steps; inputs travel with each, from pinned memory."""
+        """Seconds per step, over some steps; inputs travel with each, from pinned memory."""
         self.wait()
         start = time.perf_counter()
         for _ in range(steps):
@@ -234,7 +234,7 @@ class TorchSide:
         return (time.perf_counter() - start) / steps
 
     def run_resident(self, steps: int) -> float:
-        """Seconds a step with the batches on the device before the clock starts."""
+        """Seconds per step with the batches on the device before the clock starts."""
         return self.run(steps, resident=True)
 
     def matmul_error(self, size: int) -> float:

@@ -1,6 +1,10 @@
 """The click job: its data are what was asked for, seeds mean what they say, and every engine takes it."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import clicks
 import numpy as np
@@ -13,6 +17,7 @@ from jaxrec.loop import fit, planned
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import Emulation
 
+ROOT = Path(__file__).parent.parent
 CARDINALITIES = (30, 20, 10)
 
 
@@ -97,3 +102,14 @@ def test_a_loop_a_pipeline_and_an_emulation_take_the_same_job():
 def test_an_unknown_model_is_refused():
     with pytest.raises(ValueError, match="model='dcn' must be one of dlrm, dcnv2, small_dlrm"):
         clicks.make_model("dcn", 4)
+
+
+def test_the_reference_work_wants_nothing_but_jaxrec():
+    """Where benchmarks run on a bare machine there are none of these."""
+    lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy'.split():"]
+    lines += ["    sys.modules[name] = None", "from reference import Job, reference_work"]
+    lines += ["spec, *_ = reference_work(Job(rows=100, model='dcnv2'))", "assert 'contract' not in sys.modules"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "experiments")))}
+    program = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(program, capture_output=True, text=True, cwd="/", env=environment)
+    assert done.returncode == 0, done.stderr
