@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import threading
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -14,6 +15,9 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Under nohup it is ignored, by all processes that tests start as well: they would not end with their terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadline: the first example of a shape compiles.
 hypothesis.settings.register_profile("laws", deadline=None, max_examples=50, print_blob=True)

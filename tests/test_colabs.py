@@ -9,9 +9,8 @@ import pytest
 COLABS = sorted((Path(__file__).parent.parent / "colabs").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[] if p.stem.startswith("0") else [pytest.mark.slow]) for p in COLABS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", COLABS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore")
 def test_a_colab_runs_and_ends_in_a_picture(path):
     notebook = nbformat.read(path, as_version=4)

@@ -49,6 +49,7 @@ assert alone[0] is None and isinstance(alone[1], Left), alone  # who does not fi
 """
 
 
+@pytest.mark.slow
 def test_the_readme_runs_from_top_to_bottom(tmp_path):
     """As a user runs it, in a process of its own on the devices of the machine; the last block by two trainers too."""
     parts = blocks(README)

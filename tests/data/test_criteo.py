@@ -272,6 +272,7 @@ def _prepare_and_die(path, out, arguments, die_at):
     prepare([path], out, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"min_count": 3}, {"hash_cap": 7, "split": "random"}])
 def test_kill_9_at_every_write_leaves_a_run_that_goes_on(tmp_path, arguments):
     rows = lines(200)
