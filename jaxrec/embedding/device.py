@@ -39,6 +39,7 @@ class DeviceTables:
     layout: Layout
 
     step = None  # puts are not counted
+    in_place = False
 
     @classmethod
     def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class HostTables:
     shards: dict[str, list[dict[str, np.ndarray]]]
     directory: Path | None = None
     steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
+
+    in_place: ClassVar[bool] = True
 
     def __post_init__(self):
         if not len(self.steps):  # made from arrays

@@ -29,6 +29,7 @@ class Tables(Protocol):
       spec: the tables.
       layout: what a row consists of.
       step: how many puts all shards have seen; None for a home that does not count, or for torn tables.
+      in_place: whether what is written changes these tables themselves, so that several threads can.
     """
 
     @property
@@ -39,6 +40,9 @@ class Tables(Protocol):
 
     @property
     def step(self) -> int | None: ...
+
+    @property
+    def in_place(self) -> bool: ...
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
         """Gathers the planned rows and slots; padding reads zero."""

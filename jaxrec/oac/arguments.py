@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrec import boundary
-from jaxrec.embedding import HostTables
 from jaxrec.oac.sizes import MODES, VALIDATIONS
 from jaxrec.oac.view import LaggingTables
 from jaxrec.sharding import AXES, as_mesh, check_shards
@@ -91,7 +90,7 @@ def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
     if not isinstance(state, TrainState):
         raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
-    if not isinstance(state.tables, HostTables):
+    if not getattr(state.tables, "in_place", False):
         raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
     boundary.check_not_donated(state)
     return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state

@@ -138,7 +138,7 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
     iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
     if len(set(iterators)) < len(iterators):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
-    if not isinstance(tables, HostTables):
+    if not getattr(tables, "in_place", False):
         raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
     if synchroniser is not None and not callable(synchroniser):
         raise ValueError(
