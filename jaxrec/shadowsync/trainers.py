@@ -192,6 +192,9 @@ def _wait(shared, seconds, asked):
     """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
     while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
         _pause()
+    for thread in shared.threads:
+        if thread.name not in shared.running:
+            thread.join()  # it has nothing more to do
 
 
 def _pause():
@@ -235,6 +238,7 @@ class _Shared:
         # Flags and sets of Python's own, read and written without a lock: Ctrl-C must not leave one held.
         self.stopped, self.left_at = False, None
         self.running: set[str] = set()  # names of threads
+        self.threads: list[threading.Thread] = []  # all that were started
         self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
         self.notes: list[str] = []
         self.capacity: dict[str, int] | None = None
@@ -274,6 +278,7 @@ class _Shared:
         except RuntimeError:  # the system has no thread to give
             self.running.discard(name)
             raise
+        self.threads.append(thread)
         return thread
 
 
