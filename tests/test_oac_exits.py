@@ -547,15 +547,17 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
 
 @pytest.mark.parametrize("ask", ["leave", "cut", "exclusive", "drain"])
 def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(ask):
-    batches, failed = make_batches(16), threading.Event()
+    batches, failed, saving = make_batches(16), threading.Event(), []
 
     def save(state):
+        saving.append(threading.current_thread())
         failed.set()
         raise Broken
 
     def hook(state, step, plan, metrics):
         if step == 6 and ask != "leave":
             assert failed.wait(60)
+            saving[0].join(60)  # it tells the failure after it has raised it, and a cut before that is a good one
             if ask == "cut":
                 pipeline.cut(9, save)
             elif ask == "drain":

@@ -254,7 +254,10 @@ def await_(flow, ready):
 
 
 class Live:
-    """Bytes of the arrays on devices that were made since, whoever drops earlier ones meanwhile."""
+    """Bytes of the buffers on devices that were made since, whoever drops earlier ones meanwhile.
+
+    Buffers, not arrays: inside `jax.device_put` up to four arrays share one buffer for an instant.
+    """
 
     def __init__(self):
         gc.collect()
@@ -263,7 +266,17 @@ class Live:
 
     def bytes(self):
         with self.lock:  # whoever looks holds all arrays as long as it looks
-            return sum(array.nbytes for array in jax.live_arrays() if id(array) not in self.ids)
+            later = (array for array in jax.live_arrays() if id(array) not in self.ids)
+            return sum(dict(filter(None, map(buffer_of, later))).values())
+
+
+def buffer_of(array):
+    """Where the buffer of an array begins, and its bytes; None if it has been donated since."""
+    try:
+        return array.unsafe_buffer_pointer(), array.nbytes
+    except RuntimeError as error:
+        if "deleted" not in str(error):
+            raise
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -320,15 +333,13 @@ def test_memory_is_what_the_formula_says(way, shape):
         capacity = pipeline._stages.capacity
     plans = jaxrec.plan(spec, batches[0].ids, capacity)
     (p,) = plans.values()
-    inputs = nbytes((plans, batches[0]))
     expected = memory_bytes(
         window, p.unique.size, 2 * SHAPES[shape][3], mode=options.get("mode", "oac"),
-        validation=options.get("validation", "planned"), input_bytes=inputs,
+        validation=options.get("validation", "planned"), input_bytes=nbytes((plans, batches[0])),
         table_rows=SHAPES[shape][0],
     )  # fmt: skip
     assert 0.9 < (filled[0] - 2 * dense) / expected["device"] < 1.1, (filled, expected)
-    # On a busy machine the inputs of one batch more have been seen for an instant; it is not known who holds them.
-    assert (max(most) - 2 * dense - inputs) / expected["device"] < 1.05, (max(most), expected)
+    assert (max(most) - 2 * dense) / expected["device"] < 1.05, (max(most), expected)
     assert 0.9 < host[0] / expected["host"] < 1.1, (host, expected)
 
 

@@ -27,6 +27,14 @@ def alone_in(transport, rule):
     return transport(rule, PARAMS, 1)
 
 
+def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeypatch):
+    """A thread that has told that it is done is still there until the system has ended it."""
+    run = threading.Thread.run
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: (run(thread), threading.Event().wait(0.2)))
+    train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
+    assert no_threads_left()
+
+
 def test_one_trainer_with_one_worker_is_plain_training():
     dense, rows = optax.adam(0.01), adagrad(0.1)
     tables = HostTables.create(SPEC, rows)

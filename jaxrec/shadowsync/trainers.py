@@ -193,6 +193,9 @@ def _wait(shared, seconds, asked):
     """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
     while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
         _pause()
+    for thread in shared.threads:
+        if thread.name not in shared.running:
+            thread.join()  # it has nothing more to do
 
 
 def _pause():

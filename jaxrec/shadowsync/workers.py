@@ -49,6 +49,7 @@ class Shared:
         self.stopped = False
         self.left_at: float | None = None
         self.running: set[str] = set()  # names of threads
+        self.threads: list[threading.Thread] = []  # all that were started
         self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
         self.notes: list[str] = []
 
@@ -90,6 +91,7 @@ class Shared:
         except RuntimeError:  # the system has no thread to give
             self.running.discard(name)
             raise
+        self.threads.append(thread)
         return thread
 
 
