@@ -16,8 +16,10 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Under nohup it is ignored, by all processes that tests start as well: they would not end with their terminal.
+# Under nohup the one is ignored, in the background of a script the other, and by all processes that tests start as well:
+# they would not end with their terminal, nor on Ctrl-C.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example of a shape compiles.
 hypothesis.settings.register_profile("laws", deadline=None, max_examples=50, print_blob=True)
