@@ -136,3 +136,32 @@ def test_ctrl_c_while_entering_ends_the_thread():
     until(no_threads_left)
     with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
         transport.join(1)
+
+
+class NoWayOut(Gate):
+    """A transport that cannot be left."""
+
+    def leave(self, trainer, error=None):
+        self.transport.leave(trainer, error)
+        raise OSError("no way out")
+
+
+def test_a_transport_that_cannot_be_left_takes_no_failure_away_and_none_is_lost_in_the_thread():
+    gate = NoWayOut(AllToAll(model_averaging(), PARAMS), error=ValueError("corrupt"))
+    gate.open.set()
+    with pytest.raises(OSError, match="no way out"), Shadow(gate) as shadow:
+        state = shadow.exchange(state_of(1.0))
+        until(no_threads_left)
+        with pytest.raises(ValueError, match="corrupt") as caught:
+            shadow.exchange(state)
+    assert caught.value.__notes__ == ["and then leaving the transport failed: OSError: no way out"]
+
+
+def test_a_round_that_ends_because_its_trainer_leaves_does_not_leave_once_more():
+    gate = NoWayOut(AllToAll(model_averaging(), PARAMS, 2))
+    gate.open.set()
+    with pytest.raises(OSError, match="no way out") as caught, Shadow(gate) as shadow:
+        shadow.exchange(state_of(1.0))
+        assert gate.entered.wait(60)  # it waits for a trainer who never comes
+    until(no_threads_left)
+    assert not hasattr(caught.value, "__notes__")

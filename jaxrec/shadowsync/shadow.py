@@ -202,12 +202,20 @@ class Shadow(Synchroniser):
                 self._final = self._last_rounds(self._final)
         except BaseException as error:
             with self._changed:
-                self._failure = None if self._stopped and isinstance(error, Left) else error
-            self._transport.leave(self._trainer, error)
+                echo = self._stopped and isinstance(error, Left)
+                self._failure = None if echo else error
+            if not echo:  # else whoever has stopped this trainer tells the transport
+                self._leave_transport(error)
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+    def _leave_transport(self, error):
+        try:
+            self._transport.leave(self._trainer, error)
+        except Exception as failure:  # nobody would hear of it in this thread
+            error.add_note(f"and then leaving the transport failed: {type(failure).__name__}: {failure}")
 
     @property
     def _done(self):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxrec.shadowsync.emulate import Emulation
+from jaxrec.shadowsync.hogwild import Emulation
 
 import jaxrec
 from abuse import situation
