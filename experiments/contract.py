@@ -121,7 +121,7 @@ def refuse_small(config: object) -> None:
 
 
 def paired_interval(differences) -> tuple[float, float | None]:
-    """Mean and half width of the 95 % interval of paired differences, one a seed; no width from a single one."""
+    """Mean and half width of the 95 % interval of paired differences, one per seed; no width from a single one."""
     differences = np.asarray(differences, np.float64)
     n = len(differences)
     if n < 2:

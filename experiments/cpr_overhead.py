@@ -49,7 +49,7 @@ from cpr_work import NODES, SCHEMES, Job, JobConfig, failures_in_steps, make_dat
 from tqdm import tqdm
 
 from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule
-from jaxrec.cpr.emulate import replay_in_useful_time
+from jaxrec.cpr.replay import replay_in_useful_time
 
 MARGIN = 0.0005  # of AUC
 

@@ -17,7 +17,7 @@ goes on with --resume.
 Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes
 0.0062 (vanilla), 0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU
 -0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds) 0.0070,
-0.0043, 0.0050: the others were saved at regular saves only. 5 seconds a run on a core.
+0.0043, 0.0050: the others were saved at regular saves only. 5 seconds per run on a core.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
     return float((pls * loss).sum() / (pls * pls).sum())
 
 
-def summarize(rows: list[dict], schemes) -> dict[str, Any]:
+def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
     """Slopes and correlations of all runs that have the run without failures of their seed."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
     results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
@@ -125,7 +125,7 @@ def main(config: Config) -> dict:
         row = job.run(scheme, seed, every / costs.total_hours * steps, failures_in_steps(placed, steps))
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
-    results = summarize(rows, config.schemes)
+    results = slopes_of(rows, config.schemes)
     draw(run, rows, results, config.schemes)
     run.close(results, table(results, config.schemes))
     return results

@@ -14,7 +14,7 @@ disk:
     orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
     full_blocking        jaxrec: write_image(snapshot(...))
-    rows                 jaxrec: RowCheckpointer of r V / S rows a shard, which MFU picks
+    rows                 jaxrec: RowCheckpointer of r V / S rows per shard, which MFU picks
     recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
 
 `*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook

@@ -40,7 +40,6 @@ from contract import Flags, Run, command_line, grid, plot
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
-from jaxrec.cpr.emulate import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.failure import (
     Failures,
     draw_failures,
@@ -52,6 +51,7 @@ from jaxrec.cpr.failure import (
     share_of_worst_nodes,
 )
 from jaxrec.cpr.fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from jaxrec.cpr.replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.traces import load_infinitehbd, load_lanl
 
 SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}

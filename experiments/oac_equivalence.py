@@ -66,7 +66,7 @@ class Case:
 
 
 def problem(rows: int):
-    """Spec and update of a small factorisation machine: two tables, three ids an example."""
+    """Spec and update of a small factorisation machine: two tables, three ids per example."""
     spec = EmbeddingSpec(
         {"user": Table(rows, 8), "item": Table(rows, 8)},
         {"user": Lookup("user"), "items": Lookup(("item", "item"))},

@@ -199,7 +199,7 @@ def _pipeline(problem, kind, trap, rng):
 def _run(pipeline, stream, kind, at, last, trap):
     """Trains until the failure, or until the body leaves; returns what came out."""
 
-    def hook(state, step, plan, metrics):
+    def hook(state, step, plans, metrics):
         if kind == "hook":
             trap()
         return state

@@ -7,7 +7,7 @@
 Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by its examples.
 `async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync` must agree to the last digit.
 
-Rates are measured before the training, the modes in turns: 24 rounds of 20 batches a mode, median and 95 % bootstrap
+Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median and 95 % bootstrap
 interval of the rates and of their ratios within a round. There is no link here, tables and compute share the cores, so
 that a mode which does more beside the update is slower. The seconds of the training itself belong to modes that ran one
 after the other, and are not compared.
@@ -16,7 +16,7 @@ after the other, and are not compared.
 generated whose entities fall in clusters that each relation permutes.
 
 Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128; 2 minutes for the
-rates, then 2 to 3 a mode; async 0.337, so staleness does not hurt here. WN18RR wants `--n3 0.1 --epochs 20`. The
+rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. WN18RR wants `--n3 0.1 --epochs 20`. The
 published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
 """
 
@@ -179,7 +179,7 @@ class Recorder:
         self.losses: list = []
         self.seconds, self.since = 0.0, time.perf_counter()
 
-    def show(self, state, step, plan, step_metrics):
+    def show(self, state, step, plans, step_metrics):
         """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
         self.bar.update(self.job.batches.batch_size)
         self.losses.append(step_metrics["loss"])
@@ -187,7 +187,7 @@ class Recorder:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.3f}", refresh=False)
         return state
 
-    def rank(self, state, step, plan, step_metrics):
+    def rank(self, state, step, plans, step_metrics):
         """Hook: ranks validation triples; its time does not count as training."""
         jax.block_until_ready(step_metrics)
         self.pipeline.drain()

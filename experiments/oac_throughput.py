@@ -13,7 +13,7 @@ measured compute time of a batch: `balanced` - both directions together take as 
 direction alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep measures
 the balanced one.
 
-All modes take turns, 24 rounds of about a second a mode; a ratio is of the two rates within a round. Given are the
+All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a round. Given are the
 median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and the least and most. Rates are of the
 steady state: the first W + 2 batches of a turn are not counted, and behind the last one the stream goes on. `sync`,
 `async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the paper says,
@@ -146,7 +146,7 @@ def take_turns(work: Work, ways: list[Way], link: EmulatedLink | None, rounds: i
     """All ways in turns over one link.
 
     Returns:
-      ({way: seconds a batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
+      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
     """
     options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
     pipelines: dict[str, Pipeline] = {}
@@ -180,7 +180,7 @@ def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> d
     """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its kinds over oac.
 
     Args:
-      times: seconds a batch f64[rounds] of each way, by its name.
+      times: seconds per batch f64[rounds] of each way, by its name.
       ways: those that were timed, sync and async or not.
       batch_size: examples in a batch.
 

@@ -143,7 +143,7 @@ class Job:
         return rows
 
     def step_seconds(self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int) -> dict[str, list[float]]:
-        """Seconds of a step of each arm, one a round; all take turns over the link."""
+        """Seconds of a step of each arm, one per round; all take turns over the link."""
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
@@ -209,7 +209,7 @@ def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
     return {key: curve for key, curve in found.items() if curve[-1]["ended"]}
 
 
-def summarize(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
+def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
     """Quality: AUC lost where sync ends, and steps to the target."""
     results: dict[str, Any] = {}
     for exponent, arm in dict.fromkeys(key[:2] for key in curves):
@@ -299,7 +299,7 @@ def main(config: Config) -> dict:
     train_all(run, job, every_arm, seeds, link)
     step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
     curves = curves_of(run.metrics())
-    results = summarize(curves, seeds)
+    results = quality_of(curves, seeds)
     results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
     draw(run, curves, results, exponent)
     run.close(results, table(results, list(step_s), exponent))

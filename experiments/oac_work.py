@@ -92,7 +92,7 @@ class Work:
 
 
 def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
-    """Seconds a batch in the steady state of one run: from batch `skip` to the last one.
+    """Seconds per batch in the steady state of one run: from batch `skip` to the last one.
 
     Behind the last one the stream goes on, and what is in flight then is dropped: else the last batches would be
     trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.

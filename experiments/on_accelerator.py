@@ -166,7 +166,7 @@ def _read(stream, lines, rows):
 
 
 def summary(names, out: Path) -> str:
-    """One line a part: what there is of it."""
+    """One line per part: what there is of it."""
     lines = []
     for name in names:
         path = out / f"{name}.json"

@@ -65,7 +65,7 @@ class Saves:
         self._failed_before = 0  # failures when it began
         self._figures_said = every_steps == 0
 
-    def hook(self, state, step: int, plan, metrics):
+    def hook(self, state, step: int, plans, metrics):
         """Saves if it is time to."""
         self._steps += 1
         idle = self._look()

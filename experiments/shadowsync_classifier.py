@@ -188,7 +188,7 @@ def busy(processes: int):
             loop.wait()
 
 
-def summarize(rows: list[dict]) -> dict[str, Any]:
+def results_of_models(rows: list[dict]) -> dict[str, Any]:
     """What results.json holds, from the arms of all seeds."""
     results: dict[str, Any] = {"regime": "free-running", "seeds": 1 + max(row["seed"] for row in rows)}
     of = lambda model, arm, key: np.array([row[key] for row in rows if (row["model"], row["arm"]) == (model, arm)])
@@ -228,7 +228,7 @@ def main(config: Config) -> dict:
         for seed, model, arm in tqdm(todo, unit="arm", disable=None):
             make = rules[arm]
             run.log({"model": model, "arm": arm} | jobs[model].run(make() if make else None, seed))
-    results = summarize(run.metrics())
+    results = results_of_models(run.metrics())
     run.close(results, table(results))
     return results
 

@@ -66,7 +66,7 @@ def in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """What results.json holds, from the turns of all ways."""
     of = lambda name, figure: np.array([turn[figure] for turn in found[name]])
     results: dict[str, Any] = {
@@ -90,7 +90,7 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     first = {"command": command, "regime": "free-running", "rule": config.rule}
-    results = first | summarize(in_turns(config, run))
+    results = first | rates_over_none(in_turns(config, run))
     gap, rate = (lambda name: results[f"average_sync_gap_{name}"]), (lambda name: results[f"{name}_over_no_sync"])
     curve = sorted((gap(name), rate(name)) for name in ways_of(config) if name.startswith("shadow") and gap(name))
     lines = {"shadow": ([gap for gap, _ in curve], [rate for _, rate in curve])}

@@ -117,7 +117,7 @@ def size_of(config: Config) -> Size:
 def script_of(arm: str, config: Config) -> Script | str | None:
     """How the replicas of an arm are synchronised.
 
-    Errors:
+    Raises:
       ValueError: there is no such arm.
     """
     if arm in ("none", "all_reduce"):
@@ -230,7 +230,7 @@ class Job:
         }
 
 
-def summarize(rows: list[dict]) -> dict[str, Any]:
+def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     """What results.json holds, from the arms of all seeds."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
@@ -310,7 +310,7 @@ def main(config: Config) -> dict:
     todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]
     for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
         run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
-    results = {"command": command_of("shadowsync_quality", config)} | summarize(run.metrics())
+    results = {"command": command_of("shadowsync_quality", config)} | results_of_arms(run.metrics())
     draw(run, results)
     run.close(results, table(results))
     return results

@@ -11,7 +11,7 @@ The base is one trainer on one core that does not synchronise; it takes turns wi
 cores, in 6 short rounds (`paper`: 24): none; every rule in both forms (easgd symmetric and
 sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
 --pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores;
-`cpu_time_efficiency`, the base's CPU seconds a step over those of n trainers, is what free cores
+`cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is what free cores
 would have given, if nobody waits.
 
 `emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and
@@ -22,7 +22,7 @@ saturates, and the sync gap. Their parameters and their servers' bandwidth are a
 real ones, so that a transfer takes as long. A round moves the parameters to the servers and back;
 the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
 model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers
-it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond a trainer,
+it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond per trainer,
 shares the cores of one machine. The forms of a rule move the same bytes at the same times, so that
 this part has one line for each rule.
 
@@ -31,7 +31,7 @@ this part has one line for each rule.
 
 `measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
 n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
-cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is
+cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers` is
 its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 

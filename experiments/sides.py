@@ -89,7 +89,7 @@ class JaxSide:
 
     @functools.cached_property
     def _on_device(self):
-        """Batches, and (plan, batch) pairs, all of one capacity, on the device."""
+        """Batches, and (plans, batch) pairs, all of one capacity, on the device."""
         import jax
 
         from jaxrec.embedding import plan

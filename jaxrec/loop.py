@@ -20,7 +20,7 @@ def keep_memory() -> bool:
     """Tells glibc to keep freed memory for the next step; call it once, before the first, on a CPU.
 
     XLA allocates its scratch memory anew in each step. A block above 32 MB is mapped and unmapped every time, and the
-    kernel zeroes its pages: 15 to 25 of 100 ms a step were seen on the reference work. The same as
+    kernel zeroes its pages: 15 to 25 of 100 ms per step were seen on the reference work. The same as
     MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment; it holds for the whole process, which then
     gives less memory back.
 
@@ -89,8 +89,8 @@ def every(steps: int, hook: Callable) -> Callable:
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1.")
 
-    def run(state, step, plan, step_metrics):
-        return hook(state, step, plan, step_metrics) if step % steps == 0 else state
+    def run(state, step, plans, step_metrics):
+        return hook(state, step, plans, step_metrics) if step % steps == 0 else state
 
     return run
 
@@ -101,7 +101,7 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
     Args:
       state: TrainState.
       batches: (Batch, {stack: Plan}) pairs.
-      eval_step: (state, plan, batch) -> logit f32[B].
+      eval_step: (state, plans, batch) -> logit f32[B].
 
     Returns:
       auc, log_loss, normalized_entropy, calibration, label_mean, examples: see `metrics.summarize`.

@@ -1,6 +1,6 @@
 """The mesh and how state lies on it: tables and batches are split over both axes, dense state over replicas.
 
-Legend: R replicas, D devices a replica, S shards (a multiple of R * D).
+Legend: R replicas, D devices per replica, S shards (a multiple of R * D).
 """
 
 import jax

@@ -1,7 +1,7 @@
 """The values that flow through a step; every other module speaks in these.
 
 Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E embedding width,
-S shards, U padded unique rows a shard, V rows of a stack, K width of a slot, R replicas.
+S shards, U padded unique rows per shard, V rows of a stack, K width of a slot, R replicas.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     unique: Array  # i32[S, U] rows of the stack, numbered by first appearance; V where there is none
     inverse: Array  # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing
-    count: Array  # i32[S] unique rows a shard, also when there are more than U (an overflow)
+    count: Array  # i32[S] unique rows per shard, also when there are more than U (an overflow)
     invalid: Array  # i32[] ids outside their table, treated as missing
 
 

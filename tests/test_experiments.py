@@ -350,7 +350,7 @@ def test_time_to_accuracy_takes_each_seed_for_itself():
     curves = {(1.2, "sync", seed): curve(0.6, 0.7) for seed in (0, 1)}
     curves |= {(1.2, "late", 0): curve(0.6, 0.69, 0.71), (1.2, "late", 1): curve(0.6, 0.68, 0.699)}
     curves |= {(1.2, "lost", 0): curve(0.6, 0.69, 0.71), (1.2, "lost", 1): curve(0.6, 0.68, 0.69)}
-    found = oac_time_to_accuracy.summarize(curves, 2)
+    found = oac_time_to_accuracy.quality_of(curves, 2)
     assert found["target_auc_exponent_1.2"] == pytest.approx(0.699)
     assert found["steps_to_target_late_exponent_1.2"] == pytest.approx((200 + 100 * 0.009 / 0.02 + 300) / 2)
     assert found["seeds_that_reach_target_late_exponent_1.2"] == 2
@@ -421,7 +421,7 @@ def test_shadowsync_isolation_keeps_gaps_with_their_paces():
     found = {name: [turn(1.0, 5.0)] * 3 for name in names}
     found |= {"shadow_pace_0.1_s": [turn(2.0, 9.0)] * 3, "shadow_pace_0.4_s": [turn(4.0, 2.0)] * 3}
     found["blocked"] = [turn(1.0, float("inf"))] * 3
-    results = shadowsync_isolation.summarize(found)
+    results = shadowsync_isolation.rates_over_none(found)
     assert (results["average_sync_gap_shadow_pace_0.1_s"], results["shadow_pace_0.1_s_over_no_sync"]) == (9.0, 0.5)
     assert (results["average_sync_gap_shadow_pace_0.4_s"], results["shadow_pace_0.4_s_over_no_sync"]) == (2.0, 0.25)
     assert results["average_sync_gap_blocked"] is None and results["rounds"] == 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxrec"
-# A floor a line, lowest first; units of one floor do not import each other, except inside one package.
+# One floor per line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
     ["types", "files", "interrupts"],
     [
@@ -18,7 +18,7 @@ FLOORS = [
     [
         "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
-        "shadowsync.meeting", "shadowsync.live", "cpr.emulate", "cpr.traces", "cpr.listed",
+        "shadowsync.meeting", "shadowsync.live", "cpr.replay", "cpr.traces", "cpr.listed",
     ],
     ["embedding", "boundary", "losses", "shadowsync.transport", "shadowsync.synchroniser", "cpr.priority"],
     ["arithmetic"],
@@ -124,7 +124,7 @@ def test_imports_point_down():
         ("shadowsync/hogwild.py", "import time"),
         ("shadowsync/shadow.py", "from jaxrec.step import update"),
         ("cpr/priority.py", "import time"),
-        ("cpr/schedule.py", "from jaxrec.cpr.emulate import Replay"),
+        ("cpr/schedule.py", "from jaxrec.cpr.replay import Replay"),
         ("cpr/recovery.py", "from jaxrec.oac import Pipeline"),
     ],
 )

@@ -119,7 +119,7 @@ def memory_available() -> int:
 
 
 def filled_tables(spec, row_optimizer) -> HostTables:
-    """Host tables of random rows, made by a core a shard: `HostTables.create` draws them on one."""
+    """Host tables of random rows, one core per shard makes them: `HostTables.create` draws them on one."""
     layout = spec.layout(row_optimizer)
     shards = {
         name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)] for name, stack in spec.stacks.items()
@@ -143,7 +143,7 @@ def filled_tables(spec, row_optimizer) -> HostTables:
 
 
 def pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
-    """All ways of a job in turns: milliseconds a batch, and rates over sync and async."""
+    """All ways of a job in turns: milliseconds per batch, and rates over sync and async."""
     made, turns = {}, {}
     for name, (mode, options) in ways.items():
         try:
@@ -177,7 +177,7 @@ def _skip(pipeline):
 
 
 def bandwidth(task: Task) -> None:
-    """Gigabytes a second over the link alone, each way, one array at a time."""
+    """Gigabytes per second over the link alone, each way, one array at a time."""
     device = jax.devices()[0]
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     for megabytes in (1,) if task.smoke else (1, 16, 256):

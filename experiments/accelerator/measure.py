@@ -16,7 +16,7 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
     """The median of some rounds with its 95 % bootstrap interval.
 
     Args:
-      values: one a round.
+      values: one per round.
       draws: how often the rounds are drawn anew, with replacement; seeded, so that equal rounds give equal intervals.
 
     Returns:
@@ -32,7 +32,7 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"{values} are no rounds: an interval wants one finite figure a round, at least one.")
+        raise ValueError(f"{values} are no rounds: an interval wants one finite figure per round, at least one.")
     low = high = None
     if len(values) > 1:
         drawn = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
@@ -62,7 +62,7 @@ def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int
       rounds: the most.
 
     Returns:
-      {name: what it returned, one a round}; whole rounds only.
+      {name: what it returned, one per round}; whole rounds only.
     """
     found: dict[Any, list] = {name: [] for name in ways}
     last = 0.0

@@ -36,9 +36,9 @@ def draw_failures(
       failed_nodes: m distinct nodes that each failure takes.
 
     Returns:
-      Failures, m entries of the same hour a failure.
+      Failures, m entries of the same hour per failure.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> draw_failures(mtbf_hours=28, horizon_hours=56, nodes=8, seed=7).hours.round(1).tolist()
@@ -68,9 +68,9 @@ def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, fai
       failed_nodes: m distinct nodes that each failure takes.
 
     Returns:
-      Failures, m entries of the same hour a failure.
+      Failures, m entries of the same hour per failure.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     _check_nodes(nodes, failed_nodes)
@@ -104,7 +104,7 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
     Returns:
       Failures of k nodes, numbered by their place in `chosen`.
 
-    Errors:
+    Raises:
       ValueError: no node, a node twice, or one that there is not.
     """
     distinct = np.unique(chosen)
@@ -134,7 +134,7 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
     Returns:
       A fraction; it equals the portion if all nodes fail equally often.
 
-    Errors:
+    Raises:
       ValueError: a portion outside (0, 1].
     """
     if not 0 < portion <= 1:
@@ -153,7 +153,7 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
     Returns:
       Hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     if not node_mtbf_hours > 0 or nodes < 1:
@@ -171,7 +171,7 @@ def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
     Returns:
       Hours, at least 1: time is counted in whole hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     if not 0 < chance_per_hour < 1 or nodes < 1:

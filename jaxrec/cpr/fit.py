@@ -27,7 +27,7 @@ class Fit(NamedTuple):
 
 
 def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Failures an hour over the time since the last failure: constant for the exponential law.
+    """Failures per hour over the time since the last failure: constant for the exponential law.
 
     hazard of an age from a to b = gaps that end in it / hours that all gaps together spend in it
 
@@ -36,7 +36,7 @@ def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.n
       edges: f64[k + 1], hours, ascending: ages from edges[i] on and below edges[i + 1].
 
     Returns:
-      f64[k] failures an hour, NaN where no gap is that long; f64[k] hours spent.
+      f64[k] failures per hour, NaN where no gap is that long; f64[k] hours spent.
     """
     spent = (np.clip(gaps[:, None], edges[None, :-1], edges[None, 1:]) - edges[None, :-1]).sum(axis=0)
     place = np.searchsorted(edges, gaps, side="right") - 1
@@ -53,7 +53,7 @@ def fit_exponential(gaps: np.ndarray) -> Fit:
     Returns:
       Fit of shape 1.
 
-    Errors:
+    Raises:
       ValueError: fewer than two gaps; a gap that is not above 0.
     """
     return _fit(_checked(gaps), 1.0)
@@ -70,7 +70,7 @@ def fit_gamma(gaps: np.ndarray) -> Fit:
     Returns:
       Fit.
 
-    Errors:
+    Raises:
       ValueError: fewer than two gaps; a gap that is not above 0; all gaps equal.
     """
     gaps = _checked(gaps)

@@ -1,4 +1,4 @@
-"""The list of SSU: a set of at most C rows a shard, into which whole batches are inserted.
+"""The list of SSU: a set of at most C rows per shard, into which whole batches are inserted.
 
 Every row has one bucket of 4 entries, found by a hash; in a full bucket it takes the place of a random one. So the
 list holds each row once without being sorted, and rows that are used often come back and stay. An entry is
@@ -8,7 +8,7 @@ list holds each row once without being sorted, and rows that are used often come
 Insertion looks at the list as it is before the batch, so that numba and jax give the same list to the bit; of two rows
 of a batch with one place the larger stays.
 
-Legend: S shards, C entries a shard, U padded unique rows of a batch, n picked.
+Legend: S shards, C entries per shard, U padded unique rows of a batch, n picked.
 """
 
 import functools
@@ -24,7 +24,7 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
 def entries(budget: int) -> int:
-    """C for a budget of rows a shard: whole buckets, not above it; one bucket at least."""
+    """C for a budget of rows per shard: whole buckets, not above it; one bucket at least."""
     return max(_WAYS, budget - budget % _WAYS)
 
 
@@ -125,11 +125,11 @@ def _scramble_u32(x):
 
 
 def pick(entry, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Takes at most `budget` rows a shard, on the host; rows of a save that failed count as not picked.
+    """Takes at most `budget` rows per shard, on the host; rows of a save that failed count as not picked.
 
     Args:
       entry: i32[S, C].
-      budget: rows a shard.
+      budget: rows per shard.
 
     Returns:
       The list with what was picked marked, i32[S, C], and the rows of the stack, ascending, one array i32[n] a shard.

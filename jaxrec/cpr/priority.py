@@ -5,7 +5,7 @@ instead of all V every T loses less for the same bytes. A tracker watches one st
 
     tracker = scheme.init(value, budget)
     tracker = scheme.touch(tracker, plan)                    after every step
-    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows a shard
+    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows per shard
     tracker = scheme.saved(tracker, pick)                    when they are committed; never, if the save failed
     tracker = scheme.restored(tracker, shard, value)         a shard was loaded: it equals what is saved
     tracker = scheme.recall(tracker, scheme.remember(tracker))         what a tracker knows beyond its rows, as JSON
@@ -16,7 +16,7 @@ pick saw and no more: what is touched between pick and commit stays to be saved.
 lives where it does. Trackers in numpy change in place, and picks by counts may run in another thread beside touches;
 trackers in jax are donated, and `touch` may be inside jit.
 
-| | keeps, bytes a row | picks |
+| | keeps, bytes per row | picks |
 |---|---|---|
 | MFU | accesses since saved, 4 | the most accessed rows |
 | SSU | a list of r V rows of sampled batches, 4 r | the list |
@@ -37,7 +37,7 @@ from jaxrec.types import Array
 
 
 class Pick(NamedTuple):
-    """Rows to save, and what the tracker saw of them; lists have one array a shard."""
+    """Rows to save, and what the tracker saw of them; lists have one array per shard."""
 
     rows: list[np.ndarray]  # i32[n] rows of the stack, ascending, n <= budget
     seen: list[np.ndarray]  # accesses i32[n] or values f32[n, E] at the time of the pick; empty for SSU
@@ -83,10 +83,10 @@ class Counts(NamedTuple):
 
 
 def mfu(by_access: bool = True) -> Priority:
-    """Most frequently used: a counter a row; the largest are saved, and then what was counted is taken off.
+    """Most frequently used: a counter per row; the largest are saved, and then what was counted is taken off.
 
     Args:
-      by_access: count a row as often as a batch reads it, as the paper does; else once a batch. Plans that know no
+      by_access: count a row as often as a batch reads it, as the paper does; else once per batch. Plans that know no
         accesses (`inverse` empty) count once.
     """
     name = "mfu" if by_access else "mfu_by_batch"
@@ -149,7 +149,7 @@ def _counted(name, by_access, choose):
 
 
 class Listed(NamedTuple):
-    """A set of rows a shard, see `listed.py`."""
+    """A set of rows per shard, see `listed.py`."""
 
     entry: Array  # i32[S, C]
     batch: Array  # i32[] batches seen

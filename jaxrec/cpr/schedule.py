@@ -64,7 +64,7 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     Returns:
       Overhead, fractions of T_total.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{100 * full_overhead(SETTING_A, full_interval(SETTING_A)).total:.2f} %")
@@ -86,7 +86,7 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     Returns:
       Overhead, fractions of T_total.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{100 * partial_overhead(SETTING_A, partial_interval(SETTING_A, 0.1)).total:.2f} %")
@@ -108,7 +108,7 @@ def full_interval(costs: Costs) -> float:
     Returns:
       Useful hours; it may be longer than the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     check(costs)
@@ -130,7 +130,7 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: not 0 <= saved <= seen <= total, or not 1 <= m <= N_emb.
 
     >>> lost_portion(seen=600, saved=200, total=1000, nodes=8)
@@ -156,7 +156,7 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     check(costs, save_every_hours=save_every_hours)
@@ -176,7 +176,7 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> plan = plan_recovery(SETTING_A, target_pls=0.1)
@@ -201,7 +201,7 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
     Returns:
       Useful hours; it may be longer than the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     check(costs)
@@ -222,7 +222,7 @@ def break_even_pls(costs: Costs) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{break_even_pls(SETTING_A):.6f} {break_even_pls(SETTING_B):.6f}")
@@ -246,7 +246,7 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     Returns:
       RecoveryPlan.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> plan = plan_recovery(SETTING_B, target_pls=0.1)
@@ -269,7 +269,7 @@ def check(costs: Costs, mode: str = "full", **positive: float) -> None:
       mode: of recovery.
       positive: further numbers that must be above 0, by name.
 
-    Errors:
+    Raises:
       ValueError: names the number, the rule and the remedy.
     """
     above = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive

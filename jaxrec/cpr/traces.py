@@ -33,7 +33,7 @@ def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
     Returns:
       Failures in hours from day 0 of the trace to its last event; a cause is 'Level: Class'.
 
-    Errors:
+    Raises:
       ValueError: the file is missing or damaged; an event lacks a field or has a bad one; there are more nodes than
         given. Names the file and the line.
     """
@@ -78,7 +78,7 @@ def load_lanl(path: Path | str, system: int) -> Failures:
       Failures in hours of local time from the system's first failure to its last; node -1 and nodes 0 where the records
       do not say; a cause is one of the six of the records, or 'Unknown' where none is marked.
 
-    Errors:
+    Raises:
       ValueError: the file is missing or damaged; a line has too many or too few fields; a field of the system has no
         number or time in it; the system has no failure. Names the file and the line.
     """

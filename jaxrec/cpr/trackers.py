@@ -98,7 +98,7 @@ def _add_accesses(count, unique, inverse):
 
 
 def subtract(count, rows: Sequence[np.ndarray], seen: Sequence[np.ndarray]):
-    """Takes the counts that a pick saw, i32[n] a shard, from those of its rows, i32[n] of the stack a shard."""
+    """Takes the counts that a pick saw, i32[n] per shard, from those of its rows, i32[n] of the stack per shard."""
     if not on_host(count):
         return _subtract(count, *_padded(rows, seen, count.shape))
     for shard, (mine, counted) in enumerate(zip(rows, seen, strict=True)):
@@ -189,7 +189,7 @@ def _row_norms(new, old, out):
 
 
 def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Values f32[n, E] of rows i32[n] of the stack, both one array a shard, copied to the host."""
+    """Values f32[n, E] of rows i32[n] of the stack, both one array per shard, copied to the host."""
     if on_host(value):
         return [value[shard][mine // len(value)] for shard, mine in enumerate(rows)]
     padded, _ = _padded(rows, rows, value.shape)
@@ -197,7 +197,7 @@ def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
-    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array a shard."""
+    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array per shard."""
     if not on_host(value):
         return _overwrite(value, *_padded(rows, new, value.shape))
     for shard, (mine, values) in enumerate(zip(rows, new, strict=True)):

@@ -195,7 +195,7 @@ def in_ranges(plan, ranges):
 
 
 def in_pick(plan, rows):
-    """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array a shard."""
+    """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array per shard."""
     found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
     return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
 

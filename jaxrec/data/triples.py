@@ -254,8 +254,8 @@ def _read(path: Path) -> np.ndarray:
         raise ValueError(f"{path}, line 1: {lines[:1]} is not the number of triples: write it there.")
     if int(lines[0]) != len(lines) - 1 or len(lines) == 1:
         raise ValueError(
-            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one line a triple, "
-            "and at least one. Fetch the file again or correct the number."
+            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one "
+            "line per triple, and at least one. Fetch the file again or correct the number."
         )
     digits_only = not data.translate(None, b"0123456789 \t\r\n")
     if not digits_only or any(len(line.split()) != 3 for line in lines[1:]):

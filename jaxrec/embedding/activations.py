@@ -1,6 +1,6 @@
 """From rows to what a model sees: gather by position, mask what is missing, pool bags.
 
-Legend: S shards, U padded unique rows a shard, E embedding width, H hots.
+Legend: S shards, U padded unique rows per shard, E embedding width, H hots.
 """
 
 import jax.numpy as jnp

@@ -23,7 +23,7 @@ _THREADS = 4  # that copy rows while training waits for a save
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostTables:
-    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file a shard.
+    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file per shard.
 
     Reads and writes release the GIL and take no lock. `put` is for one writer in batch order; writers that do not
     take turns use `add`.

@@ -106,7 +106,7 @@ def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None)
     Args:
       spec: the tables and lookups.
       ids: {lookup: integers [B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows a shard; the exact need of the batch for stacks that it lacks.
+      capacity: {stack: U}, padded unique rows per shard; the exact need of the batch for stacks that it lacks.
 
     Returns:
       {stack: Plan} of numpy arrays. Where count > U the plan has dropped rows and must not be used.
@@ -177,7 +177,7 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
     Args:
       plan: of one stack.
       keep: bool[S, U], which rows to keep.
-      size: C, padded rows a shard, at least the kept rows of any shard.
+      size: C, padded rows per shard, at least the kept rows of any shard.
       rows: V.
 
     Returns:
@@ -205,7 +205,7 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, 
     Args:
       spec: the tables and lookups.
       ids: {lookup: i32[B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows a shard.
+      capacity: {stack: U}, padded unique rows per shard.
       sharded: True inside a shard_map over the mesh, where ids are the device's own part: the plan then holds the rows
         of the device's own shards and the positions of its own ids.
 

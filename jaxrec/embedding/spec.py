@@ -51,7 +51,7 @@ class Lookup:
     """How ids of one feature group turn into activations.
 
     Attributes:
-      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one a column, for ids of
+      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per column, for ids of
         shape [B, F].
       hots: ids of one bag; if above 1, ids have a last axis of that size, which pooling removes.
       pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads zero.

@@ -99,10 +99,10 @@ def state_itself(state) -> TrainState:
 def check_update(update) -> None:
     """Refuses what cannot update rows and the dense state."""
     try:
-        inspect.signature(update).bind(*["dense", "rows", "plan", "batch"])
+        inspect.signature(update).bind(*["dense", "rows", "plans", "batch"])
     except (TypeError, ValueError):
         raise ValueError(
-            f"update={update!r:.200} must take (dense, rows, plan, batch): make it with `make_update`; a step from "
+            f"update={update!r:.200} must take (dense, rows, plans, batch): make it with `make_update`; a step from "
             "`make_train_step` is for `fit`."
         ) from None
 

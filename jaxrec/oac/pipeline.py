@@ -61,7 +61,7 @@ class Pipeline(Committing):
 
     Args:
       state: TrainState with HostTables; its dense half is donated.
-      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not
         jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync
@@ -147,7 +147,7 @@ class Pipeline(Committing):
             is committed, and copied. An iterator that an earlier run has left begins with what was
             taken from it and not trained; what was taken from one that cannot be watched (`map`,
             `zip`) is kept as long as the pipeline.
-          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that
+          hooks: (state, step, plans, metrics) -> state, run in batch order by the thread that
             iterates; they may change the values of the dense state.
           check_every_steps: how often the losses are fetched and checked; they are, too, at the end
             of a run.

@@ -1,6 +1,6 @@
 """How many bytes a pipeline holds and moves, and in how many padded rows they travel.
 
-Legend: W window, S shards, U padded unique rows a shard, C rows that travel, E embedding width, K
+Legend: W window, S shards, U padded unique rows per shard, C rows that travel, E embedding width, K
 slot width.
 """
 
@@ -101,7 +101,7 @@ def memory_bytes(
 
 @dataclasses.dataclass
 class Travelling:
-    """C: the most rows a shard that recent batches needed, rounded up to a size of few.
+    """C: the most rows per shard that recent batches needed, rounded up to a size of few.
 
     It grows when a batch needs more, and is reviewed every `review_every` batches: one odd batch
     does not decide for ever. Sizes come from `bucket`, so that going back and forth compiles

@@ -5,7 +5,7 @@
 
 Nothing in here waits for another batch: `flow` says when a stage may begin, and `workers` ask it.
 
-Legend: W window, S shards, U padded unique rows a shard, C rows that travel.
+Legend: W window, S shards, U padded unique rows per shard, C rows that travel.
 """
 
 import collections

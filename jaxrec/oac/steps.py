@@ -4,7 +4,7 @@ are compiled once.
 The programs are four, not one: `update` is then the same compiled program in every mode and in a
 loop without a pipeline, so that equality to the last bit is no accident of fusion.
 
-Legend: W window, S shards, U padded unique rows a shard.
+Legend: W window, S shards, U padded unique rows per shard.
 """
 
 import functools
@@ -26,14 +26,14 @@ from jaxrec.types import DenseState
 
 @functools.lru_cache
 def programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, Callable]:
-    """The functions of `ring`, compiled once a mesh, however many pipelines there are."""
+    """The functions of `ring`, compiled once per mesh, however many pipelines there are."""
     plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return {
         "replay": jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
         "append": jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
         "validate": jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
-        "take": jax.jit(on_mesh(rings.spread, SPLIT, SPLIT)),
+        "take": jax.jit(on_mesh(rings.rows_at, SPLIT, SPLIT)),
         # Made where it stays: no device ever holds the rings of all shards.
         "init": jax.jit(rings.init, static_argnums=1, out_shardings=split),
         "widen": jax.jit(
@@ -46,7 +46,7 @@ class Steps:
     """The steps of a pipeline, one batch after the other: dense state, ring and losses.
 
     Args:
-      update: (dense, rows, plan, batch) -> dense', rows', metrics; not jitted.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
       way: how the batches are run.
       spec: the tables.
       mesh: of all programs.
@@ -67,7 +67,7 @@ class Steps:
         return sum(program._cache_size() for program in jitted if hasattr(program, "_cache_size"))
 
     def take(self, rows: dict, place: dict) -> dict:
-        """Rows in other places, on the device: see `ring.spread`."""
+        """Rows in other places, on the device: see `ring.rows_at`."""
         return self._programs["take"](rows, place)
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
@@ -175,7 +175,7 @@ def check_hooks(hooks: Any) -> tuple[Callable, ...]:
     """
     once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
     if not all(map(callable, once)):
-        raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
+        raise ValueError("hooks must be a list of functions (state, step, plans, metrics) -> state: hooks=[hook].")
     return once
 
 

@@ -27,7 +27,7 @@ class Shadow(Synchroniser):
 
         with Shadow(transport) as shadow:
             for batch in batches:
-                state, metrics = step(state, plan, batch)
+                state, metrics = step(state, plans, batch)
                 state = shadow.exchange(state)          # never waits
             state = shadow.finish(state)                # goes on until all trainers are done
 

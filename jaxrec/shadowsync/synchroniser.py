@@ -94,7 +94,7 @@ class Synchroniser:
         """Takes part in rounds until all trainers are done; returns the state after them."""
         raise NotImplementedError
 
-    def hook(self, state: TrainState, step: int, plan: dict, metrics: dict) -> TrainState:
+    def hook(self, state: TrainState, step: int, plans: dict, metrics: dict) -> TrainState:
         """`exchange` as a hook of `fit` or `Pipeline`."""
         return self.exchange(state)
 

@@ -115,7 +115,7 @@ def _(directory):
     pipeline_of(state)
 
 
-@situation("a train step in place of an update", ValueError, "must take .dense, rows, plan, batch.: make it with")
+@situation("a train step in place of an update", ValueError, "must take .dense, rows, plans, batch.: make it with")
 def _(directory):
     Pipeline(state_of(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
 

@@ -50,7 +50,7 @@ def replay_in_useful_time(
     Returns:
       Replay. A save at the very end of the job counts.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
@@ -88,7 +88,7 @@ def replay_in_wall_time(
     Returns:
       Replay. Its overhead is infinite if no work was kept, its PLS is over the useful hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
@@ -131,7 +131,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
     Returns:
       A fraction of the useful time.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; another mode.
     """
     check(costs, mode, save_every_hours=save_every_hours)
