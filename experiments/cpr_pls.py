@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from contract import Run, command_line, grid, paired_interval, plot
 from cpr_scalability import SETTINGS
-from cpr_work import NODES, Job, JobConfig, failures_in_steps, make_data
+from cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
@@ -109,7 +109,7 @@ def main(config: Config) -> dict:
     """Trains what is missing, run by run; returns what results.json holds."""
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
-    job = Job(config, make_data(config, config.examples or examples))
+    job = CprJob(config, make_data(config, config.examples or examples))
     costs, steps = SETTINGS["a"], job.steps
     runs: list[tuple] = []
     for seed in range(config.seeds or seeds):

@@ -81,12 +81,12 @@ def clock(function: Callable, *args) -> tuple[float, Any]:
     return time.perf_counter() - start, out
 
 
-def size_of(directory: Path) -> int:
+def bytes_in(directory: Path) -> int:
     """Bytes of all files in a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-class Work:
+class SaveWork:
     """A state to save, its access counts, and all ways to save and restore it."""
 
     def __init__(self, config: Config, directory: Path):
@@ -185,7 +185,7 @@ class Work:
         wait()
         save = stall + time.perf_counter() - start
         flush, _ = clock(os.sync)
-        found = {"stall_s": stall, "save_s": save, "flush_s": flush, "mb": size_of(path) / 1e6}
+        found = {"stall_s": stall, "save_s": save, "flush_s": flush, "mb": bytes_in(path) / 1e6}
         return {f"{name}_{key}": value for key, value in found.items()}
 
     def save_orbax(self, name: str) -> dict[str, float]:
@@ -225,13 +225,13 @@ class Work:
             for _ in range(number):
                 self.train()
                 os.sync()
-                before = size_of(path)
+                before = bytes_in(path)
                 pick_s, (rows, pick) = clock(self.pick)
                 stall = saver.save(self.state.tables, rows, self.step)
                 sums = self.measured("rows", stall, path, saver.wait)
                 self.tracker = self.mfu.saved(self.tracker, pick)
                 sums |= {"rows_pick_s": pick_s}
-                sums |= {"rows_mb": (size_of(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
+                sums |= {"rows_mb": (bytes_in(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
                 found.append(sums)
             tip = saver.newest()
         results = {key: statistics.median(row[key] for row in found) for key in sums}
@@ -304,7 +304,7 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
     run = Run("cpr_real_cost", config, config.workdir)
     directory = run.directory / "files"
-    work = Work(config, directory)
+    work = SaveWork(config, directory)
     results: dict[str, Any] = {
         "tables_mb": sum(a.nbytes for parts in work.state.tables.shards[work.stack] for a in parts.values()) / 1e6,
         "rows_of_table": work.spec.stacks[work.stack].rows,

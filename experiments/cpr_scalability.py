@@ -111,9 +111,9 @@ def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> d
     for mode, every in intervals(costs, config.target_pls).items():
         key, law = f"setting_{name}_{mode}", modelled(costs, mode, every).total
         replays = [replay_in_useful_time(long, mode, every, hours) for hours in drawn]
-        found |= beside(key, law, [replay.overhead.total for replay in replays])
+        found |= beside_law(key, law, [replay.overhead.total for replay in replays])
         wall = [replay_in_wall_time(costs, mode, every, hours, long.total_hours).overhead.total for hours in drawn]
-        found |= beside(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
+        found |= beside_law(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
         singles = [replay_in_useful_time(costs, mode, every, hours) for hours in jobs]
         percent = 100 * np.array([replay.overhead.total for replay in singles])
         found[f"{key}_one_job_percent_emulated"] = float(percent.mean())
@@ -126,7 +126,7 @@ def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> d
     return found | {f"setting_{name}_one_job_pls_modelled": schedule.expected_pls_of_job(costs, every)}
 
 
-def beside(key: str, law: float, values: list[float]) -> dict[str, float]:
+def beside_law(key: str, law: float, values: list[float]) -> dict[str, float]:
     """A mean over horizons, its standard error, and its difference from a law, all in percent of useful time."""
     percent = 100 * np.array(values)
     return {

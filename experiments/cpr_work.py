@@ -59,7 +59,7 @@ def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
     return lambda seed: rows
 
 
-class Job:
+class CprJob:
     """The model and its programs, compiled once; tables and dense state are fresh in each run."""
 
     def __init__(self, config: JobConfig, data: Callable[[int], Data]):

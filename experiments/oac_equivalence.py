@@ -193,7 +193,7 @@ def same(a, b) -> bool:
     return equal(a[0], b[0]) and equal_leaves(a[1], b[1])
 
 
-def train(pipeline: Pipeline, batches: list[Batch]):
+def train_case(pipeline: Pipeline, batches: list[Batch]):
     """Runs a pipeline to its end: (state, losses)."""
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
@@ -386,13 +386,13 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
         if kind is WatermarkNotContiguous:
             state = state._replace(tables=WatchedTables.of(state.tables, before_write=held.hold_second_writer))
         pipeline = kind(state, update, window=window, send=held.send, fetch=fetch, writers=writers)
-        caught[kind.__name__] = not same(train(pipeline, batches), expected)
+        caught[kind.__name__] = not same(train_case(pipeline, batches), expected)
     if caught.pop("NumberedPipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
     return caught
 
 
-def check(config: Config, case: Case, number: int, seed: int) -> dict:
+def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     """One case: oac against sync and against the plain loop."""
     spec, update = problem(config.rows)
     batches = make_batches(config, number, case.exponent, seed)
@@ -405,7 +405,7 @@ def check(config: Config, case: Case, number: int, seed: int) -> dict:
     oac = WatchedPipeline(
         fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation, **options, **skips
     )
-    equal_sync, equal_oac = same(train(sync, batches), expected), same(train(oac, batches), expected)
+    equal_sync, equal_oac = same(train_case(sync, batches), expected), same(train_case(oac, batches), expected)
     counters = oac.counters
     row = dataclasses.asdict(case) | {"equal": equal_sync and equal_oac, "compilations": oac.compilations}
     row["stale_fraction"] = counters["stale_rows"] / counters["rows"]
@@ -447,7 +447,7 @@ def main(config: Config) -> dict:
         todo = itertools.takewhile(lambda case: time.monotonic() < until, random_cases(config))
     rows = []
     for index, case in enumerate(tqdm(todo, unit="case", disable=None)):
-        rows.append(check(config, case, number, config.seed + index))
+        rows.append(check_case(config, case, number, config.seed + index))
         run.log(rows[-1])
         if not rows[-1]["equal"]:
             tqdm.write(f"NOT EQUAL: {case}", file=sys.stdout)

@@ -24,7 +24,7 @@ KINDS = (
 LOSES_ROWS = ("fetch", "write back")
 
 
-class Injected(Exception):
+class InjectedFailure(Exception):
     """What a case breaks a run with."""
 
 
@@ -84,7 +84,7 @@ class WatchedTables(HostTables):
         return super().add(plans, rows, old, shards)
 
 
-class Stream:
+class FailingStream:
     """An iterator of batches that raises or blocks once, before the batch `at`, and then goes on."""
 
     def __init__(self, batches: list[Batch], at: int | None, trap: Trap | None):
@@ -139,10 +139,10 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came; what was wrong)."""
     number = len(problem.batches)
     at = int(rng.integers(1, number))
-    error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else Injected(kind)
+    error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else InjectedFailure(kind)
     trap = Trap({"send": int(rng.integers(0, 2 * number)), "stream raises": 0}.get(kind, at), error)
     in_stream = at if kind.startswith("stream") else None
-    stream = Stream(problem.batches, in_stream, trap if kind == "stream raises" else None)
+    stream = FailingStream(problem.batches, in_stream, trap if kind == "stream raises" else None)
     pipeline, skips = _pipeline(problem, kind, trap, rng)
     last = int(rng.integers(1, at + 1)) if kind == "stream blocks" else at
     raised = _run(pipeline, stream, kind, at, last, trap)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line, grid, plot, refuse
-from oac_throughput import Way, compare
+from oac_throughput import PipelineWay, compare
 from oac_work import turn
 from tqdm import tqdm
 
@@ -105,7 +105,7 @@ def size_of(config: Config) -> Size:
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
-class Job(NamedTuple):
+class LinkJob(NamedTuple):
     """The parts of a run, and its fresh state."""
 
     spec: EmbeddingSpec
@@ -116,7 +116,7 @@ class Job(NamedTuple):
     update: Callable
 
 
-def make_job(config: Config, triples: Triples) -> Job:
+def make_link_job(config: Config, triples: Triples) -> LinkJob:
     """Builds spec, loss, optimizers, tables and step from the flags."""
     size, model = size_of(config), MODELS[config.model]
     if size.epochs < 1:
@@ -140,13 +140,13 @@ def make_job(config: Config, triples: Triples) -> Job:
     tables = HostTables.create(spec, row_optimizer, config.table_directory)
     state = init_state(params, optimizer, tables)
     update = make_update(spec, make_loss(model, config.n3), optimizer, row_optimizer)
-    return Job(spec, model, batches, steps, state, update)
+    return LinkJob(spec, model, batches, steps, state, update)
 
 
 class Ranker:
     """Ranks triples in both directions with the rows and relations of a state."""
 
-    def __init__(self, job: Job, triples: Triples):
+    def __init__(self, job: LinkJob, triples: Triples):
         self.job, self.triples, self.known = job, triples, KnownTails.of(triples)
 
     def __call__(self, state: TrainState, triples: np.ndarray) -> dict[str, float]:
@@ -166,10 +166,10 @@ class Ranker:
         return activations(self.job.spec, values, plans)["head"]
 
 
-class Recorder:
+class LinkRecorder:
     """The clock, the progress bar and the history of a run, as hooks."""
 
-    def __init__(self, run: Run, config: Config, job: Job, ranker: Ranker, mode: str, pipeline: Pipeline):
+    def __init__(self, run: Run, config: Config, job: LinkJob, ranker: Ranker, mode: str, pipeline: Pipeline):
         self.run, self.job, self.ranker, self.mode, self.pipeline = run, job, ranker, mode, pipeline
         valid = ranker.triples.valid
         self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]  # the same in every run
@@ -215,7 +215,7 @@ class Recorder:
 
 def rates(config: Config, triples: Triples) -> dict:
     """Examples a second of all modes in turns, over the same tables, and the ratios within a round."""
-    job = make_job(config, triples)
+    job = make_link_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
@@ -230,7 +230,7 @@ def rates(config: Config, triples: Triples) -> dict:
             skip = pipeline.window + 2
             times[mode].append(turn(pipeline, batches[: skip + 1 + counted], skip))
     arrays = {mode: np.array(each) for mode, each in times.items()}
-    return compare(arrays, [Way(mode) for mode in config.modes], job.batches.batch_size)
+    return compare(arrays, [PipelineWay(mode) for mode in config.modes], job.batches.batch_size)
 
 
 def window_of(config: Config, mode: Mode) -> int | None:
@@ -238,12 +238,12 @@ def window_of(config: Config, mode: Mode) -> int | None:
     return config.window if mode in ("async", "oac") else None
 
 
-def train(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict, list[dict]]:
+def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict, list[dict]]:
     """One run in one mode: (results, history)."""
-    job = make_job(config, triples)
+    job = make_link_job(config, triples)
     ranker = Ranker(job, triples)
     with Pipeline(job.state, job.update, mode=mode, window=window_of(config, mode)) as pipeline:
-        recorder = Recorder(run, config, job, ranker, mode, pipeline)
+        recorder = LinkRecorder(run, config, job, ranker, mode, pipeline)
         hooks = [recorder.show, every(job.batches.batches_per_epoch, recorder.rank)]
         for _ in pipeline.run(job.batches.stream(0, job.steps), hooks):
             pass
@@ -277,7 +277,7 @@ def main(config: Config) -> dict:
     results: dict = {"link": "none: host tables beside the compute"} | rates(config, triples)
     histories: dict[str, list[dict]] = {}
     for mode in config.modes:
-        found, histories[mode] = train(config, triples, run, mode)
+        found, histories[mode] = train_mode(config, triples, run, mode)
         results |= {f"{key}_{mode}": value for key, value in found.items()}
     if {"sync", "oac"} <= set(config.modes):
         same = [

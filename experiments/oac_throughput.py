@@ -69,7 +69,7 @@ class Config(Flags):
     """Of the emulated link, each way."""
 
 
-class Way(NamedTuple):
+class PipelineWay(NamedTuple):
     """A mode of oac_work.py, and its window where it has one."""
 
     mode: str
@@ -82,7 +82,7 @@ class Way(NamedTuple):
 
     def of(self, mode: str) -> str:
         """The name of another mode with this window."""
-        return Way(mode, self.window).name
+        return PipelineWay(mode, self.window).name
 
 
 class EmulatedLink:
@@ -135,14 +135,14 @@ def links(config: Config, stages: dict[str, float], size: dict[str, int]) -> dic
     }
 
 
-def ways_of(config: Config, regime: str) -> list[Way]:
+def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """What is compared in a regime."""
     if config.sweep == "window":
-        return [Way("sync"), *itertools.starmap(Way, itertools.product(("async", "oac"), WINDOWS))]
-    return [Way(mode) for mode in (*BASIC, *(("oac_skip_both",) if regime == "link" else ()))]
+        return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
+    return [PipelineWay(mode) for mode in (*BASIC, *(("oac_skip_both",) if regime == "link" else ()))]
 
 
-def take_turns(work: Work, ways: list[Way], link: EmulatedLink | None, rounds: int, counted: int, words: str):
+def take_turns(work: Work, ways: list[PipelineWay], link: EmulatedLink | None, rounds: int, counted: int, words: str):
     """All ways in turns over one link.
 
     Returns:
@@ -176,7 +176,7 @@ def stages_ms(work: Work, link: EmulatedLink | None) -> dict[str, float]:
     return found
 
 
-def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> dict[str, Any]:
+def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
     """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its kinds over oac.
 
     Args:
@@ -187,7 +187,8 @@ def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> d
     Returns:
       Flat results, as `ratio` makes them.
 
-    >>> found = compare({"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}, [Way("sync"), Way("oac")], 6)
+    >>> times = {"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}
+    >>> found = compare(times, [PipelineWay("sync"), PipelineWay("oac")], 6)
     >>> found["examples_per_s_sync"], found["oac_over_sync"], "oac_over_async" in found
     (2.5, 1.75, False)
     """
@@ -204,7 +205,7 @@ def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> d
     return results
 
 
-def measure(work: Work, regime: str, link: EmulatedLink | None, config: Config, rounds: int, counted: int) -> dict:
+def measure_ways(work: Work, regime: str, link: EmulatedLink | None, config: Config, rounds: int, counted: int) -> dict:
     """All ways in turns over one link: rates, ratios and stages."""
     ways = ways_of(config, regime)
     times, alone, compiled = take_turns(work, ways, link, rounds, counted, regime)
@@ -235,7 +236,7 @@ def savings(work: Work, number: int) -> dict[str, float]:
     return results
 
 
-def table(results: dict[str, Any], ways: dict[str, list[Way]]) -> str:
+def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
     """All ways of all regimes, favourable or not: rate, rate over sync and over async, with intervals."""
 
     def figure(key, label, digits):
@@ -275,7 +276,7 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
     ways = {}
     for regime, link in links(config, stages, size).items():
         label = ("no_link" if link is None else f"{regime}_link") + words
-        found = measure(work, regime, link, config, rounds, counted)
+        found = measure_ways(work, regime, link, config, rounds, counted)
         run.log({"regime": label} | found)
         results |= {f"{key}_{label}": value for key, value in found.items()}
         ways[label] = ways_of(config, regime)
@@ -289,7 +290,7 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {}
-    ways: dict[str, list[Way]] = {}
+    ways: dict[str, list[PipelineWay]] = {}
     for words, job in points(config):
         found, each = measure_point(run, config, words, job, config.rounds or rounds, counted)
         results, ways = results | found, ways | each
@@ -298,7 +299,7 @@ def main(config: Config) -> dict:
     return results
 
 
-def draw(run: Run, results: dict[str, Any], ways: dict[str, list[Way]]) -> None:
+def draw(run: Run, results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> None:
     """The rates of all ways."""
     lines = {
         label: ([way.name for way in each], [results[f"examples_per_s_{way.name}_{label}"] for way in each])

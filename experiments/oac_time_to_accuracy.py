@@ -73,7 +73,7 @@ class Arm:
         return f"{self.mode}_window_{self.window}" if self.mode in ("async", "oac") else self.mode
 
 
-class Job:
+class SkewJob:
     """The model and its programs, compiled once for all arms; tables and dense state are fresh in each run."""
 
     def __init__(self, config: Config, steps: int, every_steps: int):
@@ -272,7 +272,7 @@ def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exp
     plot(run.directory / "auc_over_steps.png", {title: by_step}, "steps")
 
 
-def train_all(run: Run, job: Job, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
+def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
     """Trains and logs the arms that the run does not hold yet; sync first, as it sets the target of its seed."""
     for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
         curves = curves_of(run.metrics())
@@ -290,7 +290,7 @@ def main(config: Config) -> dict:
     sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
     steps, every_steps, seeds = sizes[config.preset]
     rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
-    job, every_arm = Job(config, steps, every_steps), arms(config)
+    job, every_arm = SkewJob(config, steps, every_steps), arms(config)
     exponent = max(arm.exponent for arm in every_arm)
     link = job.link()
     if not any("step_s" in row for row in run.metrics()):

@@ -51,7 +51,7 @@ from accelerator.measure import ROW, Task, table  # noqa: E402
 from jaxrec.files import local_path, make_directory, write_json, write_text  # noqa: E402
 
 
-class Part(NamedTuple):
+class PartOfKit(NamedTuple):
     """Where a part's function is, its share of the 25 minutes, and whether it wants an accelerator."""
 
     module: str
@@ -61,12 +61,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "step_time": Part("accelerator.step_time", "run", 8),
-    "oac": Part("accelerator.link", "run", 5),
-    "oac_wide": Part("accelerator.link", "run_wide", 3.5),
-    "shadow": Part("accelerator.shadow", "run", 2.5),
-    "saves": Part("accelerator.saves", "run", 3),
-    "trainers": Part("accelerator.trainers", "run", 3, on_device=False),
+    "step_time": PartOfKit("accelerator.step_time", "run", 8),
+    "oac": PartOfKit("accelerator.link", "run", 5),
+    "oac_wide": PartOfKit("accelerator.link", "run_wide", 3.5),
+    "shadow": PartOfKit("accelerator.shadow_rate", "run", 2.5),
+    "saves": PartOfKit("accelerator.image_saves", "run", 3),
+    "trainers": PartOfKit("accelerator.free_trainers", "run", 3, on_device=False),
 }
 LAST_LINES = 60
 
@@ -77,10 +77,10 @@ def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
     Raises:
       ValueError: the part wants an accelerator, and jax sees none.
     """
-    from environment import environment
+    from environment import read_environment
 
     part, task = PARTS[name], Task(seconds, smoke)
-    about = environment()
+    about = read_environment()
     if part.on_device and not smoke and about["platform"] == "cpu":
         raise ValueError(
             f"part {name} wants an accelerator, and jax sees {about['device']!r} only: install jax for the card, or "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from environment import environment
+from environment import read_environment
 from report import listing
 from stopping import say
 
@@ -83,7 +83,7 @@ class Run:
         elif resume:
             say(f"{self.directory} holds no run yet: this one begins there")
         self.write_json("config.json", flags | {"run": self.id})
-        self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
+        self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
         # As JSON has them: tuples are lists there, and paths are words. A flag that is new since then has no value.

@@ -33,7 +33,7 @@ def seconds_between(cost_s: float, failed: bool = False) -> float:
     return max(AFTER_FAILURE_S if failed else AT_LEAST_S, 100 * cost_s / PERCENT)
 
 
-class Saves:
+class PeriodicSaves:
     """Saves the state of a run, as a hook, and keeps account of what that costs.
 
     A save that fails is said at once, and the next one tries again.

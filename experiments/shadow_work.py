@@ -58,7 +58,7 @@ class Blocking:
         self.transport.leave(trainer, error)
 
 
-class Trainer:
+class TimedTrainer:
     """The reference work, one step after the other."""
 
     def __init__(self, job: Job):
@@ -125,8 +125,8 @@ def peer(rule: Rule, transport, params):
         thread.join()
 
 
-def turn(
-    trainer: Trainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
+def trainer_turn(
+    trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
 ) -> tuple[np.ndarray, float]:
     """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
     if way == "none":

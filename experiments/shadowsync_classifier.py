@@ -60,14 +60,14 @@ class Config(Flags):
     """Processes that keep the cores busy beside it."""
 
 
-class Model(NamedTuple):
+class Trained(NamedTuple):
     """A classifier as pure functions."""
 
     init: Callable[[int], Any]  # seed -> parameters
     apply: Callable[[Any, Any], Any]  # parameters, f32[B, FEATURES] -> logits f32[B, CLASSES]
 
 
-def linen_model() -> Model:
+def linen_model() -> Trained:
     """A multi-layer perceptron of Flax Linen."""
 
     class Classifier(linen.Module):
@@ -79,10 +79,10 @@ def linen_model() -> Model:
 
     model = Classifier()
     init = lambda seed: model.init(jax.random.key(seed), jnp.zeros((1, FEATURES)))
-    return Model(init, lambda params, x: model.apply(params, x))
+    return Trained(init, lambda params, x: model.apply(params, x))
 
 
-def nnx_model() -> Model:
+def nnx_model() -> Trained:
     """The same of Flax NNX."""
 
     class Classifier(nnx.Module):
@@ -96,7 +96,7 @@ def nnx_model() -> Model:
 
     graph = nnx.graphdef(Classifier(nnx.Rngs(0)))
     params = lambda seed: nnx.state(Classifier(nnx.Rngs(seed)))
-    return Model(params, lambda params, x: nnx.merge(graph, params)(x))
+    return Trained(params, lambda params, x: nnx.merge(graph, params)(x))
 
 
 MODELS = {"linen": linen_model, "nnx": nnx_model}
@@ -111,10 +111,10 @@ def draw(seed, examples: int) -> tuple[np.ndarray, np.ndarray]:
     return x, (logits + 0.5 * rng.gumbel(size=logits.shape)).argmax(axis=1).astype(np.int32)
 
 
-class Job:
+class ClassifierJob:
     """What all arms of a model have in common: its programs and the test data."""
 
-    def __init__(self, config: Config, model: Model):
+    def __init__(self, config: Config, model: Trained):
         self.config, self.model, self.optimizer = config, model, optax.adam(config.learning_rate)
         x, label = draw([config.seed, 1_000_000], 20_000)
 
@@ -222,7 +222,7 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, seeds=1, steps=150, examples=2000)
     run = Run("shadowsync_classifier", config, config.workdir)
     rules = {"none": None} | DEFAULTS | ({} if config.preset == "smoke" else OTHERS)
-    jobs = {name: Job(config, make()) for name, make in MODELS.items()}
+    jobs = {name: ClassifierJob(config, make()) for name, make in MODELS.items()}
     todo = list(itertools.product(range(config.seeds), jobs, rules))
     with busy(config.busy_loops):
         for seed, model, arm in tqdm(todo, unit="arm", disable=None):

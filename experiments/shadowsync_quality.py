@@ -136,7 +136,7 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
 
 
-class Data(NamedTuple):
+class QualityData(NamedTuple):
     """What is trained and tested on."""
 
     cardinalities: tuple[int, ...]
@@ -145,14 +145,14 @@ class Data(NamedTuple):
     batches: int
 
 
-def make_data(config: Config, size: Size) -> Data:
+def make_quality_data(config: Config, size: Size) -> QualityData:
     """Synthetic clicks, or prepared Criteo rows in their order."""
     if config.data == "synthetic":
         batch_size = config.batch_size or 200
         cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
         clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
         test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
-        return Data(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
+        return QualityData(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
     from jaxrec.data.criteo import open_split
     from jaxrec.data.loader import Loader
 
@@ -162,13 +162,13 @@ def make_data(config: Config, size: Size) -> Data:
     batch_size = config.batch_size or 128
     batches = min(sum(train.rows), config.examples or sys.maxsize) // batch_size
     stream = lambda seed: itertools.islice(Loader(train, batch_size), batches)
-    return Data(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
+    return QualityData(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
 
 
-class Job:
+class QualityJob:
     """The model; each arm of each seed is a fresh emulation of it."""
 
-    def __init__(self, config: Config, data: Data):
+    def __init__(self, config: Config, data: QualityData):
         keep_memory()
         self.config, self.data = config, data
         fields = [f"C{i}" for i in range(len(data.cardinalities))]
@@ -300,7 +300,7 @@ def main(config: Config) -> dict:
     for arm in size.arms:
         script_of(arm, config)
     run = Run("shadowsync_quality", config, config.workdir, config.resume)
-    job = Job(config, make_data(config, size))
+    job = QualityJob(config, make_quality_data(config, size))
     arms = [("one_replica", 1, 1)]
     for n, arm in itertools.product(size.trainers, size.arms):
         if arm == "all_reduce" and config.workers > 1:

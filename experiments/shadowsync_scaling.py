@@ -129,7 +129,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
     return results
 
 
-def points(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
+def points_of_protocol(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
     """All lines at these numbers of trainers."""
     params = jax.eval_shape(lambda: reference_work(Job(rows=100))[2])
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
@@ -194,7 +194,10 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {"command": command, "regime": "free-running"} | measured(config, run)
     step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
-    common, more = points(config, step_s, preset.emulated), points(config, step_s, preset.simulated)
+    common, more = (
+        points_of_protocol(config, step_s, preset.emulated),
+        points_of_protocol(config, step_s, preset.simulated),
+    )
     emulated = run_points(config, run, "emulated_sleep", emulate, common)
     simulated = run_points(config, run, "simulated", simulate, common + more)
     results |= {"emulated_sleep_step_ms": 1e3 * step_s, "emulated_sleep_server_bytes_per_s": common[0].bytes_per_s}

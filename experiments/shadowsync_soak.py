@@ -240,7 +240,7 @@ def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> l
     return [sentence for sentence, is_broken in broken.items() if is_broken]
 
 
-def cases(config: Config):
+def cases_of_soak(config: Config):
     """Without end: rules, failures and policies in turns, at random instants."""
     rng = np.random.default_rng(config.seed)
     for number in itertools.count():
@@ -262,7 +262,7 @@ def main(config: Config) -> dict:
     rows: list[dict[str, Any]] = []
     end = time.perf_counter() + 60 * config.minutes
     with tqdm(unit="set", disable=None) as bar:
-        for case in cases(config):
+        for case in cases_of_soak(config):
             if time.perf_counter() > end and len(rows) >= len(CASES):
                 break
             rows.append(one_set(config, case))

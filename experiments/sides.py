@@ -220,7 +220,7 @@ class TorchSide:
         self.wait: Callable = (lambda: None) if device == "cpu" else torch.cuda.synchronize
         self.torch, self.device, self.index = torch, device, 0
         clicks, batches = synthetic(job)
-        work = torch_dlrm.Work(clicks.cardinalities, job.width, batches, job.model, device)
+        work = torch_dlrm.TorchWork(clicks.cardinalities, job.width, batches, job.model, device)
         self.step = torch_dlrm.VARIANTS[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:

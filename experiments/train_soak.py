@@ -47,7 +47,7 @@ class Config(Flags):
 
 
 @dataclasses.dataclass
-class Figures:
+class SoakFigures:
     """What the workers count, under a lock."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -69,7 +69,7 @@ class Soak:
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.until = directory, time.perf_counter() + 60 * config.minutes
-        self.figures, self.seed = Figures(), config.seed
+        self.figures, self.seed = SoakFigures(), config.seed
         self.environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -180,7 +180,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     """What two finished runs do not have in common: arrays of their last image, rows of metrics."""
     first, second = (read_manifest(images(workdir / "checkpoints")[0]) for workdir in (whole, other))
     a, b = (load_arrays(image, leaves_of(image)) for image in (first, second))
-    found = [f"array {name} differs" for name in a.keys() | b.keys() if not same(a.get(name), b.get(name))]
+    found = [f"array {name} differs" for name in a.keys() | b.keys() if not same_arrays(a.get(name), b.get(name))]
     if first.step != second.step:
         found.append(f"steps {first.step} and {second.step}")
     if rows(whole) != rows(other):
@@ -188,7 +188,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     return found
 
 
-def same(a, b) -> bool:
+def same_arrays(a, b) -> bool:
     """Whether two arrays are equal bit for bit."""
     return a is not None and b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 

@@ -62,7 +62,7 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
     return mesh if mesh.axis_types == _AUTO else jax.sharding.Mesh(mesh.devices, AXES, axis_types=_AUTO)
 
 
-def check_shards(shards: int, mesh: jax.sharding.Mesh) -> None:
+def check_split(shards: int, mesh: jax.sharding.Mesh) -> None:
     """Refuses a number of shards that the devices of a mesh cannot share equally."""
     if shards % mesh.size:
         raise ValueError(

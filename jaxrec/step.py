@@ -24,7 +24,7 @@ from jaxrec.sharding import (
     REPLICA,
     SPLIT,
     as_mesh,
-    check_shards,
+    check_split,
     plan_specs,
     put_on_mesh,
     replicate,
@@ -142,7 +142,7 @@ def _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, s
     boundary.check_arguments(spec, loss)
     check_rng(loss, seed is not None)
     boundary.check_optimizer(optimizer)
-    check_shards(spec.shards, mesh)
+    check_split(spec.shards, mesh)
     check_row_optimizer(row_optimizer)
     if row_gradient not in ("sum", "mean"):
         raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
@@ -272,7 +272,7 @@ def make_eval_step(
     mesh = as_mesh(mesh)
     boundary.check_arguments(spec, predict)
     check_rng(predict, keyed=False)
-    check_shards(spec.shards, mesh)
+    check_split(spec.shards, mesh)
     if not 0 <= replica < mesh.shape[REPLICA]:
         last = mesh.shape[REPLICA] - 1
         raise ValueError(f"replica={replica} must lie between 0 and {last}, as the mesh has them.")

@@ -16,7 +16,7 @@ FLOORS = [
     ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow"],
     ["embedding.mapped"],
     [
-        "embedding.device", "embedding.host", "embedding.optimizers", "embedding.activations",
+        "embedding.device", "embedding.host", "embedding.optimizers", "embedding.pooling",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
         "shadowsync.meeting", "shadowsync.live", "cpr.replay", "cpr.traces", "cpr.listed",
     ],
@@ -37,7 +37,7 @@ HOST_FILES += [
     "oac.pipeline",
     "oac.stages",
     "oac.turns",
-    "oac.workers",
+    "oac.threads",
     "shadowsync.foreground",
     "shadowsync.meeting",
     "shadowsync.shadow",

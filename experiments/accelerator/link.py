@@ -78,7 +78,7 @@ def run(task: Task) -> None:
 
     def one(point, until):
         job = Job("host", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"])
-        pipelines(task, point, Work(job, _batches(ways)), ways, until)
+        time_pipelines(task, point, Work(job, _batches(ways)), ways, until)
 
     task.each([{"width": 16, "batch": size} for size in sizes], one)
 
@@ -100,7 +100,7 @@ def run_wide(task: Task) -> None:
         job = Job("host", rows // number * number, point["batch"], width, equal_tables=number)
         work = Work(job, _batches(ways), create=create)
         sizes = {"width": width, "rows": job.rows, "table_gb": round(4e-9 * job.rows * (width + 1), 2)}
-        pipelines(task, point | {"tables": number} | sizes, work, ways, until)
+        time_pipelines(task, point | {"tables": number} | sizes, work, ways, until)
 
     task.each([{"batch": size} for size in ((64,) if task.smoke else (16384, 4096, 65536))], one)
 
@@ -142,7 +142,7 @@ def filled_tables(spec, row_optimizer) -> HostTables:
     return HostTables(spec, layout, shards)
 
 
-def pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
+def time_pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
     """All ways of a job in turns: milliseconds per batch, and rates over sync and async."""
     made, turns = {}, {}
     for name, (mode, options) in ways.items():

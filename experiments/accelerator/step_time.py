@@ -30,7 +30,7 @@ TORCH_VARIANTS = ("torch_unique", "torch_unique_compiled", "torch_stacked", "tor
 TURN_S = 0.1  # how long a turn should be
 
 
-def points(smoke: bool) -> list[dict]:
+def sizes_of_steps(smoke: bool) -> list[dict]:
     """Models, widths, batches and precisions, most valuable first."""
     if smoke:
         return [{"model": model, "width": 16, "batch": 64, "precision": "default"} for model in ("dlrm", "dcnv2")]
@@ -60,12 +60,12 @@ def run(task: Task) -> None:
             "device", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"], point["model"],
             precision=point["precision"],
         )  # fmt: skip
-        task.row(point | {"rows": job.rows}, measure(task, job, variants, device, until))
+        task.row(point | {"rows": job.rows}, measure_steps(task, job, variants, device, until))
 
-    task.each(points(task.smoke), one)
+    task.each(sizes_of_steps(task.smoke), one)
 
 
-def measure(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
+def measure_steps(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
     """The figures of one point."""
     sides = {"jaxrec": Side(functools.partial(JaxSide, job), start=False)}
     sides |= {name: Side(functools.partial(TorchSide, job, name, device), start=False) for name in variants}

@@ -16,7 +16,7 @@ from jaxrec.checkpoint.image import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.restore import restore, restore_shard, shard_source
+from jaxrec.checkpoint.restoring import restore, restore_shard, shard_source
 from jaxrec.checkpoint.rows import RowCheckpointer, compact
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.checkpoint.whole import Checkpointer

@@ -99,7 +99,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     Raises:
       ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
     """
-    check_dense(image, template, cast)
+    check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(_dense_name(number))
@@ -118,7 +118,7 @@ def _place(saved, old):
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def check_dense(image: Image, template: DenseState, cast: bool = False) -> None:
+def check_saved_dense(image: Image, template: DenseState, cast: bool = False) -> None:
     """Refuses a template whose dense state is not that of an image, see `place_dense`."""
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrec.cpr.schedule import Costs, Mode, Overhead, check
+from jaxrec.cpr.schedule import Costs, Mode, Overhead, check_costs
 
 
 class Replay(NamedTuple):
@@ -134,7 +134,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
     Raises:
       ValueError: a number outside its range; another mode.
     """
-    check(costs, mode, save_every_hours=save_every_hours)
+    check_costs(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
     recovery = math.exp((costs.load_hours + costs.reschedule_hours) / mtbf)
     if mode == "full":
@@ -143,7 +143,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
 
 
 def _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours=1.0):
-    check(costs, mode, save_every_hours=save_every_hours, end_hours=end_hours)
+    check_costs(costs, mode, save_every_hours=save_every_hours, end_hours=end_hours)
     hours = np.asarray(hours, np.float64)
     failed = np.full(hours.shape, costs.failed_nodes) if failed_nodes is None else np.asarray(failed_nodes)
     if hours.ndim != 1 or failed.shape != hours.shape:

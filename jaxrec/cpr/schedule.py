@@ -92,7 +92,7 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     >>> print(f"{100 * partial_overhead(SETTING_A, partial_interval(SETTING_A, 0.1)).total:.2f} %")
     0.53 %
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     load, reschedule = costs.load_hours / costs.mtbf_hours, costs.reschedule_hours / costs.mtbf_hours
     return Overhead(costs.save_hours / save_every_hours, load, 0.0, reschedule)
 
@@ -111,7 +111,7 @@ def full_interval(costs: Costs) -> float:
     Raises:
       ValueError: a number outside its range.
     """
-    check(costs)
+    check_costs(costs)
     return math.sqrt(2 * costs.save_hours * costs.mtbf_hours)
 
 
@@ -159,7 +159,7 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
     Raises:
       ValueError: a number outside its range.
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     return costs.failed_nodes * save_every_hours / (2 * costs.mtbf_hours * costs.nodes)
 
 
@@ -183,7 +183,7 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
     >>> print(f"{plan.expected_pls:.3f} {expected_pls_of_job(SETTING_A, plan.save_every_hours):.3f}")
     0.100 0.085
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     whole, rest = divmod(costs.total_hours, save_every_hours)
     area = (whole * save_every_hours**2 + rest**2) / 2
     return costs.failed_nodes * area / (costs.total_hours * costs.nodes * costs.mtbf_hours)
@@ -204,7 +204,7 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
     Raises:
       ValueError: a number outside its range.
     """
-    check(costs)
+    check_costs(costs)
     if not 0 < target_pls <= 1:
         raise ValueError(f"target_pls={target_pls} must be above 0 and at most 1: it is a portion of the samples.")
     return 2 * target_pls * costs.nodes * costs.mtbf_hours / costs.failed_nodes
@@ -261,7 +261,7 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     return RecoveryPlan("full", full_every, full, 0.0)
 
 
-def check(costs: Costs, mode: str = "full", **positive: float) -> None:
+def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
     """Refuses costs, a mode or other numbers outside their range.
 
     Args:

@@ -3,11 +3,11 @@
 `DeviceTables` and `HostTables` are two homes of one interface, whose verbs are `read`, `put` and `add`.
 """
 
-from jaxrec.embedding.activations import activations
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables
 from jaxrec.embedding.optimizers import adagrad, rowwise_adagrad, sgd
 from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.embedding.pooling import activations
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables
 

@@ -17,7 +17,7 @@ from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.planning import bucket
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import RowIds, empty_parts, fill_initial
-from jaxrec.sharding import SPLIT, as_mesh, check_shards, shardings
+from jaxrec.sharding import SPLIT, as_mesh, check_split, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
 
@@ -54,7 +54,7 @@ class DeviceTables:
           ValueError: the shards cannot be split over the devices; not a row optimizer; not such a mesh.
         """
         mesh, layout = as_mesh(mesh), spec.layout(row_optimizer)
-        check_shards(spec.shards, mesh)
+        check_split(spec.shards, mesh)
         make = functools.partial(_initial, spec, layout)
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 

@@ -117,7 +117,7 @@ class HostTables:
         >>> HostTables.create(spec, sgd(0.1)).step
         0
         """
-        return int(self.steps[0, 0]) if mapped.is_whole(self.steps) else None
+        return int(self.steps[0, 0]) if mapped.is_untorn(self.steps) else None
 
     @contextlib.contextmanager
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["HostTables"]:

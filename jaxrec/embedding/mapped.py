@@ -87,13 +87,13 @@ def flush(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
         sync(path)
 
 
-def is_whole(steps: np.ndarray) -> bool:
+def is_untorn(steps: np.ndarray) -> bool:
     """Whether all shards stand after the same put, and none within one."""
     return bool((steps == steps[0, 0]).all())
 
 
 def _check_whole(directory, steps):
-    if not is_whole(steps):
+    if not is_untorn(steps):
         begun, done = steps.T
         within = np.flatnonzero(begun != done).tolist()
         stands = ", ".join(

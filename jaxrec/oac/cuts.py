@@ -10,7 +10,7 @@ from jaxrec.announced import Announced
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
-from jaxrec.oac.workers import Workers
+from jaxrec.oac.threads import Workers
 from jaxrec.types import ShardsLost, TrainState
 
 

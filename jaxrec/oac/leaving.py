@@ -47,8 +47,8 @@ from jaxrec.oac.failures import caught, first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
+from jaxrec.oac.threads import Workers
 from jaxrec.oac.view import Standing
-from jaxrec.oac.workers import Workers
 from jaxrec.types import ShardsLost, TrainState
 
 Entered = TypeVar("Entered")
@@ -153,7 +153,7 @@ class Leaving:
         self._standing.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        turns.refuse(self.tables, self.flow)
+        turns.check_alone(self.tables, self.flow)
 
     def close(self) -> None:
         """Ends a run: what is committed is written, what is not comes first when the same iterator

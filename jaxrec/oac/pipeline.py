@@ -7,7 +7,7 @@ after the other.
 The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather
 when all but the last W batches are written (`flow`, the only throttle). The caller's thread commits
 in batch order: replay what is stale, update, append to the ring (`steps`). Writers put final rows
-in batch order, each its own shards. `stages` say what is done to a batch, `workers` are the threads
+in batch order, each its own shards. `stages` say what is done to a batch, `threads` has the threads
 that do it, and `leaving` is how a run ends.
 
 Legend: W window.
@@ -23,15 +23,15 @@ import jax
 from jaxrec.announced import Cut
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac import turns
-from jaxrec.oac.arguments import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
 from jaxrec.oac.committing import Committing
 from jaxrec.oac.cuts import Cuts
 from jaxrec.oac.failures import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
+from jaxrec.oac.threads import Workers
 from jaxrec.oac.view import Standing
-from jaxrec.oac.workers import Workers
+from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.stream import Stream, Streams
 from jaxrec.types import ShardsLost, TrainState
@@ -256,7 +256,7 @@ class Pipeline(Committing):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        turns.refuse(state.tables, self.flow)
+        turns.check_alone(state.tables, self.flow)
         self._cuts.warn(self.step)
         self._cuts.forget()
         self.tables, self._view = state.tables, state.tables

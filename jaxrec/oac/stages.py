@@ -3,7 +3,7 @@
     plan -> send inputs -> gather, send rows -> COMMIT -> fetch -> write back
     Planned     Inputs          Loaded          Committed  Fetched
 
-Nothing in here waits for another batch: `flow` says when a stage may begin, and `workers` ask it.
+Nothing in here waits for another batch: `flow` says when a stage may begin, and `threads` ask it.
 
 Legend: W window, S shards, U padded unique rows per shard, C rows that travel.
 """
@@ -21,11 +21,11 @@ import numpy as np
 from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.planning import without_gaps
-from jaxrec.oac.arguments import Way
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.ring import Ring
 from jaxrec.oac.sizes import Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
+from jaxrec.oac.ways import Way
 from jaxrec.types import Array, Batch, Plan, Rows, ShardsLost
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.oac import ring as rings
-from jaxrec.oac.arguments import Way
 from jaxrec.oac.stages import Committed, Inputs, Item, Loaded
 from jaxrec.oac.stale import found
+from jaxrec.oac.ways import Way
 from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.step import check_finite
 from jaxrec.types import DenseState

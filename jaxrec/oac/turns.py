@@ -33,7 +33,7 @@ def begin(tables: HostTables, flow: Flow, pipeline: Any) -> int:
       ValueError: another run goes on.
     """
     with _lock:
-        refuse(tables, flow)
+        check_alone(tables, flow)
         number, entry = next(_numbers), (flow, weakref.ref(pipeline))
         for key in _keys(tables):
             _running[key], _last[key] = entry, number
@@ -47,7 +47,7 @@ def end(flow: Flow) -> None:
             _running.pop(key, None)
 
 
-def refuse(tables: HostTables, flow: Flow) -> None:
+def check_alone(tables: HostTables, flow: Flow) -> None:
     """Raises if another run than that of this flow goes on over the tables.
 
     Raises:

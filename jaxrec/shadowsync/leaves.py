@@ -57,7 +57,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
             "one replica, for example state.dense.params without their leading axis."
         )
     names, leaves = zip(*named, strict=True)
-    check_finite(names, leaves, "the initial parameters")
+    check_leaves(names, leaves, "the initial parameters")
     return Template(names, tuple(leaf.shape for leaf in leaves)), list(leaves)
 
 
@@ -69,7 +69,7 @@ def _host(name, leaf):
     return np.array(leaf)
 
 
-def check_finite(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
+def check_leaves(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
     """Refuses leaves on the host that hold nan or inf, which a mean would spread to all trainers.
 
     Raises:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrec.interrupts import uninterrupted
-from jaxrec.shadowsync.leaves import check_finite, check_names, floating, replicas_in
+from jaxrec.shadowsync.leaves import check_leaves, check_names, floating, replicas_in
 from jaxrec.shadowsync.live import Live, fold_program, on_device, params_of, place
 from jaxrec.shadowsync.meeting import Transport
 from jaxrec.shadowsync.rules import Rule
@@ -151,7 +151,7 @@ class Synchroniser:
         """One round on leaves in numpy: where they should move to, and whether it was the last."""
         # One nan would spread to all trainers. Who is done brings nothing to a centre.
         if not (done and self._rule.has_centre):
-            check_finite(self._transport.template.names, before, f"the state of trainer {self._trainer}")
+            check_leaves(self._transport.template.names, before, f"the state of trainer {self._trainer}")
         target, last = self._transport.meet(self._trainer, before, done)
         _check_target(target, before)  # a transport may be the user's own
         return target, last

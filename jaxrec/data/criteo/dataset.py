@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.data.criteo.parse import DENSE, FIELDS
+from jaxrec.data.criteo.parsing import DENSE, FIELDS
 from jaxrec.files import aside, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
@@ -192,7 +192,7 @@ def open_split(directory: str | Path, name: str) -> Split:
     metadata = read_metadata(directory)
     if name not in metadata["rows"]:
         raise ValueError(f"{directory} has no split {name!r}, only {sorted(metadata['rows'])}.")
-    check_shards(directory, metadata)
+    check_files(directory, metadata)
     try:
         source = tfds_module().builder_from_directory(directory).as_data_source(name)
         blocks = len(source)
@@ -238,7 +238,7 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
     return content
 
 
-def check_shards(directory: Path, metadata: dict[str, Any]) -> None:
+def check_files(directory: Path, metadata: dict[str, Any]) -> None:
     """Refuses a dataset that lacks a shard or has one of another size than was written."""
     options = metadata["options"]
     shard_rows = options["block_rows"] * options["blocks_per_shard"]

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxrec.data.criteo import encode
 from jaxrec.data.criteo.dataset import DONE, read_metadata, register, tfds_module, write_blocks
-from jaxrec.data.criteo.parse import FIELDS, Columns, parse
-from jaxrec.data.criteo.record import PROGRESS, VOCABULARY, begin, finished, known_texts
+from jaxrec.data.criteo.parsing import FIELDS, Columns, parse
+from jaxrec.data.criteo.record import PROGRESS, VOCABULARY, begin_record, finished, known_texts
 from jaxrec.data.criteo.source import (
     Chunk,
     check_distinct,
@@ -35,7 +35,7 @@ from jaxrec.files import Lock, aside, local_path, make_directory, write_json
 _MOST_ROWS = 2**31 - 2**16
 
 
-class Job(NamedTuple):
+class Preparation(NamedTuple):
     """One run of a preparation."""
 
     paths: list[Path]
@@ -104,11 +104,11 @@ def prepare(
     with Lock(directory / "lock", f"preparing {directory}"):
         if (directory / DONE).exists():
             return finished(directory, paths, wanted)
-        _run(Job(paths, directory, options, begin(directory, paths, wanted), progress))
+        _run(Preparation(paths, directory, options, begin_record(directory, paths, wanted), progress))
     return read_metadata(directory)
 
 
-def _run(job: Job) -> None:
+def _run(job: Preparation) -> None:
     in_train = _splitter(job)
     encoder, cardinalities = _encoder(job, in_train)
     _write_shards(job, in_train, encoder)
@@ -146,7 +146,7 @@ def _flag(name: str) -> str:
     return f"{name} (--{name.replace('_', '-')} of prepare.py)" if name in command_line else name
 
 
-def _read(job: Job) -> Iterator[Chunk]:
+def _read(job: Preparation) -> Iterator[Chunk]:
     """All chunks of all files. Whoever reads to the end knows that each is the text that other readings saw."""
     texts = []
     for chunk in read_chunks(job.paths, known_texts(job.state, len(job.paths))):
@@ -160,7 +160,7 @@ def _read(job: Job) -> Iterator[Chunk]:
         write_json(job.directory / PROGRESS, job.state)
 
 
-def _splitter(job: Job):
+def _splitter(job: Preparation):
     """Makes rows i64[n] -> bool[n]: does a line train? Depends on its number alone."""
     fraction, seed = job.options["train_fraction"], job.options["seed"]
     if job.options["split"] == "random":
@@ -181,11 +181,11 @@ def _splitter(job: Job):
     return lambda rows: rows < first_test
 
 
-def _lines(job: Job) -> int:
+def _lines(job: Preparation) -> int:
     return sum(lines for _, _, lines in job.state["texts"])
 
 
-def _first_test(job: Job) -> int:
+def _first_test(job: Preparation) -> int:
     return int(_lines(job) * job.options["train_fraction"])
 
 
@@ -196,7 +196,7 @@ def _no_rows(split: str, lines: int) -> ValueError:
     )
 
 
-def _check_splits(job: Job) -> None:
+def _check_splits(job: Preparation) -> None:
     missing = {"train", "test"} - {shard["split"] for shard in job.state["shards"]}
     if len(missing) == 2:
         raise ValueError(f"{', '.join(map(str, job.paths))}: every row is bad; check the format.")
@@ -204,7 +204,7 @@ def _check_splits(job: Job) -> None:
         raise _no_rows(split, _lines(job))
 
 
-def _columns(job: Job, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Columns]]:
+def _columns(job: Preparation, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Columns]]:
     """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over all of them."""
     allowed = left = job.options["max_bad_rows"]
     chunks = (chunk for chunk in _read(job) if chunk.first_row + chunk.lines > from_row)
@@ -224,7 +224,7 @@ def _columns(job: Job, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Column
                 job.progress(chunk.lines)
 
 
-def _encoder(job: Job, in_train):
+def _encoder(job: Preparation, in_train):
     """(category, present) -> ids, and the rows of each field's table; counts the train part first, once."""
     if job.options["hash_cap"] is not None:
         cap = job.options["hash_cap"]
@@ -261,7 +261,7 @@ def _load_vocabulary(path: Path) -> list[np.ndarray]:
     return kept
 
 
-def _write_shards(job: Job, in_train, encoder) -> None:
+def _write_shards(job: Preparation, in_train, encoder) -> None:
     """Writes the shards that are not there yet; each is recorded before the next of its split begins."""
     shard_rows = job.options["block_rows"] * job.options["blocks_per_shard"]
     # The line that follows the last shard. By time, the test part waits for none before its first.
@@ -290,7 +290,7 @@ def _write_shards(job: Job, in_train, encoder) -> None:
         flush(name, at_end=True)
 
 
-def _write_shard(job: Job, name: str, rows, last: Chunk) -> None:
+def _write_shard(job: Preparation, name: str, rows, last: Chunk) -> None:
     """Writes rows and notes them, with the chunk up to which the files were read for them."""
     index = sum(shard["split"] == name for shard in job.state["shards"])
     size = write_blocks(job.directory, name, index, rows, job.options["block_rows"])

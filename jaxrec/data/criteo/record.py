@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrec.data.criteo.dataset import METADATA, check_shard, check_shards, read_json, read_metadata
+from jaxrec.data.criteo.dataset import METADATA, check_files, check_shard, read_json, read_metadata
 from jaxrec.data.criteo.source import Seen, read_chunks, same_head, same_stamps
 from jaxrec.files import write_json
 
 PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
 
 
-def begin(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+def begin_record(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
     """The notes of a preparation: new ones, or those of the run before.
 
     Args:
@@ -46,7 +46,11 @@ def begin(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dic
 
 
 def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a complete preparation, if it is one of these files with these options; raises as `begin`."""
+    """The metadata of a complete preparation, if it is one of these files with these options.
+
+    Raises:
+      ValueError: as `begin_record`.
+    """
     metadata = read_metadata(directory)
     if "texts" not in metadata:
         raise ValueError(
@@ -56,7 +60,7 @@ def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> 
     differ = _differences(metadata, wanted, paths)
     if differ:
         raise _other(directory, differ)
-    check_shards(directory, metadata)
+    check_files(directory, metadata)
     if metadata["sources"] != wanted["sources"]:
         metadata["sources"] = wanted["sources"]  # so that the next call need not read the files again
         write_json(directory / METADATA, metadata)

@@ -34,7 +34,7 @@ from jaxrec.checkpoint.image import (
 )
 from jaxrec.checkpoint.state import (
     ROW_IDS,
-    check_dense,
+    check_saved_dense,
     described,
     leaf_name,
     place_dense,
@@ -102,7 +102,7 @@ def _restore(found, template, cast):
             f"{image.path} was saved without its dense state, so no whole state can be had from it: restore shards of "
             "it (restore_shard), or an image of the whole state."
         )
-    check_dense(image, template.dense, cast)
+    check_saved_dense(image, template.dense, cast)
     rows = _rows_below(found[0], tables)
     dense = load_arrays(image, leaves_of(image, "dense."))
     for other in found:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from reference import Job
-from shadow_work import Trainer, turn
+from shadow_work import TimedTrainer, trainer_turn
 
 from accelerator.measure import Task, interval, over
 from jaxrec.shadowsync import model_averaging
@@ -31,19 +31,20 @@ def run(task: Task) -> None:
 
     def one(point, until):
         job = Job(point["tables"], 20_000 if task.smoke else 1_000_000, point["batch"])
-        task.row(point | {"rows": job.rows}, measure(Trainer(job), until, task))
+        task.row(point | {"rows": job.rows}, measure_shadow(TimedTrainer(job), until, task))
 
     task.each([{"tables": home, "batch": size} for size in sizes for home in ("device", "host")], one)
 
 
-def measure(trainer: Trainer, until: float, task: Task) -> dict[str, Any]:
+def measure_shadow(trainer: TimedTrainer, until: float, task: Task) -> dict[str, Any]:
     """All ways of one trainer in turns."""
     rule = model_averaging()  # one for all turns: its merge is compiled once
     for way, pace in WAYS.values():
-        turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th
-    alone = float(turn(trainer, rule, "none", 10)[0].mean())
+        trainer_turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th
+    alone = float(trainer_turn(trainer, rule, "none", 10)[0].mean())
     steps = 6 if task.smoke else max(10, min(400, int(TURN_S / alone)))
-    ways = {name: functools.partial(turn, trainer, rule, way, steps, pace) for name, (way, pace) in WAYS.items()}
+    one = functools.partial(trainer_turn, trainer, rule)
+    ways = {name: functools.partial(one, way, steps, pace) for name, (way, pace) in WAYS.items()}
     turns = task.turns(ways, until)
     means = {name: [float(times.mean()) for times, _ in found] for name, found in turns.items()}
     figures: dict[str, Any] = {f"{name}_step_ms": interval([1e3 * t for t in means[name]]) for name in means}

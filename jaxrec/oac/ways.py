@@ -10,7 +10,7 @@ import jax
 from jaxrec import boundary
 from jaxrec.oac.sizes import MODES, VALIDATIONS
 from jaxrec.oac.view import LaggingTables
-from jaxrec.sharding import AXES, as_mesh, check_shards
+from jaxrec.sharding import AXES, as_mesh, check_split
 from jaxrec.types import TrainState
 
 
@@ -113,7 +113,7 @@ def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
     meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
     mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
     boundary.check_placement(state, mesh)
-    check_shards(state.tables.spec.shards, mesh)
+    check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)
     if theirs != mesh:
         raise ValueError(

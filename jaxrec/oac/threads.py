@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrec.oac.arguments import Threads
 from jaxrec.oac.failures import caught
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Item, Stages
 from jaxrec.oac.view import Standing
+from jaxrec.oac.ways import Threads
 from jaxrec.stream import END, Stream
 from jaxrec.types import ShardsLost
 
