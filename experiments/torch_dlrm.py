@@ -2,8 +2,8 @@
 
 Every variant is a function of `TorchWork` -> step, where step(i, resident) trains on batch i and returns its loss, on
 the device; batches are sent from pinned memory with the step, or lie on the device if `resident`. All do the same work
-as jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row (`adagrad`:
-one per element, torch.optim's own), one id per field.
+as jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row
+(`adagrad`: one per element, torch.optim's own), one id per field.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from jaxrec.announced import Announced, Cut
 from jaxrec.boundary import check_not_donated, own_batch
+from jaxrec.bounds import whole_number
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, Tables, capacity_of, plan
 from jaxrec.interrupts import raise_again, uninterrupted
@@ -177,8 +178,7 @@ class Serial:
             stream.rest()
 
     def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):
-        if check_every_steps < 1:
-            raise ValueError(f"check_every_steps={check_every_steps} must be at least 1.")
+        whole_number("check_every_steps", check_every_steps)
         losses: list = []
         for batch, plans in pairs:
             # A step donates the state that it is given: between its call and this assignment there would be none.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxrec import metrics
+from jaxrec.bounds import whole_number
 from jaxrec.engine import Engine, Serial, in_pairs, planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
@@ -86,8 +87,7 @@ def fit(
 
 def every(steps: int, hook: Callable) -> Callable:
     """Makes a hook that runs another one at every multiple of `steps`."""
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1.")
+    whole_number("steps", steps)
 
     def run(state, step, plans, step_metrics):
         return hook(state, step, plans, step_metrics) if step % steps == 0 else state

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.deltas import (
     advise_leaving_out,
     chain,
@@ -134,8 +135,7 @@ class RowCheckpointer(Saver):
         most_deltas: int = 128,
         run: str | None = None,
     ):
-        if most_deltas < 1:
-            raise ValueError(f"most_deltas={most_deltas} must be at least 1.")
+        whole_number("most_deltas", most_deltas)
         found = images_below(local_path(directory), base)
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
         self._most = most_deltas

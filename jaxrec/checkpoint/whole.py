@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.image import (
     DamagedImage,
     Image,
@@ -200,8 +201,7 @@ class Checkpointer(Saver):
         run: str | None = None,
         copy: Literal["whole", "shards"] = "whole",
     ):
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1.")
+        whole_number("keep", keep)
         if copy not in ("whole", "shards"):
             raise ValueError(f"copy={copy!r} must be 'whole' or 'shards'.")
         super().__init__(directory, "images", run)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import is_portion, is_positive, real_number, whole_number
+
 
 class Failures(NamedTuple):
     """Failures of nodes; those at the same time are one failure of the job."""
@@ -46,8 +48,7 @@ def draw_failures(
     """
     _check_nodes(nodes, failed_nodes)
     for name, value in (("mtbf_hours", mtbf_hours), ("horizon_hours", horizon_hours), ("shape", shape)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite.")
+        real_number(name, value, "above 0 and finite", is_positive)
     rng = np.random.default_rng(seed)
     hours = np.zeros(1)
     while hours[-1] < horizon_hours:
@@ -74,8 +75,8 @@ def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, fai
       ValueError: a number outside its range.
     """
     _check_nodes(nodes, failed_nodes)
-    if number < 0 or not 0 < horizon_hours < math.inf:
-        raise ValueError(f"number={number} must be at least 0 and horizon_hours={horizon_hours} above 0 and finite.")
+    whole_number("number", number, 0)
+    real_number("horizon_hours", horizon_hours, "above 0 and finite", is_positive)
     rng = np.random.default_rng(seed)
     return _on_nodes(rng, np.sort(rng.uniform(0, horizon_hours, number)), nodes, failed_nodes, horizon_hours)
 
@@ -137,8 +138,7 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
     Raises:
       ValueError: a portion outside (0, 1].
     """
-    if not 0 < portion <= 1:
-        raise ValueError(f"portion={portion} must be above 0 and at most 1.")
+    real_number("portion", portion, "above 0 and at most 1", is_portion)
     count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
     return int(count[: math.ceil(portion * failures.nodes)].sum()) / max(1, int(count.sum()))
 
@@ -156,9 +156,7 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
     Raises:
       ValueError: a number outside its range.
     """
-    if not node_mtbf_hours > 0 or nodes < 1:
-        raise ValueError(f"node_mtbf_hours={node_mtbf_hours} must be above 0 and nodes={nodes} at least 1.")
-    return node_mtbf_hours / nodes
+    return real_number("node_mtbf_hours", node_mtbf_hours, "above 0", lambda x: x > 0) / whole_number("nodes", nodes)
 
 
 def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
@@ -174,14 +172,12 @@ def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
     Raises:
       ValueError: a number outside its range.
     """
-    if not 0 < chance_per_hour < 1 or nodes < 1:
-        raise ValueError(f"chance_per_hour={chance_per_hour} must be between 0 and 1 and nodes={nodes} at least 1.")
-    return -1 / math.expm1(nodes * math.log1p(-chance_per_hour))
+    real_number("chance_per_hour", chance_per_hour, "between 0 and 1", lambda x: 0 < x < 1)
+    return -1 / math.expm1(whole_number("nodes", nodes) * math.log1p(-chance_per_hour))
 
 
 def _check_nodes(nodes, failed_nodes):
-    if not 1 <= failed_nodes <= nodes:
-        raise ValueError(f"failed_nodes={failed_nodes} must be from 1 to nodes={nodes}.")
+    whole_number("failed_nodes", failed_nodes, 1, whole_number("nodes", nodes), ", nodes: a failure takes some of them")
 
 
 def _on_nodes(rng, hours, nodes, failed_nodes, span):

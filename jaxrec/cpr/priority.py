@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import is_portion, real_number, whole_number
 from jaxrec.cpr import listed, trackers
 from jaxrec.types import Array
 
@@ -70,8 +71,7 @@ def budget_rows(rows: int, fraction: float) -> int:
     >>> budget_rows(1000, 0.125), budget_rows(30, 0.1), budget_rows(7, 0.125)
     (125, 3, 1)
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be above 0 and at most 1: CPR saves r = 0.125 of the rows.")
+    real_number("fraction", fraction, "above 0 and at most 1: CPR saves r = 0.125 of the rows", is_portion)
     return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3
 
 
@@ -166,8 +166,7 @@ def ssu(every: int = 2) -> Priority:
     Raises:
       ValueError: every < 1.
     """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1: 1 samples all batches, 2 every second one.")
+    whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 
     def init(value, budget):
         return Listed(trackers.filled(value, listed.entries(budget), listed.EMPTY), np.int32(0))

@@ -8,6 +8,8 @@ reconstructed from its abstract and from what cites it: check them against the P
 import math
 from typing import Literal, NamedTuple
 
+from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
+
 Mode = Literal["full", "partial"]
 
 
@@ -205,8 +207,7 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
       ValueError: a number outside its range.
     """
     check_costs(costs)
-    if not 0 < target_pls <= 1:
-        raise ValueError(f"target_pls={target_pls} must be above 0 and at most 1: it is a portion of the samples.")
+    real_number("target_pls", target_pls, "above 0 and at most 1: it is a portion of the samples", is_portion)
     return 2 * target_pls * costs.nodes * costs.mtbf_hours / costs.failed_nodes
 
 
@@ -274,14 +275,10 @@ def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
     """
     above = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive
     for name, value in above.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite: give hours.")
+        real_number(name, value, "above 0 and finite: give hours", is_positive)
     for name in ("load_hours", "reschedule_hours"):
-        if not 0 <= getattr(costs, name) < math.inf:
-            raise ValueError(f"{name}={getattr(costs, name)} must not be negative: give hours, 0 if it costs none.")
-    if not 1 <= costs.failed_nodes <= costs.nodes:
-        raise ValueError(
-            f"failed_nodes={costs.failed_nodes} must be from 1 to nodes={costs.nodes}: a failure takes some of them."
-        )
+        real_number(name, getattr(costs, name), "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
+    nodes = whole_number("nodes", costs.nodes)
+    whole_number("failed_nodes", costs.failed_nodes, 1, nodes, ", nodes: a failure takes some of them")
     if mode not in ("full", "partial"):
         raise ValueError(f"mode={mode!r} must be 'full' or 'partial'.")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.types import Batch
 
 Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
@@ -72,10 +73,10 @@ class Loader:
         epochs: int | None = 1,
         lookup: str = "sparse",
     ):
-        self._batch_size = _integer("batch_size", batch_size, 1)
-        self._window_blocks = _integer("window_blocks", window_blocks, 1)
-        self._seed = None if shuffle_seed is None else _integer("shuffle_seed", shuffle_seed, 0)
-        self._epochs = None if epochs is None else _integer("epochs", epochs, 1)
+        self._batch_size = whole_number("batch_size", batch_size)
+        self._window_blocks = whole_number("window_blocks", window_blocks)
+        self._seed = None if shuffle_seed is None else whole_number("shuffle_seed", shuffle_seed, 0)
+        self._epochs = None if epochs is None else whole_number("epochs", epochs)
         self._source, self._lookup = source, lookup
         self._rows = np.asarray(source.rows, np.int64)
         if self._rows.sum() == 0:
@@ -95,7 +96,7 @@ class Loader:
 
     def seek(self, position: int) -> None:
         """Makes the next iteration begin with batch `position`; costs no more than reading one window."""
-        position = _integer("position", position, 0)
+        position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
         self._position, self._turn = position, object()
@@ -229,12 +230,6 @@ def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
     return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
 
 
-def _integer(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-    return int(value)
-
-
 class _Failure:
     def __init__(self, error: BaseException):
         self.error = error
@@ -258,7 +253,7 @@ def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
     >>> list(prefetch(range(3)))
     [0, 1, 2]
     """
-    return _consume(iterable, queue.Queue(_integer("depth", depth, 1)), threading.Event())
+    return _consume(iterable, queue.Queue(whole_number("depth", depth)), threading.Event())
 
 
 def _consume(iterable, items, stop):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.types import Batch
 
@@ -38,7 +39,7 @@ def scaled_cardinalities(rows: int) -> tuple[int, ...]:
     >>> sum(scaled_cardinalities(1_000_000))
     1000000
     """
-    _check_integer("rows", rows, 3 * len(CRITEO_KAGGLE_CARDINALITIES))
+    whole_number("rows", rows, 3 * len(CRITEO_KAGGLE_CARDINALITIES))
     cardinalities = np.array(CRITEO_KAGGLE_CARDINALITIES)
     cardinalities = np.maximum(cardinalities, cardinalities * rows // int(cardinalities.sum()))
     low, high = 0.0, float(cardinalities.max())
@@ -82,14 +83,12 @@ class SyntheticClicks:
         if not self.cardinalities:
             raise ValueError(f"cardinalities={self.cardinalities}: give at least one field.")
         for cardinality in self.cardinalities:
-            _check_integer("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
-        _check_integer("dense_features", self.dense_features, 0)
-        _check_integer("seed", self.seed, 0)
-        for name, least in (("exponent", 0), ("signal", 0), ("bias", -math.inf)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                rule = "finite" if least else "finite and at least 0"
-                raise ValueError(f"{name}={value} must be {rule}.")
+            whole_number("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
+        whole_number("dense_features", self.dense_features, 0)
+        whole_number("seed", self.seed, 0)
+        for name in ("exponent", "signal"):
+            real_number(name, getattr(self, name), "finite and 0 or more", is_not_negative)
+        real_number("bias", self.bias, "finite", math.isfinite)
 
     def batch(self, index: int, batch_size: int, test: bool = False) -> Batch:
         """Draws batch `index`; test batches are a stream of their own.
@@ -102,8 +101,8 @@ class SyntheticClicks:
         Returns:
           Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight 1.
         """
-        _check_integer("index", index, 0)
-        _check_integer("batch_size", batch_size, 1)
+        whole_number("index", index, 0)
+        whole_number("batch_size", batch_size, 1)
         rng = np.random.default_rng([self.seed, _TEST if test else _TRAIN, index])
         ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
         dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
@@ -135,15 +134,9 @@ class SyntheticClicks:
         # Checked here, not at the first batch: a generator would tell nothing before somebody iterates.
         for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("batches", batches, 0)):
             if value is not None:
-                _check_integer(name, value, least)
+                whole_number(name, value, least)
         indices = itertools.count(start) if batches is None else range(start, batches)
         return (self.batch(index, batch_size, test) for index in indices)
-
-
-def _check_integer(name: str, value: int, least: int, most: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-        rule = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name}={value!r} must be an integer {rule}.")
 
 
 def _power_law(uniform, cardinalities, exponent):

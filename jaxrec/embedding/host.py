@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import kernels, mapped
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import RowIds, fill_initial
@@ -135,8 +136,8 @@ class HostTables:
           ValueError: there is no such shard, or a negative step; nothing was marked.
         """
         chosen = self._chosen(shards)
-        if step is not None and step < 0:
-            raise ValueError(f"step={step} must be 0 or more.")
+        if step is not None:
+            whole_number("step", step, 0)
         self.steps[chosen, 0] = self.steps[chosen, 1] + 1
         yield self
         self.steps[chosen] = self.steps[:, 1].max() if step is None else step

@@ -8,13 +8,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-import operator
 from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.types import Part, RowOptimizer, Slot
 
 ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
@@ -39,11 +38,11 @@ class Table:
 
     def __post_init__(self):
         for name in ("rows", "width"):
-            object.__setattr__(self, name, _whole(getattr(self, name), f"{self}: {name}"))
-        if self.rows < 1 or self.width < 1:
-            raise ValueError(f"{self}: rows and width must be at least 1.")
-        if self.scale is not None and not 0 <= self.scale < math.inf:
-            raise ValueError(f"{self}: scale must be 0 or more and finite, or None for 1 / sqrt(rows).")
+            why = ", such as 1_000_000 instead of 1e6"
+            object.__setattr__(self, name, whole_number(f"{self}: {name}", getattr(self, name), why=why))
+        if self.scale is not None:
+            rule = "0 or more and finite, or None for 1 / sqrt(rows)"
+            real_number(f"{self}: scale", self.scale, rule, is_not_negative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +65,9 @@ class Lookup:
             raise ValueError(f"{self}: tables must be the name of one table, or a tuple of names.")
         if not isinstance(self.tables, str):
             object.__setattr__(self, "tables", tuple(self.tables))
-        object.__setattr__(self, "hots", _whole(self.hots, f"{self}: hots"))
-        if self.hots < 1 or self.pooling not in ("sum", "mean"):
-            raise ValueError(f"{self}: hots must be at least 1 and pooling 'sum' or 'mean'.")
+        object.__setattr__(self, "hots", whole_number(f"{self}: hots", self.hots))
+        if self.pooling not in ("sum", "mean"):
+            raise ValueError(f"{self}: pooling must be 'sum' or 'mean'.")
         if not self.tables:
             raise ValueError(f"{self}: a lookup names at least one table.")
 
@@ -149,10 +148,8 @@ class EmbeddingSpec:
             object.__setattr__(self, field, dict(given))
         if not self.tables:
             raise ValueError("a spec without tables: give at least one, tables={'item': Table(rows, width)}.")
-        for field in ("shards", "seed"):
-            object.__setattr__(self, field, _whole(getattr(self, field), field))
-        if self.shards < 1 or not 0 <= self.seed < 2**32:
-            raise ValueError(f"shards={self.shards}, seed={self.seed}: need shards >= 1 and 0 <= seed < 2**32.")
+        object.__setattr__(self, "shards", whole_number("shards", self.shards))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**32 - 1))
         for name, lookup in self.lookups.items():
             unknown = [t for t in lookup.columns if t not in self.tables]
             if unknown:
@@ -307,11 +304,3 @@ def check_row_optimizer(optimizer) -> RowOptimizer:
             "did not touch. Use sgd, adagrad or rowwise_adagrad, or write a RowOptimizer(init, update)."
         )
     return optimizer
-
-
-def _whole(value, what: str) -> int:
-    """A whole number as int, also from numpy; refuses floats, which would end up in file sizes and hashes."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{what}={value!r} must be a whole number, such as 1_000_000 instead of 1e6.") from None

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number
 from jaxrec.types import Batch
 
 
@@ -125,8 +126,7 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
     Raises:
       ValueError: a negative weight; when called, groups that do not divide the batch.
     """
-    if n3 < 0:
-        raise ValueError(f"n3={n3} must be 0 or more: the weight of a penalty.")
+    real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)
 
     def loss(params, activations, batch):
         head, tail, negative = (activations[name] for name in ("head", "tail", "negative"))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 
 from jaxrec.announced import Cut
+from jaxrec.bounds import whole_number
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac import turns
 from jaxrec.oac.committing import Committing
@@ -31,7 +32,7 @@ from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
 from jaxrec.oac.threads import Workers
 from jaxrec.oac.view import Standing
-from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
+from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.stream import Stream, Streams
 from jaxrec.types import ShardsLost, TrainState
@@ -167,7 +168,7 @@ class Pipeline(Committing):
         """
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
-        check_every_steps = whole_number("check_every_steps", check_every_steps, 1)
+        check_every_steps = whole_number("check_every_steps", check_every_steps)
         once = check_hooks(hooks)
         self._refuse()
         return self._hold(self._iterate(self._streams.of(batches, self.patience_seconds), once, check_every_steps))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrec.bounds import whole_number
 from jaxrec.types import Array, Plan, Rows
 
 
@@ -49,8 +50,7 @@ def init(rows: dict[str, Rows], depth: int) -> Ring:
     Raises:
       ValueError: depth < 1.
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth} must be at least 1 (and at least the window).")
+    depth = whole_number("depth", depth, why=" (and at least the window)")
     slots = lambda leaf: jnp.zeros((leaf.shape[0], depth, *leaf.shape[1:]), leaf.dtype)
     shards = next(iter(rows.values())).value.shape[0]
     return Ring(

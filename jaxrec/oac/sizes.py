@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import bucket
 
 MODES = ("sync", "async", "semisync", "oac")
@@ -80,8 +81,7 @@ def memory_bytes(
     """
     numbers = {"window": window, "rows": rows, "row_floats": row_floats, "input_bytes": input_bytes}
     for name, number in (numbers | {"table_rows": table_rows, "loaders": loaders, "ahead": ahead}).items():
-        if number < 0:
-            raise ValueError(f"{name}={number} must be 0 or more.")
+        whole_number(name, number, 0)
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
             raise ValueError(f"{name}={given!r} must be one of {known}.")

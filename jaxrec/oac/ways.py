@@ -2,12 +2,12 @@
 does not."""
 
 import inspect
-import operator
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxrec import boundary
+from jaxrec.bounds import whole_number
 from jaxrec.oac.sizes import MODES, VALIDATIONS
 from jaxrec.oac.view import LaggingTables
 from jaxrec.sharding import AXES, as_mesh, check_split
@@ -80,7 +80,7 @@ def check_threads(threads: Threads, shards: int) -> Threads:
     Raises:
       ValueError: one is less than 1; a writer would have no shard.
     """
-    checked = Threads(*(whole_number(name, count, 1) for name, count in threads._asdict().items()))
+    checked = Threads(*(whole_number(name, count) for name, count in threads._asdict().items()))
     if checked.writers > shards:
         raise ValueError(f"writers={checked.writers} must not be more than the shards, {shards}.")
     return checked
@@ -135,23 +135,4 @@ def check_window(mode: str, window: int | None) -> int:
                 "give it only where mode is 'oac' or 'async'."
             )
         return fixed[mode]
-    window = 8 if window is None else window
-    try:
-        return whole_number("window", window, 0)
-    except ValueError:
-        raise ValueError(f"window={window!r} must be 0 (one batch after the other) or more.") from None
-
-
-def whole_number(name: str, value, least: int) -> int:
-    """A whole number, perhaps one of numpy.
-
-    Raises:
-      ValueError: it is none, or less than the least.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be a whole number from {least}.")
-    return number
+    return whole_number("window", 8 if window is None else window, 0, why=" (0 is one batch after the other)")

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxrec.bounds import real_number, whole_number
 from jaxrec.shadowsync.live import with_leaves
 from jaxrec.shadowsync.meeting import Transport
-from jaxrec.shadowsync.rules import checked_number
 from jaxrec.shadowsync.synchroniser import Synchroniser
 
 
@@ -35,9 +35,9 @@ class Foreground(Synchroniser):
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give every_steps or every_seconds, one of them.")
         if every_steps is not None:
-            checked_number("every_steps", every_steps, "1 or more", lambda x: x >= 1, whole=True)
+            whole_number("every_steps", every_steps)
         if every_seconds is not None:
-            checked_number("every_seconds", every_seconds, "above 0", lambda x: x > 0)
+            real_number("every_seconds", every_seconds, "above 0", lambda x: x > 0)
         super().__init__(transport, trainer)
         self._steps, self._seconds = every_steps, every_seconds
 

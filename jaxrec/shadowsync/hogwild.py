@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.rules import Rule, checked_number, is_synchronised, mean_of
+from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
 from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
@@ -301,13 +302,13 @@ def _most_rows(spec, stack, ids):
 
 def _check(spec, trainers, workers, script):
     for name, number in (("trainers", trainers), ("workers", workers)):
-        checked_number(name, number, "1 or more", lambda n: n >= 1, whole=True)
+        whole_number(name, number)
     if spec.shards != 1:
         raise ValueError(f"the spec has {spec.shards} shards: the emulation wants `EmbeddingSpec(shards=1)`.")
     if script == ALL_REDUCE and workers != 1:
         raise ValueError(f"all_reduce waits for every worker in every step: workers={workers} must be 1.")
     if not isinstance(script, Script):
         return
-    every = checked_number("every_ticks", script.every_ticks, "1 or more", lambda n: n >= 1, whole=True)
-    in_turn = f"between 0 and every_ticks={every}, as the rounds of a trainer do not overlap,"
-    checked_number("latency_ticks", script.latency_ticks, in_turn, lambda n: 0 <= n <= every, whole=True)
+    every = whole_number("every_ticks", script.every_ticks)
+    why = f", every_ticks={every}, as the rounds of a trainer do not overlap"
+    whole_number("latency_ticks", script.latency_ticks, 0, every, why)

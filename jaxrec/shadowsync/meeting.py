@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
-
+from jaxrec.bounds import real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import Template, initial_leaves
-from jaxrec.shadowsync.rules import Rule, checked_number
+from jaxrec.shadowsync.rules import Rule
 from jaxrec.types import PyTree
 
 LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
@@ -139,13 +138,8 @@ class Meeting:
         return self._member(trainer).why
 
     def _member(self, trainer):
-        is_number = isinstance(trainer, int | np.integer) and not isinstance(trainer, bool)
-        if not is_number or not 0 <= trainer < len(self._members):
-            raise ValueError(
-                f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
-                f"trainers={len(self._members)}."
-            )
-        return self._members[trainer]
+        trainers = len(self._members)
+        return self._members[whole_number("trainer", trainer, 0, trainers - 1, f": there are trainers={trainers}")]
 
     def _present(self, trainer):
         """The member, which must be taking part."""
@@ -245,8 +239,8 @@ def _check(rule, parameters, trainers, timeout_s, on_failure):
             f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
             f"trainers, as in SyncGroup(rule, params, trainers={parameters})."
         )
-    checked_number("trainers", trainers, "1 or more", lambda n: n >= 1, whole=True)
+    whole_number("trainers", trainers)
     fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
-    checked_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
+    real_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
     if on_failure not in ("raise", "drop"):
         raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.live import Live, copied, with_leaves
 from jaxrec.shadowsync.meeting import Left, Transport
-from jaxrec.shadowsync.rules import checked_number
 from jaxrec.shadowsync.synchroniser import Round, Synchroniser
 
 
@@ -45,7 +45,7 @@ class Shadow(Synchroniser):
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
-        checked_number("pace_seconds", pace_seconds, "0 or more", lambda x: 0 <= x < float("inf"))
+        real_number("pace_seconds", pace_seconds, "0 or more", is_not_negative)
         super().__init__(transport, trainer)
         self._pace = pace_seconds
         self._changed = threading.Condition()  # guards all that follows

@@ -25,12 +25,12 @@ import jax
 import numpy as np
 import optax
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
 from jaxrec.shadowsync.live import replica_spread
 from jaxrec.shadowsync.meeting import Left
-from jaxrec.shadowsync.rules import checked_number
 from jaxrec.shadowsync.synchroniser import Synchroniser
 from jaxrec.shadowsync.workers import Shared, Trainer
 from jaxrec.sharding import make_mesh
@@ -134,7 +134,7 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
         raise ValueError(f"streams is a {type(streams).__name__}: give a list with one stream for each trainer.")
     if not streams:
         raise ValueError("there are 0 streams, which must be 1 or more: each is a trainer.")
-    checked_number("workers_per_trainer", workers, "1 or more", lambda m: m >= 1, whole=True)
+    whole_number("workers_per_trainer", workers)
     iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
     if len(set(iterators)) < len(iterators):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
@@ -145,8 +145,7 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
             f"synchroniser is a {type(synchroniser).__name__}: give a function of the trainer's number, as "
             "`group.trainer` of a SyncGroup."
         )
-    finite = lambda seconds: 0 <= seconds < float("inf")
-    checked_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", finite)
+    real_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", is_not_negative)
     if hook is not None and not callable(hook):
         raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
 

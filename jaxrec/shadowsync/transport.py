@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.bounds import real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
 from jaxrec.shadowsync.meeting import Meeting
-from jaxrec.shadowsync.rules import Rule, checked_number, mean_of, wide
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
 from jaxrec.types import PyTree
 
 
@@ -131,9 +132,9 @@ class Centre(Meeting):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        checked_number("servers", servers, "1 or more", lambda x: x >= 1, whole=True)
+        whole_number("servers", servers)
         if bytes_per_s is not None:
-            checked_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
+            real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
         self._told_to_ask_again: set[int] = set()
         self._centre = [rule.init(leaf) for leaf in self._initial]

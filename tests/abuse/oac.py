@@ -88,7 +88,7 @@ def _(directory):
     pipeline_of(mode="sync", window=4)
 
 
-@situation("a window that is no whole number", ValueError, "window=2.5 must be 0")
+@situation("a window that is no whole number", ValueError, "window=2.5 must be a whole number from 0")
 def _(directory):
     pipeline_of(window=2.5)
 

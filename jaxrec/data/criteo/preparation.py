@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.data.criteo import encode
 from jaxrec.data.criteo.dataset import DONE, read_metadata, register, tfds_module, write_blocks
 from jaxrec.data.criteo.parsing import FIELDS, Columns, parse
@@ -126,9 +127,7 @@ def _check(options):
         value = options[name]
         if value is None and name in ("min_count", "hash_cap"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < bound:
-            raise ValueError(f"{_flag(name)}={value!r} must be an integer of at least {bound}.")
-        options[name] = int(value)
+        options[name] = whole_number(_flag(name), value, bound)
     if options["hash_cap"] is not None and options["hash_cap"] > cap:
         raise ValueError(
             f"{_flag('hash_cap')}={options['hash_cap']} must be at most {cap}: the {FIELDS} tables share a stack, "
