@@ -1,6 +1,7 @@
 """Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live (`Tables`).
 
-`DeviceTables` and `HostTables` are two homes of one interface, whose verbs are `read`, `put` and `add`.
+Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one interface, whose verbs are
+`read`, `put` and `add`. `planning` numbers rows, `pooling` turns them into activations, and `optimizers` step them.
 """
 
 from jaxrec.embedding.device import DeviceTables

@@ -6,8 +6,9 @@
         params = sync.finish(params)                    # after the last one
 
 `train_freely` runs such trainers on shared host tables, and `Emulation` any number of them on one
-device, in a seeded order. `Shadow` and `Foreground` are what a group hands out, over an `AllToAll`
-or a `Centre`: for who brings a transport of his own.
+device, in a seeded order. Read `rules` first, which has the equations, then `shadow`. `Shadow` and
+`Foreground` are what a group hands out, over an `AllToAll` or a `Centre`: for who brings a transport
+of his own.
 """
 
 from jaxrec.shadowsync.foreground import Foreground
