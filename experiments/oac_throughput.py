@@ -39,7 +39,7 @@ from reference import Job, ratio
 from tqdm import tqdm
 
 from jaxrec.oac import Pipeline
-from jaxrec.oac.sizes import nbytes
+from jaxrec.oac.ways import nbytes
 
 BASIC = ("sync", "semisync", "async", "oac", "oac_device")
 FEWER_ROWS = ("oac_skip_stale_reads", "oac_skip_rewritten", "oac_skip_both")

@@ -13,8 +13,8 @@ from reference import Job, reference_work, synthetic
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
-from jaxrec.oac.sizes import nbytes
 from jaxrec.oac.stale import LastWriters
+from jaxrec.oac.ways import nbytes
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
 

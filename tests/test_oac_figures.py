@@ -17,7 +17,7 @@ from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_o
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.oac import Pipeline, memory_bytes
-from jaxrec.oac.sizes import nbytes
+from jaxrec.oac.ways import nbytes
 from jaxrec.types import Batch
 
 SAVINGS = {

@@ -30,9 +30,8 @@ from typing import Literal
 from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.arguments import check_numbers, check_scheme, check_shards, checked_failures, spec_of
-from jaxrec.cpr.clock import Clock
 from jaxrec.cpr.priority import Priority
-from jaxrec.cpr.saves import Saves, at_step
+from jaxrec.cpr.saves import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.watch import Watch, ranges_of
 from jaxrec.embedding import Tables

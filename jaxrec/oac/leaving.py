@@ -41,14 +41,12 @@ import jax
 
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac import turns
-from jaxrec.oac.cuts import Cuts
-from jaxrec.oac.failures import caught, first, note
+from jaxrec.oac.ends import caught, first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
-from jaxrec.oac.threads import Workers
-from jaxrec.oac.view import Standing
+from jaxrec.oac.threads import Cuts, Workers
+from jaxrec.oac.view import Standing, check_alone, end_run, pipelines_in_a_run
 from jaxrec.types import ShardsLost, TrainState
 
 Entered = TypeVar("Entered")
@@ -119,7 +117,7 @@ class Leaving:
                 if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
                     flow.tell_dense_gone()
             # The tables are free for others only when all is written.
-            turns.end(flow)
+            end_run(flow)
             self.compilations += self._steps.compiled() - self._compiled_before
             self._left = True
             unrecovered = ShardsLost(flow.gone, REMEDY) if flow.gone and not recovers else None
@@ -153,7 +151,7 @@ class Leaving:
         self._standing.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        turns.check_alone(self.tables, self.flow)
+        check_alone(self.tables, self.flow)
 
     def close(self) -> None:
         """Ends a run: what is committed is written, what is not comes first when the same iterator
@@ -293,7 +291,7 @@ class Leaving:
 def _leave_all():
     """Interpreters end in the middle of threads: what is committed is written first, and what went
     wrong is said."""
-    for pipeline in turns.pipelines():
+    for pipeline in pipelines_in_a_run():
         try:
             pipeline.leave_at_exit()
         except Exception:

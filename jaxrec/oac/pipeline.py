@@ -23,15 +23,13 @@ import jax
 from jaxrec.announced import Cut
 from jaxrec.bounds import whole_number
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac import turns
 from jaxrec.oac.committing import Committing
-from jaxrec.oac.cuts import Cuts
-from jaxrec.oac.failures import first, note
+from jaxrec.oac.ends import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
-from jaxrec.oac.threads import Workers
-from jaxrec.oac.view import Standing
+from jaxrec.oac.threads import Cuts, Workers
+from jaxrec.oac.view import Standing, begin_run, check_alone
 from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.stream import Stream, Streams
@@ -207,7 +205,7 @@ class Pipeline(Committing):
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
             self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
-            self._standing.turn = turns.begin(self.tables, self.flow, self)
+            self._standing.turn = begin_run(self.tables, self.flow, self)
             self._workers.start_all()
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
@@ -257,7 +255,7 @@ class Pipeline(Committing):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        turns.check_alone(state.tables, self.flow)
+        check_alone(state.tables, self.flow)
         self._cuts.warn(self.step)
         self._cuts.forget()
         self.tables, self._view = state.tables, state.tables

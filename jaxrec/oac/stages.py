@@ -23,9 +23,8 @@ from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.planning import without_gaps
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.ring import Ring
-from jaxrec.oac.sizes import Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
-from jaxrec.oac.ways import Way
+from jaxrec.oac.ways import Travelling, Way, nbytes
 from jaxrec.types import Array, Batch, Plan, Rows, ShardsLost
 
 

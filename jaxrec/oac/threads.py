@@ -1,5 +1,7 @@
 """The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says
-that it is done."""
+that it is done. Cuts, states that are announced for a step, are saved in a thread of their own
+while training goes on.
+"""
 
 import contextlib
 import functools
@@ -10,13 +12,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrec.oac.failures import caught
+import jax
+import jax.numpy as jnp
+
+from jaxrec.announced import Announced
+from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.ends import caught
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Item, Stages
+from jaxrec.oac.steps import Steps
 from jaxrec.oac.view import Standing
 from jaxrec.oac.ways import Threads
 from jaxrec.stream import END, Stream
-from jaxrec.types import ShardsLost
+from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
@@ -234,3 +242,68 @@ class Workers:
             self.stages.items.pop(number).fetched = None  # a thread that has it still in hand holds no rows
 
         self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
+
+
+class Cuts(Announced):
+    """The cuts of a pipeline: those still to come, and those that lost shards have kept from being saved.
+
+    Args:
+      stages, steps: of the pipeline.
+    """
+
+    def __init__(self, stages: Stages, steps: Steps):
+        super().__init__()
+        self._stages, self._steps = stages, steps
+        self._missed: list[Callable] = []  # saves that met lost shards, and come again when those are back
+
+    def begin(self, step: int, workers: Workers) -> None:
+        """Begins the cut of a step that was just committed, if there is one, and those that lost
+        shards have kept."""
+        for _ in range(len(self._missed)):
+            self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
+        if save := self.at(step):
+            self._begin(save, workers, lambda: self.tell_begun(step))
+
+    def save_missed(self, state: TrainState) -> None:
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has
+        ended."""
+        missed, self._missed = self._missed, []
+        for save in missed:
+            save(state)
+
+    def _begin(self, save, workers, forget):
+        flow = workers.flow
+        flow.wait_for_release()  # of the cut before; Ctrl-C may end it, and then this one is still to come
+        with uninterrupted():  # whoever holds the writes has a thread that lets them go
+            # Before the copy: no later batch is written from here on, and what is copied fits what
+            # will be written.
+            number = flow.hold_writes()
+            try:
+                ring = self._steps.ring if self._stages.way.skip_writes else None
+                # Now, as the next step takes the dense state for good.
+                dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
+                workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, save))
+                forget()
+            except BaseException:
+                flow.release_writes()
+                raise
+
+    def _save(self, worker, workers, number, dense, ring, save):
+        worker.number, flow = number - 1, workers.flow
+        try:
+            if whole := flow.wait_for_hold():
+                self._stages.write_rest(ring, flow)
+            if flow.gone:  # perhaps only since then
+                self._missed.append(save)
+            elif whole:
+                save(TrainState(dense, self._stages.tables))
+        except ShardsLost as lost:
+            flow.tell_lost(lost.shards)
+            self._missed.append(save)
+        finally:
+            flow.release_writes()
+
+    def forget(self) -> None:
+        """No cut is to come any more."""
+        super().forget()
+        self._missed = []

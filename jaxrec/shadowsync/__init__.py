@@ -11,13 +11,13 @@ device, in a seeded order. Read `rules` first, which has the equations, then `sh
 of his own.
 """
 
-from jaxrec.shadowsync.foreground import Foreground
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
-from jaxrec.shadowsync.live import replica_spread
+from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.shadow import Shadow
+from jaxrec.shadowsync.synchroniser import Foreground
 from jaxrec.shadowsync.trainers import Figures, train_freely
 from jaxrec.shadowsync.transport import AllToAll, Centre
 

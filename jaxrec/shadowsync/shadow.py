@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrec.bounds import is_not_negative, real_number
 from jaxrec.interrupts import uninterrupted, wait
-from jaxrec.shadowsync.live import Live, copied, with_leaves
+from jaxrec.shadowsync.leaves import Live, copied, with_leaves
 from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.synchroniser import Round, Synchroniser
 

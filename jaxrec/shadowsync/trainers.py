@@ -29,7 +29,7 @@ from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
-from jaxrec.shadowsync.live import replica_spread
+from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left
 from jaxrec.shadowsync.synchroniser import Synchroniser
 from jaxrec.shadowsync.workers import Shared, Trainer

@@ -18,9 +18,8 @@ import optax
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.foreground import Foreground
 from jaxrec.shadowsync.meeting import Left
-from jaxrec.shadowsync.synchroniser import Synchroniser
+from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.step import gradients, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Array, Batch, DenseState, Plan, RowOptimizer, TrainState
 
