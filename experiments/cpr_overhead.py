@@ -1,4 +1,5 @@
-"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main table.
+"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main
+table.
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples

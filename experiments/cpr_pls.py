@@ -1,7 +1,8 @@
-"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR takes it for?
+"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR
+takes it for?
 
-    python experiments/cpr_pls.py                                              synthetic clicks
-    python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5     made by prepare.py
+    python experiments/cpr_pls.py                                                synthetic clicks
+    python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5  made by prepare.py
 
 The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most
 used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the

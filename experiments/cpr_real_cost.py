@@ -1,7 +1,8 @@
-"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside plain Orbax.
+"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside
+plain Orbax.
 
-    python experiments/cpr_real_cost.py                       1 GB of tables; 4 minutes
-    python experiments/cpr_real_cost.py --table-mb 4000       about four times that in memory, twice on the disk
+    python experiments/cpr_real_cost.py                  1 GB of tables; 4 minutes
+    python experiments/cpr_real_cost.py --table-mb 4000  about four times that in memory, twice on the disk
 
 CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables
 of DLRM-Kaggle (width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory;
@@ -122,7 +123,8 @@ class SaveWork:
         return statistics.mean(times[2:])
 
     def train(self) -> None:
-        """Touches and changes rows until any budget is full: batches of the power law, and uniform ones."""
+        """Touches and changes rows until any budget is full: batches of the power law, and uniform
+        ones."""
         self.step += 1
         for plan in self.plans:
             self.tracker = self.mfu.touch(self.tracker, plan)
@@ -139,7 +141,8 @@ class SaveWork:
         return host_plan(self.spec, {"sparse": ids})[self.stack]
 
     def train_with_recovery(self, saves: int, steps: int = 16) -> dict[str, float]:
-        """Real training with a prioritised save every so many steps; a step's and a save's share of the time."""
+        """Real training with a prioritised save every so many steps; a step's and a save's share of
+        the time."""
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
 
@@ -218,7 +221,8 @@ class SaveWork:
             return self.measured("full", stall, path, saver.wait)
 
     def save_rows(self, number: int) -> dict[str, float]:
-        """Prioritised saves over the image of `save_full`, and restores of it, whole and by shard."""
+        """Prioritised saves over the image of `save_full`, and restores of it, whole and by
+        shard."""
         path, found, sums = self.directory / "full", [], {}
         (base,) = images(path)
         with RowCheckpointer(path, base, most_deltas=number) as saver:
@@ -279,7 +283,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
-    """How long each way saves and keeps training waiting: medians over the rounds, with their intervals."""
+    """How long each way saves and keeps training waiting: medians over the rounds, with their
+    intervals."""
 
     def figure(key):
         found = interval([row[key] for row in rows])

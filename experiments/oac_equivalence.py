@@ -1,16 +1,18 @@
 """OAC's claim: batches in flight in parallel, results bitwise those of one batch after the other.
 
-    python experiments/oac_equivalence.py                        1 minute
-    python experiments/oac_equivalence.py --soak-minutes 10      random windows, threads, delays and skews until then
+    python experiments/oac_equivalence.py                    1 minute
+    python experiments/oac_equivalence.py --soak-minutes 10  random windows, threads, delays and skews until then
 
-Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with one compiled update
-and random delays in both transfers, and through a loop of a few lines without any pipeline. Rows, slots, dense
-parameters and all losses must agree to the last bit. How many rows were stale is counted a second time, row by row from
-the ids and from what had been written when each gather began. Then the mechanism is broken in five ways, each of which
-must be noticed, with write-backs held back as long as admission allows: that rows are stale is not left to luck.
+Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with
+one compiled update and random delays in both transfers, and through a loop of a few lines without
+any pipeline. Rows, slots, dense parameters and all losses must agree to the last bit. How many rows
+were stale is counted a second time, row by row from the ids and from what had been written when
+each gather began. Then the mechanism is broken in five ways, each of which must be noticed, with
+write-backs held back as long as admission allows: that rows are stale is not left to luck.
 
-A soak also breaks runs on purpose, at random: transfers, write-backs, streams, hooks, cuts, Ctrl-C. Each must tell the
-injected error, leave no thread, stand at the step that it says, and go on to the bits of the plain loop, or refuse to.
+A soak also breaks runs on purpose, at random: transfers, write-backs, streams, hooks, cuts, Ctrl-C.
+Each must tell the injected error, leave no thread, stand at the step that it says, and go on to the
+bits of the plain loop, or refuse to.
 """
 
 import dataclasses
@@ -131,7 +133,8 @@ class WatchedPipeline(Pipeline):
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
-    """Rows whose last writer is not before the watermark of their gather, counted row by row from the ids alone."""
+    """Rows whose last writer is not before the watermark of their gather, counted row by row from
+    the ids alone."""
     writer: dict[tuple[str, int], int] = {}
     stale = 0
     for number, batch in enumerate(batches):
@@ -174,12 +177,14 @@ def problem_to_break(seed: int, number: int = 16) -> Problem:
 
 
 def broken_runs(config: Config, until: float) -> Tally:
-    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in each."""
+    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in
+    each."""
     rng, tally = np.random.default_rng(config.seed), Tally()
     for index in tqdm(itertools.count(), unit="broken run", disable=None):
         if index >= len(KINDS) and time.monotonic() >= until:
             return tally
-        faulthandler.dump_traceback_later(120, exit=True)  # a run that hangs says where, and fails the soak
+        # A run that hangs says where, and fails the soak.
+        faulthandler.dump_traceback_later(120, exit=True)
         made, wrong = break_one(problem_to_break(config.seed + index % 5), KINDS[index % len(KINDS)], rng)
         faulthandler.cancel_dump_traceback_later()
         tally.add(made, wrong)
@@ -224,7 +229,8 @@ class Delayed:
 
 
 class Numbered(Flow):
-    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take it as it comes."""
+    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take
+    it as it comes."""
 
     mine = threading.local()
 
@@ -247,10 +253,11 @@ class Numbered(Flow):
 
 
 class HeldBack:
-    """Transfers that deliver every batch's rows as late as admission allows: all that can be stale is stale.
+    """Transfers that deliver every batch's rows as late as admission allows: all that can be stale
+    is stale.
 
-    `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of `number` has ended. For
-    pipelines whose flow is `Numbered`.
+    `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of
+    `number` has ended. For pipelines whose flow is `Numbered`.
     """
 
     def __init__(self, window: int, number: int):

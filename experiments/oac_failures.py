@@ -1,8 +1,9 @@
 """Runs of the pipeline that are broken on purpose, for the soak of oac_equivalence.py.
 
-What must hold after each: no thread is left but a planner that the stream blocks; the error that comes out is the one
-injected, or carries it; dense state and tables stand at the step that is said, bit for bit as in the plain loop; a
-pipeline that is whole goes on with the same iterator to the plain loop's end, and a broken one refuses.
+What must hold after each: no thread is left but a planner that the stream blocks; the error that
+comes out is the one injected, or carries it; dense state and tables stand at the step that is said,
+bit for bit as in the plain loop; a pipeline that is whole goes on with the same iterator to the
+plain loop's end, and a broken one refuses.
 """
 
 import collections
@@ -65,7 +66,8 @@ class WatchedTables(HostTables):
           before_write: (shards) -> anything, called by a writer, as `put` and `add` are.
         """
         found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
-        found.__dict__.update(before_read=before_read, before_write=before_write)  # the class is frozen
+        # The class is frozen.
+        found.__dict__.update(before_read=before_read, before_write=before_write)
         return found
 
     def read(self, plans):
@@ -85,7 +87,8 @@ class WatchedTables(HostTables):
 
 
 class FailingStream:
-    """An iterator of batches that raises or blocks once, before the batch `at`, and then goes on."""
+    """An iterator of batches that raises or blocks once, before the batch `at`, and then goes
+    on."""
 
     def __init__(self, batches: list[Batch], at: int | None, trap: Trap | None):
         self.batches, self.at, self.trap, self.taken = batches, at, trap, 0
@@ -136,7 +139,8 @@ def threads_left(but: tuple[str, ...] = ()) -> list[str]:
 
 
 def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[str, list[str]]:
-    """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came; what was wrong)."""
+    """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came;
+    what was wrong)."""
     number = len(problem.batches)
     at = int(rng.integers(1, number))
     error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else InjectedFailure(kind)
@@ -170,7 +174,8 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 def _pipeline(problem, kind, trap, rng):
     skips: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
-    if kind == "stream blocks":  # a write is skipped only when the batches of the window are known: training waits too
+    # A write is skipped only when the batches of the window are known: training waits too.
+    if kind == "stream blocks":
         skips["skip_rewritten"] = False
     validation = "planned" if any(skips.values()) else str(rng.choice(["planned", "device"]))
     threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}

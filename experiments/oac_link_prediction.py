@@ -1,23 +1,26 @@
-"""Embedding models beyond clicks: links of a knowledge graph, trained in each mode of the pipeline, and ranked.
+"""Embedding models beyond clicks: links of a knowledge graph, trained in each mode of the pipeline,
+and ranked.
 
-    python experiments/oac_link_prediction.py --path FB15k-237                     ComplEx in sync, async and oac
+    python experiments/oac_link_prediction.py --path FB15k-237  ComplEx in sync, async and oac
     python experiments/oac_link_prediction.py --path FB15k-237 --model distmult --modes oac
-    python experiments/oac_link_prediction.py --preset smoke                       a generated graph, 20 seconds
+    python experiments/oac_link_prediction.py --preset smoke    a generated graph, 20 seconds
 
-Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by its examples.
-`async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync` must agree to the last digit.
+Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by
+its examples. `async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync`
+must agree to the last digit.
 
-Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median and 95 % bootstrap
-interval of the rates and of their ratios within a round. There is no link here, tables and compute share the cores, so
-that a mode which does more beside the update is slower. The seconds of the training itself belong to modes that ran one
-after the other, and are not compared.
+Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median
+and 95 % bootstrap interval of the rates and of their ratios within a round. There is no link here,
+tables and compute share the cores, so that a mode which does more beside the update is slower. The
+seconds of the training itself belong to modes that ran one after the other, and are not compared.
 
---path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it a graph is
-generated whose entities fall in clusters that each relation permutes.
+--path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it
+a graph is generated whose entities fall in clusters that each relation permutes.
 
-Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128; 2 minutes for the
-rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. WN18RR wants `--n3 0.1 --epochs 20`. The
-published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
+Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128;
+2 minutes for the rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. WN18RR
+wants `--n3 0.1 --epochs 20`. The published 0.37 takes rank 2000 and all entities as negatives
+(Lacroix et al., arXiv 1806.07297, table 2).
 """
 
 import dataclasses
@@ -172,7 +175,8 @@ class LinkRecorder:
     def __init__(self, run: Run, config: Config, job: LinkJob, ranker: Ranker, mode: str, pipeline: Pipeline):
         self.run, self.job, self.ranker, self.mode, self.pipeline = run, job, ranker, mode, pipeline
         valid = ranker.triples.valid
-        self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]  # the same in every run
+        # The same in every run.
+        self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]
         self.examples = len(job.batches.triples)
         self.bar = tqdm(total=job.steps * job.batches.batch_size, unit="ex", unit_scale=True, disable=None, desc=mode)
         self.history: list[dict] = []
@@ -214,14 +218,16 @@ class LinkRecorder:
 
 
 def rates(config: Config, triples: Triples) -> dict:
-    """Examples a second of all modes in turns, over the same tables, and the ratios within a round."""
+    """Examples per second of all modes in turns, over the same tables, and the ratios within a
+    round."""
     job = make_link_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     pipelines = {}
     for mode in config.modes:
-        own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))  # the pipeline donates it
+        # The pipeline donates it.
+        own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))
         pipelines[mode] = Pipeline(own, job.update, mode=mode, window=window_of(config, mode))
         turn(pipelines[mode], batches, pipelines[mode].window + 2)  # compiles
     times: dict[str, list[float]] = {mode: [] for mode in pipelines}

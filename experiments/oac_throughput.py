@@ -1,28 +1,31 @@
 """How fast each mode of the pipeline trains, beside the slowest of its stages alone.
 
-    python experiments/oac_throughput.py                     an emulated link in three regimes, and none; 10 minutes
-    python experiments/oac_throughput.py --sweep window      windows 2, 4, 8 and 16 over the balanced link; 5 minutes
-    python experiments/oac_throughput.py --sweep batch       batches of 512 and 4,096 examples; 5 minutes
-    python experiments/oac_throughput.py --sweep width       rows of width 8 and 64; 5 minutes
-    python experiments/oac_throughput.py --link none         tables and device as they are; 2 minutes
+    python experiments/oac_throughput.py                 an emulated link in three regimes, and none; 10 minutes
+    python experiments/oac_throughput.py --sweep window  windows 2, 4, 8 and 16 over the balanced link; 5 minutes
+    python experiments/oac_throughput.py --sweep batch   batches of 512 and 4,096 examples; 5 minutes
+    python experiments/oac_throughput.py --sweep width   rows of width 8 and 64; 5 minutes
+    python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
 
-The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is no
-link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to the
-pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Regimes are set from the
-measured compute time of a batch: `balanced` - both directions together take as long as the compute; `link` - each
-direction alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep measures
-the balanced one.
+The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is
+its CPU there is no link between tables and device, so one is EMULATED: a full-duplex channel of
+given bandwidth and latency, passed to the pipeline as its transfer functions; its time is slept,
+which leaves the cores to the compute. Regimes are set from the measured compute time of a batch:
+`balanced` - both directions together take as long as the compute; `link` - each direction alone
+takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
+measures the balanced one.
 
-All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a round. Given are the
-median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and the least and most. Rates are of the
-steady state: the first W + 2 batches of a turn are not counted, and behind the last one the stream goes on. `sync`,
-`async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the paper says,
-where `oac` plans them on the host. The way that moves the fewest rows is timed over the link-bound link only.
+All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a
+round. Given are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and
+the least and most. Rates are of the steady state: the first W + 2 batches of a turn are not
+counted, and behind the last one the stream goes on. `sync`, `async` and `semisync` run without ring
+and replay; `oac_device` finds stale rows on the device, as the paper says, where `oac` plans them
+on the host. The way that moves the fewest rows is timed over the link-bound link only.
 
-`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
-batches. `replay_share_of_step` is the time of replay and append over that of the whole commit. `bytes_saved_percent`
-compares the bytes that went to the device and back with those of `oac` on the same batches; it is negative where the
-lists of what may stay weigh more than what stays.
+`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own
+workers, on the same batches. `replay_share_of_step` is the time of replay and append over that of
+the whole commit. `bytes_saved_percent` compares the bytes that went to the device and back with
+those of `oac` on the same batches; it is negative where the lists of what may stay weigh more than
+what stays.
 """
 
 import dataclasses
@@ -86,7 +89,8 @@ class PipelineWay(NamedTuple):
 
 
 class EmulatedLink:
-    """A full-duplex channel between host and device: its time is slept, its bytes are those of the arrays.
+    """A full-duplex channel between host and device: its time is slept, its bytes are those of the
+    arrays.
 
     `passed` counts the bytes that went through, {"send": ..., "fetch": ...}.
     """
@@ -146,7 +150,8 @@ def take_turns(work: Work, ways: list[PipelineWay], link: EmulatedLink | None, r
     """All ways in turns over one link.
 
     Returns:
-      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
+      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs
+      compiled}).
     """
     options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
     pipelines: dict[str, Pipeline] = {}
@@ -177,7 +182,8 @@ def stages_ms(work: Work, link: EmulatedLink | None) -> dict[str, float]:
 
 
 def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
-    """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its kinds over oac.
+    """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its
+    kinds over oac.
 
     Args:
       times: seconds per batch f64[rounds] of each way, by its name.
@@ -237,7 +243,8 @@ def savings(work: Work, number: int) -> dict[str, float]:
 
 
 def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
-    """All ways of all regimes, favourable or not: rate, rate over sync and over async, with intervals."""
+    """All ways of all regimes, favourable or not: rate, rate over sync and over async, with
+    intervals."""
 
     def figure(key, label, digits):
         if f"{key}_{label}" not in results:

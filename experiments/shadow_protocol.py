@@ -164,7 +164,8 @@ class Sleepers:
                     time.sleep(next(times))
                     params = sync.exchange(params)
         except BaseException as error:
-            if not (isinstance(error, Left) and self.over.is_set()):  # at the end trainers leave one after the other
+            # At the end trainers leave one after the other.
+            if not (isinstance(error, Left) and self.over.is_set()):
                 self.failures.append(error)
 
 

@@ -1,7 +1,8 @@
-"""Does a plain user gain by ShadowSync's defaults? Four threads train a classifier of Flax on shards of their own.
+"""Does a plain user gain by ShadowSync's defaults? Four threads train a classifier of Flax on
+shards of their own.
 
-    python experiments/shadowsync_classifier.py                    6 minutes
-    python experiments/shadowsync_classifier.py --busy-loops 2     on a loaded machine
+    python experiments/shadowsync_classifier.py                 6 minutes
+    python experiments/shadowsync_classifier.py --busy-loops 2  on a loaded machine
 
 Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax
 Linen or Flax NNX module. Each trainer draws `--batch-size` of its `--examples` in every step, in an
@@ -137,7 +138,8 @@ class ClassifierJob:
             yield x[some], label[some]
 
     def train(self, params, batches, sync=None) -> Any:
-        """What a plain user writes: one call of `exchange` after each step, and `finish` after the last."""
+        """What a plain user writes: one call of `exchange` after each step, and `finish` after the
+        last."""
         opt_state = self.optimizer.init(params)
         for x, label in batches:
             params, opt_state = self.step(params, opt_state, x, label)
@@ -149,7 +151,8 @@ class ClassifierJob:
         """One arm of one seed: its trainers as threads."""
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
-        jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))  # compiles
+        # Compiles.
+        jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))
         group = SyncGroup(rule, initial, config.trainers) if rule else None
         rounds, together = [0] * config.trainers, threading.Barrier(config.trainers)
 

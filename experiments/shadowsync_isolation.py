@@ -1,6 +1,7 @@
-"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked, and in the foreground.
+"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked,
+and in the foreground.
 
-    python experiments/shadowsync_isolation.py                     6 minutes
+    python experiments/shadowsync_isolation.py  6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
 One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime:
@@ -51,7 +52,8 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     """{name: [figures of a turn]}, a turn of each in every round."""
     rounds, steps = ROUNDS_AND_STEPS[config.preset]
     trainer = TimedTrainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
-    rule, ways = RULES[config.rule](), synchronisers_of(config)  # one rule for all turns: its merge is compiled once
+    # One rule for all turns: its merge is compiled once.
+    rule, ways = RULES[config.rule](), synchronisers_of(config)
     for way, pace in ways.values():
         trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}

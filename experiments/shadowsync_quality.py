@@ -1,7 +1,7 @@
 """What replication costs in quality, and how much of it each way of synchronising gives back.
 
-    python experiments/shadowsync_quality.py                                    8 replicas, synthetic clicks
-    python experiments/shadowsync_quality.py --data criteo --path train.prepared    made by prepare.py
+    python experiments/shadowsync_quality.py                                      8 replicas, synthetic clicks
+    python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
 
 One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting
@@ -96,7 +96,8 @@ class Size(NamedTuple):
 
 def arms_of(*periods: int) -> tuple[str, ...]:
     """All arms: every rule in both forms, the foreground ones with these k."""
-    in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")  # the other forms differ in a shadow only
+    # The other forms differ in a shadow only.
+    in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")
     foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(in_foreground, periods))
     return ("none", "all_reduce", *foreground, *(f"s_{rule}-{form}" for rule in FORMS for form in FORMS[rule]))
 

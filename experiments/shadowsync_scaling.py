@@ -1,7 +1,8 @@
-"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the sync gap grows.
+"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the
+sync gap grows.
 
-    python experiments/shadowsync_scaling.py                       10 minutes
-    python experiments/shadowsync_scaling.py --tensors dlrm        servers hold whole tensors of DLRM-Kaggle, unevenly
+    python experiments/shadowsync_scaling.py                 10 minutes
+    python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
 
 Regime: free-running. Three parts, whose figures never share a key:
 
@@ -31,8 +32,8 @@ this part has one line for each rule.
 
 `measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
 n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
-cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers` is
-its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
+cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers`
+is its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """How fast a training step is, part by part, beside the fastest PyTorch doing the same work.
 
     python experiments/throughput.py --tables host
-    python experiments/throughput.py --tables host --against torch          needs torch; FBGEMM where it is installed
-    python experiments/throughput.py --sweep rows                           1M to 50M rows
+    python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where it is installed
+    python experiments/throughput.py --sweep rows                   1M to 50M rows
 
 The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
 rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
@@ -56,7 +56,8 @@ def started(config: Config, steps: int) -> dict[str, Side]:
 def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
     """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone."""
     turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
-    for _ in range(rounds):  # a slow minute of the machine hits all sides, and falls out of their ratios
+    # A slow minute of the machine hits all sides, and falls out of their ratios.
+    for _ in range(rounds):
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
         turns["gemm"].append(sides["jaxrec"].ask("gemm", steps))

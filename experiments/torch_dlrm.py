@@ -1,9 +1,11 @@
-"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of sides.py.
+"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of
+sides.py.
 
-Every variant is a function of `TorchWork` -> step, where step(i, resident) trains on batch i and returns its loss, on
-the device; batches are sent from pinned memory with the step, or lie on the device if `resident`. All do the same work
-as jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row
-(`adagrad`: one per element, torch.optim's own), one id per field.
+Every variant is a function of `TorchWork` -> step, where step(i, resident) trains on batch i and
+returns its loss, on the device; batches are sent from pinned memory with the step, or lie on the
+device if `resident`. All do the same work as jaxrec: plain SGD on the dense part, duplicates
+reduced before a row optimizer with one accumulator per row (`adagrad`: one per element,
+torch.optim's own), one id per field.
 """
 
 import dataclasses
@@ -65,7 +67,8 @@ class TorchDLRM(nn.Module):
 
 
 class TorchDCNv2(nn.Module):
-    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
+    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit
+    [B]."""
 
     def __init__(self, fields: int, width: int):
         super().__init__()
@@ -104,7 +107,8 @@ def rowwise_adagrad_(weight, accumulator):
 
 
 def tensors(work: TorchWork, offsets, arrange=lambda ids: ids):
-    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then arranged."""
+    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then
+    arranged."""
     found = [
         (
             torch.as_tensor(b.dense),
@@ -152,7 +156,8 @@ def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
 
 
 def unique(work: TorchWork, compiled=False):
-    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in place."""
+    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in
+    place."""
     fields, rows = len(work.cardinalities), work.rows
     weight = torch.randn(rows, work.width, device=work.device).mul_(rows**-0.5)
     accumulator = torch.zeros(rows, device=work.device)

@@ -1,11 +1,11 @@
 """Trains a click model in one pass and evaluates it: the main job.
 
-    python experiments/train.py                                        synthetic clicks, DLRM
-    python experiments/train.py --data criteo --path train.txt         Criteo Kaggle or 1TB files, prepared on the way
-    python experiments/train.py --model dcnv2                          DCNv2 instead of DLRM
-    python experiments/train.py --tables host --preset smoke           tables in host memory, under a minute
-    python experiments/train.py --workdir DIR --resume                 goes on with a run that was stopped, bit for bit
-    python experiments/train.py --workdir DIR --resume --requeue       in batch jobs: begins or goes on; 75 = not done
+    python experiments/train.py                                   synthetic clicks, DLRM
+    python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
+    python experiments/train.py --model dcnv2                     DCNv2 instead of DLRM
+    python experiments/train.py --tables host --preset smoke      tables in host memory, under a minute
+    python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped, bit for bit
+    python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
 Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it
 starts; the teacher that drew the synthetic labels is evaluated beside the model, as the best that
@@ -97,7 +97,8 @@ def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
 
 
 def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
-    """The newest whole image of the run, and what was logged up to it; the given state if nothing is saved."""
+    """The newest whole image of the run, and what was logged up to it; the given state if nothing
+    is saved."""
     directory, history = run.directory / "checkpoints", run.metrics()
     if not images(directory):
         if history:

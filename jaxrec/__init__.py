@@ -1,4 +1,5 @@
-"""Recommendation models in JAX with functional state: large tables, many trainers, machines that fail.
+"""Recommendation models in JAX with functional state: large tables, many trainers, machines that
+fail.
 
 A training step is plan -> read -> update -> put, and a batch flows through it so:
 
@@ -7,9 +8,10 @@ A training step is plan -> read -> update -> put, and a batch flows through it s
     dense, rows, metrics = update(...)    pure: loss, gradients, optax, and a row optimizer
     tables = tables.put(plans, rows)      the new rows back to where they live
 
-`make_train_step` makes one function of all four, whose docstring trains a whole model. `Serial` and `train` repeat it
-over batches with hooks, `fit` folds it over planned batches, and `evaluate` tells AUC and log loss. Three techniques
-stand on it, each usable alone and with the others; `help` of each says what to read first:
+`make_train_step` makes one function of all four, whose docstring trains a whole model. `Serial` and
+`train` repeat it over batches with hooks, `fit` folds it over planned batches, and `evaluate` tells
+AUC and log loss. Three techniques stand on it, each usable alone and with the others; `help` of
+each says what to read first:
 
     jaxrec.oac          batches overlap over host tables, results are those of one after the other: `Pipeline`
     jaxrec.shadowsync   copies of the dense network are averaged in the background: `SyncGroup`

@@ -1,4 +1,5 @@
-"""Numbers that are given as arguments: one that does not fit is refused by its name, with its value and the rule."""
+"""Numbers that are given as arguments: one that does not fit is refused by its name, with its value
+and the rule."""
 
 import math
 import numbers
@@ -10,7 +11,8 @@ import numpy as np
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, why: str = "") -> int:
-    """A whole number within bounds, as an int of Python; numpy's are taken, truth values and floats are not.
+    """A whole number within bounds, as an int of Python; numpy's are taken, truth values and floats
+    are not.
 
     Args:
       name: of the argument.
@@ -35,7 +37,8 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, 
 
 
 def real_number(name: str, value: Any, rule: str, fits: Callable[[Any], bool]) -> Any:
-    """A real number that fits a rule, as it was given; truth values and text are refused, and so is a NaN by any rule.
+    """A real number that fits a rule, as it was given; truth values and text are refused, and so is
+    a NaN by any rule.
 
     Args:
       name: of the argument.

@@ -1,9 +1,11 @@
-"""Part 5: saving and restoring beside compute: how long training waits, how long it takes, how much it slows steps.
+"""Part 5: saving and restoring beside compute: how long training waits, how long it takes, how much
+it slows steps.
 
-Each way begins something and trains on until it is done: `full` saves an image (Checkpointer), `rows` an eighth of the
-rows over it (RowCheckpointer), `restore` brings one shard of 8 back into other tables of the same home, from files just
-written. `stall_s` is how long training waits, `seconds` until all is on the disk (or restored),
-`rate_beside_over_alone` how fast steps are meanwhile. `restore_idle_seconds` is without training beside it.
+Each way begins something and trains on until it is done: `full` saves an image (Checkpointer),
+`rows` an eighth of the rows over it (RowCheckpointer), `restore` brings one shard of 8 back into
+other tables of the same home, from files just written. `stall_s` is how long training waits,
+`seconds` until all is on the disk (or restored), `rate_beside_over_alone` how fast steps are
+meanwhile. `restore_idle_seconds` is without training beside it.
 """
 
 import functools

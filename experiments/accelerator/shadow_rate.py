@@ -1,8 +1,10 @@
-"""Part 4: the step rate without synchronisation, with a shadow beside it, and with the shadow's meeting blocked.
+"""Part 4: the step rate without synchronisation, with a shadow beside it, and with the shadow's
+meeting blocked.
 
-One trainer, tables on the device or in host memory, and one peer that trains nothing; model averaging. `shadow` makes
-rounds back to back, `shadow_paced` one in 0.2 seconds, `blocked` is stuck for 3 seconds in each round, `foreground`
-waits for a round every 5 steps. Rates over none: below 1 is slower.
+One trainer, tables on the device or in host memory, and one peer that trains nothing; model
+averaging. `shadow` makes rounds back to back, `shadow_paced` one in 0.2 seconds, `blocked` is stuck
+for 3 seconds in each round, `foreground` waits for a round every 5 steps. Rates over none: below 1
+is slower.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""When failures come and which nodes they take: drawn, placed, or of a trace; and how often they come on n nodes.
+"""When failures come and which nodes they take: drawn, placed, or of a trace; and how often they
+come on n nodes.
 
 All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
 """
@@ -25,9 +26,11 @@ class Failures(NamedTuple):
 def draw_failures(
     mtbf_hours: float, horizon_hours: float, nodes: int, seed: int, shape: float = 1.0, failed_nodes: int = 1
 ) -> Failures:
-    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential law.
+    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential
+    law.
 
-    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon / MTBF failures come.
+    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon /
+    MTBF failures come.
 
     Args:
       mtbf_hours: mean gap.
@@ -59,7 +62,8 @@ def draw_failures(
 
 
 def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, failed_nodes: int = 1) -> Failures:
-    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999 does with two.
+    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999
+    does with two.
 
     Args:
       number: of failures.
@@ -119,7 +123,8 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
 
 
 def mtbf_by_cause(failures: Failures) -> dict[str, float]:
-    """Mean hours between failures of each cause, the most frequent first: the span over their number."""
+    """Mean hours between failures of each cause, the most frequent first: the span over their
+    number."""
     count = np.bincount(failures.cause, minlength=len(failures.causes))
     order = [int(c) for c in np.argsort(-count, kind="stable") if count[c]]
     return {failures.causes[c]: float(failures.span_hours / count[c]) for c in order}
@@ -144,7 +149,8 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
 
 
 def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
-    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail = T_node / n.
+    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail =
+    T_node / n.
 
     Args:
       node_mtbf_hours: T_node, above 0.
@@ -160,7 +166,8 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
 
 
 def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
-    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 - p)^n).
+    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 -
+    p)^n).
 
     Args:
       chance_per_hour: p, that one node fails within an hour, above 0 and below 1.

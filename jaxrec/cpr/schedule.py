@@ -1,8 +1,9 @@
 """When to save and how to recover: the overhead model of CPR in plain floats.
 
-All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the mean useful time
-between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999. The equations are
-reconstructed from its abstract and from what cites it: check them against the PDF before quoting them as the paper's.
+All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the
+mean useful time between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv
+2011.02999. The equations are reconstructed from its abstract and from what cites it: check them
+against the PDF before quoting them as the paper's.
 """
 
 import math
@@ -48,8 +49,9 @@ class RecoveryPlan(NamedTuple):
     expected_pls: float  # by eq. (5); 0 with full recovery
 
 
-# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of 0.1; not the paper's
-# own numbers. Only the sum of loading and rescheduling can be solved for: it stands under load.
+# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of
+# 0.1; not the paper's own numbers. Only the sum of loading and rescheduling can be solved for: it
+# stands under load.
 SETTING_A = Costs(5.619 / 60, 5.392 / 60, 0.0, 28.0, 56.0, 8)
 SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 
@@ -57,7 +59,8 @@ SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     """The overhead when all nodes go back to the last save (eq. 1, arXiv 2011.02999).
 
-    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail, here over T_total
+    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail, here over
+    T_total
 
     Args:
       costs: of the job.
@@ -77,7 +80,8 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
 
 def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when the failed nodes alone go back and no work is done again (eq. 2, arXiv 2011.02999).
+    """The overhead when the failed nodes alone go back and no work is done again (eq. 2, arXiv
+    2011.02999).
 
     O_part = O_save T_total / T_save + (O_load + O_res) T_total / T_fail, here over T_total
 
@@ -100,7 +104,8 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
 
 def full_interval(costs: Costs) -> float:
-    """The hours between saves that make full recovery cheapest (eq. 3, arXiv 2011.02999; Young, 1974).
+    """The hours between saves that make full recovery cheapest (eq. 3, arXiv 2011.02999; Young,
+    1974).
 
     T_save = sqrt(2 O_save T_fail), where the derivative of eq. (1) is 0
 
@@ -118,7 +123,8 @@ def full_interval(costs: Costs) -> float:
 
 
 def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nodes: int = 1) -> float:
-    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4, arXiv 2011.02999).
+    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4, arXiv
+    2011.02999).
 
     PLS += m (S_i - S_last_save) / (S_total N_emb), from 0 at the start
 
@@ -147,7 +153,8 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
 
 
 def expected_pls(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5, arXiv 2011.02999).
+    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5, arXiv
+    2011.02999).
 
     E[PLS] = m T_save / (2 T_fail N_emb)
 
@@ -166,10 +173,12 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
 
 
 def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of a job of any length, at a constant rate of failures; derived here, not in the paper.
+    """The PLS to expect of a job of any length, at a constant rate of failures; derived here, not
+    in the paper.
 
-    E[PLS] = m / (T_total N_emb T_fail) times the integral of t - (last save before t) over the job. It is below eq. (5)
-    unless the job is a whole number of intervals, because the last interval is cut short.
+    E[PLS] = m / (T_total N_emb T_fail) times the integral of t - (last save before t) over the job.
+    It is below eq. (5) unless the job is a whole number of intervals, because the last interval is
+    cut short.
 
     Args:
       costs: of the job.
@@ -192,7 +201,8 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
 
 
 def partial_interval(costs: Costs, target_pls: float) -> float:
-    """The hours between saves at which partial recovery has the target PLS (eq. 6, arXiv 2011.02999).
+    """The hours between saves at which partial recovery has the target PLS (eq. 6, arXiv
+    2011.02999).
 
     T_save = 2 PLS N_emb T_fail / m
 
@@ -214,8 +224,8 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
 def break_even_pls(costs: Costs) -> float:
     """The target PLS above which partial recovery is the cheaper one; derived from eqs. (1) to (6).
 
-    With F of eq. (3) and T = min(F, T_total), eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 + T^2). That is F / 2
-    where the job is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
+    With F of eq. (3) and T = min(F, T_total), eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 +
+    T^2). That is F / 2 where the job is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
 
     Args:
       costs: of the job.
@@ -235,10 +245,11 @@ def break_even_pls(costs: Costs) -> float:
 
 
 def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
-    """Chooses partial recovery where it is cheaper than full recovery at its best, each with its own interval.
+    """Chooses partial recovery where it is cheaper than full recovery at its best, each with its
+    own interval.
 
-    The policy of arXiv 2011.02999. Intervals are cut to the length of the job, which must begin with a save or with
-    rows that can be made again.
+    The policy of arXiv 2011.02999. Intervals are cut to the length of the job, which must begin
+    with a save or with rows that can be made again.
 
     Args:
       costs: of the job.

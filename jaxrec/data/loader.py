@@ -27,10 +27,12 @@ class BlockSource(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight': f32[n].
+        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight':
+        f32[n].
 
-        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are a last axis:
-        [n, F, H]. All blocks have the same columns, of the same types and shapes of a row.
+        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are
+        a last axis: [n, F, H]. All blocks have the same columns, of the same types and shapes of a
+        row.
         """
         ...
 
@@ -38,10 +40,11 @@ class BlockSource(Protocol):
 class Loader:
     """Batches of any size out of blocks, in a seeded order, from any position.
 
-    Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks, then the rows within
-    windows of consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 whose
-    ids are missing. Iterating starts at `position()`; an iterator ends with an error if it is asked for more after
-    another one began or `seek` was called.
+    Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks,
+    then the rows within windows of consecutive blocks of that order. The last batch of an epoch is
+    padded with examples of weight 0 whose ids are missing. Iterating starts at `position()`; an
+    iterator ends with an error if it is asked for more after another one began or `seek` was
+    called.
 
     Args:
       source: the blocks.
@@ -52,7 +55,8 @@ class Loader:
       lookup: the name of the ids in `Batch.ids`, where blocks hold one array of them.
 
     Raises:
-      ValueError: a size below 1, or a source without rows; while iterating, a block that does not fit the others.
+      ValueError: a size below 1, or a source without rows; while iterating, a block that does not
+        fit the others.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]
@@ -83,7 +87,8 @@ class Loader:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
         self._position, self._turn = 0, object()
-        self._first: tuple[int, dict[Column, tuple]] | None = None  # the block read first, and its layout
+        # The block read first, and its layout.
+        self._first: tuple[int, dict[Column, tuple]] | None = None
 
     def __len__(self) -> int:
         if self._epochs is None:
@@ -95,7 +100,8 @@ class Loader:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Makes the next iteration begin with batch `position`; costs no more than reading one window."""
+        """Makes the next iteration begin with batch `position`; costs no more than reading one
+        window."""
         position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
@@ -177,7 +183,8 @@ class Loader:
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
-    """The columns of a block by name, always in the same order; refuses what is no column of so many rows."""
+    """The columns of a block by name, always in the same order; refuses what is no column of so
+    many rows."""
     names = list(block)
     for name in ("label", "dense", "ids"):
         if name not in names:
@@ -242,13 +249,13 @@ def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
     """Iterates in a thread, up to `depth` items ahead.
 
     Args:
-      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs ahead of what the
-        caller has seen, so resume from the caller's own count of batches.
+      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs
+        ahead of what the caller has seen, so resume from the caller's own count of batches.
       depth: items made before they are asked for.
 
     Yields:
-      The items in their order; an exception of the iterable is raised here, in its place. Closing the generator
-      stops and joins the thread.
+      The items in their order; an exception of the iterable is raised here, in its place. Closing
+      the generator stops and joins the thread.
 
     >>> list(prefetch(range(3)))
     [0, 1, 2]
@@ -266,7 +273,8 @@ def _consume(iterable, items, stop):
             yield item
     finally:
         stop.set()
-        while thread.is_alive():  # a producer that waits for room must find some, see `stop` and end
+        # A producer that waits for room must find some, see `stop` and end.
+        while thread.is_alive():
             try:
                 items.get(timeout=0.01)
             except queue.Empty:

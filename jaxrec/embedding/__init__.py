@@ -1,7 +1,9 @@
-"""Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live (`Tables`).
+"""Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live
+(`Tables`).
 
-Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one interface, whose verbs are
-`read`, `put` and `add`. `planning` numbers rows, `pooling` turns them into activations, and `optimizers` step them.
+Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one
+interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling` turns them
+into activations, and `optimizers` step them.
 """
 
 from jaxrec.embedding.device import DeviceTables

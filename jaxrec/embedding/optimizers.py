@@ -1,7 +1,8 @@
 """Row optimizers: pure (init, update) pairs that step only the rows a batch touched.
 
-Duplicate ids are reduced before they arrive here, so that a row takes one step per batch. All leave a row with zero
-gradient unchanged. `learning_rate` is a float or a function of the step, i32[] -> f32[].
+Duplicate ids are reduced before they arrive here, so that a row takes one step per batch. All leave
+a row with zero gradient unchanged. `learning_rate` is a float or a function of the step, i32[] ->
+f32[].
 
 Legend: E embedding width; gradients, values and slots have any leading shape.
 """
@@ -27,7 +28,8 @@ def sgd(learning_rate) -> RowOptimizer:
 
 
 def adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
-    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator per element (Duchi et al., JMLR 2011).
+    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator per element (Duchi et al.,
+    JMLR 2011).
 
     Args:
       learning_rate: lr, a float or a function of the step.
@@ -45,7 +47,8 @@ def adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimi
 def rowwise_adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
     """Row-wise Adagrad, a += mean(g^2); v -= lr * g / (sqrt(a) + eps), one accumulator per row.
 
-    The optimizer of DLRM (arXiv 1906.00091) and of FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state per row.
+    The optimizer of DLRM (arXiv 1906.00091) and of FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state
+    per row.
 
     Args:
       learning_rate: lr, a float or a function of the step.

@@ -17,8 +17,8 @@ def activations(spec: EmbeddingSpec, values, plans):
       plans: {stack: Plan}, whose `inverse` i32[B, ...] points into the flattened [S * U].
 
     Returns:
-      {lookup: f32[B, ..., E]}; a lookup of several hots has lost its axis H; missing ids count as nothing, and an
-      empty bag reads zero.
+      {lookup: f32[B, ..., E]}; a lookup of several hots has lost its axis H; missing ids count as
+      nothing, and an empty bag reads zero.
     """
     result = {}
     for name, plan in plans.items():

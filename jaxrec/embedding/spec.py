@@ -1,7 +1,7 @@
 """What is embedded: tables, the lookups that read them, and the stacks that store them.
 
-A stack is all tables of one width in one array of V rows; row r lives on shard r % S at r // S, so that each shard
-holds an equal share of every table.
+A stack is all tables of one width in one array of V rows; row r lives on shard r % S at r // S, so
+that each shard holds an equal share of every table.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ import numpy as np
 from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.types import Part, RowOptimizer, Slot
 
-ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
+# What a batch is made of; others (lists, pandas, torch) end up elsewhere as they are.
+ARRAYS = (np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Table:
     Attributes:
       rows: number of rows; ids run from 0 to rows - 1.
       width: embedding width E.
-      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv 1906.00091).
+      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv
+        1906.00091).
 
     Raises:
-      ValueError: rows or width are no whole numbers of at least 1; a scale that is negative or not finite.
+      ValueError: rows or width are no whole numbers of at least 1; a scale that is negative or not
+        finite.
     """
 
     rows: int
@@ -50,10 +53,11 @@ class Lookup:
     """How ids of one feature group turn into activations.
 
     Attributes:
-      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per column, for ids of
-        shape [B, F].
+      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per
+        column, for ids of shape [B, F].
       hots: ids of one bag; if above 1, ids have a last axis of that size, which pooling removes.
-      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads zero.
+      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads
+        zero.
     """
 
     tables: str | tuple[str, ...]
@@ -125,8 +129,8 @@ class EmbeddingSpec:
       seed: of the initial rows.
 
     Raises:
-      ValueError: no table; a lookup names an unknown table or tables of several widths; a table without a lookup; a
-        stack of 2**31 rows or more.
+      ValueError: no table; a lookup names an unknown table or tables of several widths; a table
+        without a lookup; a stack of 2**31 rows or more.
 
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
@@ -168,7 +172,8 @@ class EmbeddingSpec:
         return hash(self.digest)
 
     def __eq__(self, other):
-        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the same object.
+        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the
+        # same object.
         if self is other:
             return True
         if not isinstance(other, EmbeddingSpec):
@@ -207,7 +212,8 @@ class EmbeddingSpec:
         return offset, np.array([self.tables[t].rows for t in columns], np.int32)
 
     def layout(self, row_optimizer: RowOptimizer) -> "Layout":
-        """What the rows of each stack consist of with a row optimizer; raises as `check_row_optimizer`.
+        """What the rows of each stack consist of with a row optimizer; raises as
+        `check_row_optimizer`.
 
         >>> from jaxrec.embedding import rowwise_adagrad
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
@@ -251,14 +257,16 @@ class EmbeddingSpec:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A short hash of what decides the content and place of a row: tables in order, shards, seed."""
+        """A short hash of what decides the content and place of a row: tables in order, shards,
+        seed."""
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
         text = json.dumps([tables, self.shards, self.seed])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Layout(Mapping[str, dict[str, Part]]):
-    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry it through jit."""
+    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry
+    it through jit."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Part]]):
         self._parts = {stack: dict(mine) for stack, mine in parts.items()}
@@ -295,8 +303,9 @@ def check_row_optimizer(optimizer) -> RowOptimizer:
     """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
 
     Raises:
-      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
-        need a gradient of the size of the table; only optimizers that leave untouched rows alone can be exact here.
+      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's
+        moments), which would need a gradient of the size of the table; only optimizers that leave
+        untouched rows alone can be exact here.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(

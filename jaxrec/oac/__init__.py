@@ -1,7 +1,9 @@
-"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the other.
+"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the
+other.
 
-For tables that are larger than the memory of the devices. `Pipeline` trains in the place of `jaxrec.Serial`. Read
-`ring` first, which is pure, usable alone, and has the equations; then `pipeline`, whose first lines name the stages.
+For tables that are larger than the memory of the devices. `Pipeline` trains in the place of
+`jaxrec.Serial`. Read `ring` first, which is pure, usable alone, and has the equations; then
+`pipeline`, whose first lines name the stages.
 """
 
 from jaxrec.oac.pipeline import Pipeline

@@ -60,16 +60,19 @@ class Ends:
     def __init__(self):
         self._changed = threading.Condition()
         self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
-        self.end: int | None = None  # number behind the last batch to commit: of the stream, or of one that failed
+        # Number behind the last batch to commit: of the stream, or of one that failed.
+        self.end: int | None = None
         self.stopped = self.finished = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
         self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
-        self.lost: BaseException | None = None  # behind the commit: rows are gone, of batches from here on:
+        # Behind the commit: rows are gone, of batches from `lost_from` on.
+        self.lost: BaseException | None = None
         self.lost_from = 2**63
         self.dense_gone = False
         self.unsaved: BaseException | None = None  # of a cut
-        self.gone: frozenset[int] = frozenset()  # shards that their home has lost, and nobody has brought back
+        # Shards that their home has lost, and nobody has brought back.
+        self.gone: frozenset[int] = frozenset()
 
     @property
     def broken(self) -> bool:
@@ -79,7 +82,8 @@ class Ends:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Waits, on the committing thread, until something holds that only this thread can undo;
         Ctrl-C ends it."""
-        if not ready():  # nobody undoes it: so without the lock first, and without the handler, which takes 20 us
+        # Nobody undoes it: so without the lock first, and without the handler, which takes 20 us.
+        if not ready():
             interrupts.wait(self._changed, ready, by_the_clock=True)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:

@@ -57,7 +57,8 @@ class Leaving:
     """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed
     here."""
 
-    patience_seconds = 10.0  # how long leaving waits before it says what it waits for, and `run` for an iterator in use
+    # How long leaving waits before it says what it waits for, and `run` for an iterator in use.
+    patience_seconds = 10.0
 
     tables: HostTables
     flow: Flow
@@ -73,8 +74,10 @@ class Leaving:
     def __init__(self):
         self._watchers: list = []  # in the order in which they were entered
         self._entered = contextlib.ExitStack()  # what leaves them
-        self._generator: Callable = lambda: None  # weak: who drops the iterator of a run has left it
-        self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
+        # Weak: who drops the iterator of a run has left it.
+        self._generator: Callable = lambda: None
+        # How many `with` blocks and `close` will raise what leaving a run has found.
+        self._within = 0
         self._untold: list[BaseException] = []
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
@@ -101,11 +104,13 @@ class Leaving:
         """
         flow, workers = self.flow, self._workers
         with uninterrupted() as asked:
-            if self._left or workers.process != os.getpid():  # a fork has the run without its threads
+            # A fork has the run without its threads.
+            if self._left or workers.process != os.getpid():
                 return
             if threading.current_thread() in workers.threads:
                 flow.finish()
-                return  # the collector has dropped the run in here: the next call waits for the threads
+                # The collector has dropped the run in here: the next call waits for the threads.
+                return
             # Before the threads are told that no more will come: of the last step, if its hooks
             # were interrupted.
             failed = caught(lambda: self._cuts.begin(self.step, workers))

@@ -112,7 +112,8 @@ def _validate_shard(held, version, newest_last, unique, count, read_version):
     candidates = held[newest_last]  # [W, U], oldest slot first
     found = jnp.minimum(jnp.searchsorted(ordered, candidates.reshape(-1)), size - 1).reshape(depth, width)
     live = (version > read_version)[newest_last]
-    hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]  # padding is not a row
+    # Padding is not a row.
+    hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]
     target = jnp.where(hit, place[found], size)
     age = jnp.arange(depth * width, dtype=jnp.int32).reshape(depth, width)
     newest = jnp.full(size, -1, jnp.int32).at[target].max(age, mode="drop")
@@ -185,7 +186,8 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
 
 
 def rows_at(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
-    """The rows at given places: of those that travelled without gaps, and of a batch those to return.
+    """The rows at given places: of those that travelled without gaps, and of a batch those to
+    return.
 
     Args:
       rows: {stack: Rows} of C rows per shard.

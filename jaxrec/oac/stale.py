@@ -83,7 +83,8 @@ def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, 
     """The newest value of every row in a ring, from batches from the floor on, as plans and rows to
     `put`."""
     ring = jax.tree.map(np.asarray, ring)
-    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]  # newest first
+    # Newest first.
+    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]
     plans, rows = {}, {}
     for name, unique in ring.unique.items():
         flat = unique[:, slots].reshape(len(unique), -1)

@@ -102,7 +102,8 @@ class Steps:
             # them.
             unique = {name: p.unique for name, p in inputs.plans.items()}
             self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
-            if not self.way.plans_sources:  # the device has found what the gather could not see, and no more
+            # The device has found what the gather could not see, and no more.
+            if not self.way.plans_sources:
                 stale = patched = found(source)
             metrics = {**metrics, "stale_rows": stale, "patched_rows": patched}
         return Committed(new, stale, patched, loaded.read), metrics

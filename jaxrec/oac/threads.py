@@ -142,7 +142,8 @@ class Workers:
             return
         alive = [thread for thread in self.threads if thread.is_alive()]
         awaited = ", ".join(f"{thread.name} at batch {thread.number - flow.first}" for thread in alive)
-        with contextlib.suppress(UserWarning):  # where warnings are errors the run is to be left all the same
+        # Where warnings are errors the run is to be left all the same.
+        with contextlib.suppress(UserWarning):
             warnings.warn(
                 f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
                 "`send` or `fetch`, and breaks the pipeline.",
@@ -162,7 +163,8 @@ class Workers:
             while flow.wait_to_plan():
                 worker.number = flow.planned
                 taken = caught(stream.take)
-                if not flow.leave_stream():  # who was blocked in there may wake up in the middle of another run
+                # Who was blocked in there may wake up in the middle of another run.
+                if not flow.leave_stream():
                     stream.give_back(taken)
                     return
                 if isinstance(taken, BaseException):
@@ -182,13 +184,15 @@ class Workers:
     def _load_all(self, worker):
         while (claim := self.flow.claim()) is not None:
             worker.number, epoch = claim
-            item = self.stages.items.get(worker.number)  # None if the claim was void, and the batch is written by now
+            # None if the claim was void, and the batch is written by now.
+            item = self.stages.items.get(worker.number)
             try:
                 if item is not None:
                     self._load(item, worker.number, epoch)
             except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
                 self._fail(worker, error, epoch)
-            del item  # while this thread waits for its next batch this one's rows must not wait with it
+            # While this thread waits for its next batch this one's rows must not wait with it.
+            del item
 
     def _load(self, item: Item, number: int, epoch: int):
         flow, stages = self.flow, self.stages
@@ -207,7 +211,8 @@ class Workers:
             raise
 
         def store():
-            item.loaded = loaded.pop()  # nothing here holds the rows: the batch may be committed before this call ends
+            # Nothing here holds the rows: the batch may be committed before this call ends.
+            item.loaded = loaded.pop()
 
         flow.tell_loaded(number, epoch, store)
 
@@ -239,13 +244,15 @@ class Workers:
             raise
 
         def forget():
-            self.stages.items.pop(number).fetched = None  # a thread that has it still in hand holds no rows
+            # A thread that has it still in hand holds no rows.
+            self.stages.items.pop(number).fetched = None
 
         self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
 
 
 class Cuts(Announced):
-    """The cuts of a pipeline: those still to come, and those that lost shards have kept from being saved.
+    """The cuts of a pipeline: those still to come, and those that lost shards have kept from being
+    saved.
 
     Args:
       stages, steps: of the pipeline.
@@ -254,7 +261,8 @@ class Cuts(Announced):
     def __init__(self, stages: Stages, steps: Steps):
         super().__init__()
         self._stages, self._steps = stages, steps
-        self._missed: list[Callable] = []  # saves that met lost shards, and come again when those are back
+        # Saves that met lost shards, and come again when those are back.
+        self._missed: list[Callable] = []
 
     def begin(self, step: int, workers: Workers) -> None:
         """Begins the cut of a step that was just committed, if there is one, and those that lost
@@ -273,7 +281,8 @@ class Cuts(Announced):
 
     def _begin(self, save, workers, forget):
         flow = workers.flow
-        flow.wait_for_release()  # of the cut before; Ctrl-C may end it, and then this one is still to come
+        # Of the cut before; Ctrl-C may end it, and then this one is still to come.
+        flow.wait_for_release()
         with uninterrupted():  # whoever holds the writes has a thread that lets them go
             # Before the copy: no later batch is written from here on, and what is copied fits what
             # will be written.

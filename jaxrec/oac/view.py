@@ -166,7 +166,8 @@ class Standing:
         for shard in range(len(puts)):
             written = self.first_step + flow.written[shard % len(flow.written)] - flow.first
             torn = shard in self.half or puts[shard, 0] != puts[shard, 1] or not self.whole
-            ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0  # a writer failed behind this shard
+            # A writer failed behind this shard.
+            ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0
             steps.append(None if torn else written + ahead)
         return steps
 

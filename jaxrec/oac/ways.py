@@ -1,4 +1,5 @@
-"""How a pipeline runs its batches: what it is given fits each other, or an error names what does not.
+"""How a pipeline runs its batches: what it is given fits each other, or an error names what does
+not.
 
 What it holds and moves in bytes follows from that, and in how many padded rows they travel.
 Legend: W window, S shards, U padded unique rows per shard, C rows that travel, E embedding width, K

@@ -1,4 +1,5 @@
-"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the foreground.
+"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the
+foreground.
 
     group = SyncGroup(easgd(), params, trainers=4)      # its docstring has an example to copy
     with group.trainer(i) as sync:                      # in the thread of trainer i
@@ -7,8 +8,8 @@
 
 `train_freely` runs such trainers on shared host tables, and `Emulation` any number of them on one
 device, in a seeded order. Read `rules` first, which has the equations, then `shadow`. `Shadow` and
-`Foreground` are what a group hands out, over an `AllToAll` or a `Centre`: for who brings a transport
-of his own.
+`Foreground` are what a group hands out, over an `AllToAll` or a `Centre`: for who brings a
+transport of his own.
 """
 
 from jaxrec.shadowsync.group import SyncGroup

@@ -220,7 +220,8 @@ def make_events(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
-    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to parameters."""
+    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to
+    parameters."""
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}
@@ -238,7 +239,8 @@ def make_events(
 
 
 class _Rounds:
-    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at once."""
+    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at
+    once."""
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
@@ -264,7 +266,8 @@ class _Rounds:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones, which do not count, as those of a user."""
+        """Ends the rounds under way and plays the last ones, which do not count, as those of a
+        user."""
         rounds = self.rounds
         for group in self._groups:
             if self._before[group[0]] is not None:

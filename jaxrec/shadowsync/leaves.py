@@ -1,5 +1,5 @@
-"""Which leaves of a pytree are synchronised, whether they fit those of a transport, and a trainer's as
-they are now: out of its state, to the host and back, the fold.
+"""Which leaves of a pytree are synchronised, whether they fit those of a transport, and a trainer's
+as they are now: out of its state, to the host and back, the fold.
 
 A state is a TrainState, whose parameters have a leading axis of R replicas (those of the mesh in
 lock step, or one of a trainer of its own), or a pytree of parameters, with that axis or without.
@@ -207,7 +207,8 @@ def on_device(leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
     if not isinstance(leaf, jax.Array):
-        placed = jnp.asarray(np.array(leaf))  # a copy: on the host JAX would share the caller's memory
+        # A copy: on the host JAX would share the caller's memory.
+        placed = jnp.asarray(np.array(leaf))
         if placed.dtype != getattr(leaf, "dtype", placed.dtype):
             raise ValueError(
                 f"JAX would turn a leaf of {leaf.dtype} into {placed.dtype}: give that dtype, or set jax_enable_x64."

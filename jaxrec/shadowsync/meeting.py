@@ -1,4 +1,5 @@
-"""Who takes part in a training: trainers join, are heard of, are done or leave; none waits for ever.
+"""Who takes part in a training: trainers join, are heard of, are done or leave; none waits for
+ever.
 
 Who is awaited and has not been heard of for longer than `timeout_s` is overdue. A trainer is heard
 of by its rounds, by each call of `exchange`, and while it is in a transfer. With
@@ -52,7 +53,8 @@ class Transport(Protocol):
         """Takes a trainer's place, once."""
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it ended.
+        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it
+        ended.
 
         A trainer that is done goes on to meet until it is told that it was the last time. With a
         centre it brings nothing any more then, waits for the others, and gets the centre's
@@ -179,6 +181,7 @@ class Meeting:
     def _count(self, trainer):
         with uninterrupted(), self._changed:
             member = self._members[trainer]
+            # A round that has ended is a sign of life, like a call of its trainer.
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
     def _wait(
@@ -205,7 +208,8 @@ class Meeting:
 
     def _due(self, trainer, since, awaited):
         """In how many seconds each of the others that are awaited is overdue."""
-        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was seen.
+        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was
+        # seen.
         due = since + self.timeout_s - time.monotonic()
         return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
 
@@ -216,6 +220,7 @@ class Meeting:
         self._present(trainer)
         self._raise_failure(trainer)
         self._members[trainer].seen = now = time.monotonic()
+        # Whoever waits is alive, and has just said so: only others can be overdue.
         overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
         if not overdue:
             return False

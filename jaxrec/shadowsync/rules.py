@@ -37,9 +37,11 @@ class Rule(NamedTuple):
     """A way to synchronise, as pure functions."""
 
     name: str
-    has_centre: bool  # combine takes one trainer's parameters at a time; else the mean over all of them
+    # Combine takes one trainer's parameters at a time; else the mean over all of them.
+    has_centre: bool
     init: Callable[[PyTree], Any]  # initial parameters -> shared
-    combine: Callable[[Any, PyTree], tuple[Any, PyTree]]  # shared, one trainer's or the mean -> shared', target
+    # Shared, one trainer's or the mean -> shared', target.
+    combine: Callable[[Any, PyTree], tuple[Any, PyTree]]
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
     settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers
 

@@ -1,4 +1,5 @@
-"""One trainer's place among the others: what shadow and foreground have in common, and the foreground.
+"""One trainer's place among the others: what shadow and foreground have in common, and the
+foreground.
 
 Floating leaves are synchronised and keep their dtype; all others are left alone.
 """
@@ -129,7 +130,8 @@ class Synchroniser:
 
     def _looks_known(self, state):
         """Whether a state has the structure of those before, and is not traced."""
-        # Shapes are looked at where leaves are used: this is all that a call with nothing to do costs.
+        # Shapes are looked at where leaves are used: this is all that a call with nothing to do
+        # costs.
         leaves, structure = jax.tree.flatten(params_of(state))
         return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
 
@@ -288,7 +290,8 @@ class Foreground(Synchroniser):
         return True
 
     def meet(self, before: Any) -> Callable[[Any], Any]:
-        """Makes a round; the first half of an `exchange`, whose second is the function that it returns.
+        """Makes a round; the first half of an `exchange`, whose second is the function that it
+        returns.
 
         For a trainer whose other workers step on between the two.
 

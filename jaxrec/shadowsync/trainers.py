@@ -51,7 +51,8 @@ class Figures(NamedTuple):
     average_sync_gap: list[float]  # steps of the trainer per round; inf without one
     average_sync_gap_per_worker: list[float]  # the same, divided by m
     replica_spread: float  # of the replicas at the end, without dropped ones
-    failures: dict[int, BaseException]  # why a trainer was dropped; always empty if a failure stops all
+    # Why a trainer was dropped; always empty if a failure stops all.
+    failures: dict[int, BaseException]
 
 
 def train_freely(
@@ -155,8 +156,11 @@ def _run(shared, trainers, leave_timeout_s):
     try:
         try:
             for trainer in trainers:
+                # All of them before one trains: who cannot enter is known before any row has
+                # changed.
                 trainer.enter()
-            with uninterrupted() as asked:  # Ctrl-C ends the loop, and can at no instant skip the leaving
+            # Ctrl-C ends the loop, and can at no instant skip the leaving.
+            with uninterrupted() as asked:
                 try:
                     for trainer in trainers:
                         shared.start(trainer.run, trainer.name)
@@ -181,6 +185,7 @@ def _leave(shared, trainers):
     shared.stopped = True  # first
     if shared.left_at is not None:
         return
+    # From here on the time-out runs, whoever comes next to leave.
     shared.left_at = time.monotonic()
     for trainer in trainers:
         trainer.leave()
@@ -190,6 +195,8 @@ def _leave(shared, trainers):
 
 def _wait(shared, seconds, asked):
     """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
+    # A thread that hangs in a stream or a hook of the user cannot be ended: it is left behind, and
+    # the caller is told.
     while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
         _pause()
     for thread in shared.threads:

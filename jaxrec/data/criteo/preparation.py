@@ -1,7 +1,9 @@
-"""From raw files to array_record shards of blocks, registered with tfds; killed at any point, it resumes at the shard.
+"""From raw files to array_record shards of blocks, registered with tfds; killed at any point, it
+resumes at the shard.
 
-Every line has a number; whether it trains or tests depends on that number alone, and every shard records the number
-that follows its last row. So a second run skips what is done and writes the same bytes as an undisturbed one.
+Every line has a number; whether it trains or tests depends on that number alone, and every shard
+records the number that follows its last row. So a second run skips what is done and writes the same
+bytes as an undisturbed one.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
@@ -32,7 +34,8 @@ from jaxrec.data.criteo.source import (
 )
 from jaxrec.files import Lock, aside, local_path, make_directory, write_json
 
-# The tables of the fields may share a stack, whose rows are numbered by int32 and rounded up to the number of shards.
+# The tables of the fields may share a stack, whose rows are numbered by int32 and rounded up to the
+# number of shards.
 _MOST_ROWS = 2**31 - 2**16
 
 
@@ -60,14 +63,16 @@ def prepare(
     blocks_per_shard: int = 128,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
-    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was killed.
+    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was
+    killed.
 
     Args:
-      sources: raw files in time order, plain or .gz; each is read to its end once, twice or three times, and must not
-        change meanwhile.
+      sources: raw files in time order, plain or .gz; each is read to its end once, twice or three
+        times, and must not change meanwhile.
       directory: where the dataset goes.
-      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6 unless hashing. The
-        vocabulary needs 12 bytes of memory for each distinct value: hash the 1TB logs.
+      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6
+        unless hashing. The vocabulary needs 12 bytes of memory for each distinct value: hash the
+        1TB logs.
       hash_cap: hash each field into a table of so many rows instead, 2 to 82,593,004.
       split: 'time' (the first lines train) or 'random' (by a hash of seed and line number).
       train_fraction: share of the lines that trains.
@@ -78,15 +83,15 @@ def prepare(
       progress: called with the number of lines read since the last call.
 
     Returns:
-      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split, skipped_rows,
-      options, sources.
+      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split,
+      skipped_rows, options, sources.
 
     Raises:
-      ValueError: a malformed file (with file, line, rule); the same rows twice; files that changed since rows were made
-        from them; arguments out of range; a directory that holds another preparation, or a damaged one; somebody else
-        preparing there; a split without rows.
-      OSError: the disk is full, or a file or directory may not be read or written. What is done is kept: the same call
-        goes on from there.
+      ValueError: a malformed file (with file, line, rule); the same rows twice; files that changed
+        since rows were made from them; arguments out of range; a directory that holds another
+        preparation, or a damaged one; somebody else preparing there; a split without rows.
+      OSError: the disk is full, or a file or directory may not be read or written. What is done is
+        kept: the same call goes on from there.
       ImportError: what the extra `data` installs is missing.
     """
     options = dict(
@@ -146,7 +151,8 @@ def _flag(name: str) -> str:
 
 
 def _read(job: Preparation) -> Iterator[Chunk]:
-    """All chunks of all files. Whoever reads to the end knows that each is the text that other readings saw."""
+    """All chunks of all files. Whoever reads to the end knows that each is the text that other
+    readings saw."""
     texts = []
     for chunk in read_chunks(job.paths, known_texts(job.state, len(job.paths))):
         texts += [chunk.seen] if chunk.seen.ended else []
@@ -154,7 +160,8 @@ def _read(job: Preparation) -> Iterator[Chunk]:
     check_untouched(job.paths, job.state["sources"])
     check_distinct_texts(job.paths, texts)
     if not job.state["texts"]:
-        # Noted before anything is made of this reading, so that what is made is never older than what is noted.
+        # Noted before anything is made of this reading, so that what is made is never older than
+        # what is noted.
         job.state["texts"] = [[seen.bytes, seen.crc32, seen.lines] for seen in texts]
         write_json(job.directory / PROGRESS, job.state)
 
@@ -204,7 +211,8 @@ def _check_splits(job: Preparation) -> None:
 
 
 def _columns(job: Preparation, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Columns]]:
-    """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over all of them."""
+    """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over
+    all of them."""
     allowed = left = job.options["max_bad_rows"]
     chunks = (chunk for chunk in _read(job) if chunk.first_row + chunk.lines > from_row)
     with ThreadPoolExecutor(1) as pool:
@@ -224,7 +232,8 @@ def _columns(job: Preparation, from_row=0, known_bad=()) -> Iterator[tuple[Chunk
 
 
 def _encoder(job: Preparation, in_train):
-    """(category, present) -> ids, and the rows of each field's table; counts the train part first, once."""
+    """(category, present) -> ids, and the rows of each field's table; counts the train part first,
+    once."""
     if job.options["hash_cap"] is not None:
         cap = job.options["hash_cap"]
         return lambda category, present: encode.hash_ids(category, present, cap), [cap] * FIELDS
@@ -261,7 +270,8 @@ def _load_vocabulary(path: Path) -> list[np.ndarray]:
 
 
 def _write_shards(job: Preparation, in_train, encoder) -> None:
-    """Writes the shards that are not there yet; each is recorded before the next of its split begins."""
+    """Writes the shards that are not there yet; each is recorded before the next of its split
+    begins."""
     shard_rows = job.options["block_rows"] * job.options["blocks_per_shard"]
     # The line that follows the last shard. By time, the test part waits for none before its first.
     done = {"train": 0, "test": _first_test(job) if job.options["split"] == "time" else 0}
