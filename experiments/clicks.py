@@ -1,4 +1,5 @@
-"""The click job: data, tables, model, loss and step, for every experiment that trains a click-through-rate model.
+"""The click job: data, tables, model, loss and step, for every experiment that trains a
+click-through-rate model.
 
     data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0)
     job = click_job(data.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
@@ -63,7 +64,8 @@ class ClickJob(NamedTuple):
     row_optimizer: RowOptimizer
 
     def of_seed(self, seed: int) -> "ClickJob":
-        """The same job with the initial rows of another seed; programs compiled for one serve the other."""
+        """The same job with the initial rows of another seed; programs compiled for one serve the
+        other."""
         return self._replace(spec=dataclasses.replace(self.spec, seed=seed))
 
     def state(self, tables, seed: int, mesh=None) -> TrainState:
@@ -185,7 +187,8 @@ def criteo_clicks(
 
     split, test = open_split(directory, "train"), open_split(directory, "test")
     rows = sum(split.rows)
-    # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches 0.756.
+    # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches
+    # 0.756.
     batch_size = batch_size or (128 if rows < 1_000_000 else 2048)
     rows = min(rows, examples or sys.maxsize)
     steps = min(steps or sys.maxsize, -(-rows // batch_size) if padded else rows // batch_size)
@@ -206,7 +209,8 @@ def _check_steps(steps, batch_size):
         raise ValueError(f"there are not examples enough for one batch of {batch_size}: give more, or smaller batches.")
 
 
-# What follows reads the flags of train.py: data, path, preset, model, rows, batch_size, steps and seed.
+# What follows reads the flags of train.py: data, path, preset, model, rows, batch_size, steps and
+# seed.
 
 
 def synthetic_data(config) -> Data:
@@ -263,7 +267,8 @@ def _prepare(paths, directory):
 
 
 def prepared_directory(sources: tuple[Path, ...]) -> Path:
-    """Where raw files are prepared: here, as they may be read-only; two files of one name in two folders are two."""
+    """Where raw files are prepared: here, as they may be read-only; two files of one name in two
+    folders are two."""
     digest = hashlib.sha256("\n".join(str(local_path(source)) for source in sources).encode()).hexdigest()
     return Path(f"{sources[0].name.split('.')[0]}.{digest[:8]}.prepared")
 

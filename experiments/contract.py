@@ -1,4 +1,5 @@
-"""The contract of all experiments: common flags and their limits, one way to end, intervals, tables and plots."""
+"""The contract of all experiments: common flags and their limits, one way to end, intervals, tables
+and plots."""
 
 import dataclasses
 import math
@@ -108,7 +109,8 @@ def refuse(broken: Mapping[str, object]) -> None:
 
 
 def refuse_small(config: object) -> None:
-    """Compares every number among the flags with the least that it may be; infinity and NaN are refused too.
+    """Compares every number among the flags with the least that it may be; infinity and NaN are
+    refused too.
 
     Raises:
       ValueError: names the flag, its value and the least.
@@ -121,7 +123,8 @@ def refuse_small(config: object) -> None:
 
 
 def paired_interval(differences) -> tuple[float, float | None]:
-    """Mean and half width of the 95 % interval of paired differences, one a seed; no width from a single one."""
+    """Mean and half width of the 95 % interval of paired differences, one per seed; no width from a
+    single one."""
     differences = np.asarray(differences, np.float64)
     n = len(differences)
     if n < 2:

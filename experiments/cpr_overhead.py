@@ -1,4 +1,5 @@
-"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main table.
+"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main
+table.
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
@@ -45,11 +46,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from contract import Figure, Run, bars, command_line, grid, paired_interval, stacked_bars
 from cpr_scalability import SETTINGS, modelled
-from cpr_work import NODES, SCHEMES, Job, JobConfig, failures_in_steps, make_data
+from cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule
-from jaxrec.cpr.emulate import replay_in_useful_time
+from jaxrec.cpr.replay import replay_in_useful_time
 
 MARGIN = 0.0005  # of AUC
 
@@ -76,7 +77,7 @@ SIZES = {"smoke": Size(60_000, 2, 20), "default": Size(1_000_000, 3, 200), "pape
 WAYS = ("full", "partial_naive", "cpr")
 
 
-def ways_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedule.Mode, float]]:
+def recoveries_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedule.Mode, float]]:
     """{way of WAYS: (mode, hours between two saves)}."""
     plan, full = plan_recovery(costs, target_pls), schedule.full_interval(costs)
     return {"full": ("full", full), "partial_naive": ("partial", full), "cpr": (plan.mode, plan.save_every_hours)}
@@ -90,7 +91,7 @@ def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, An
     long = costs._replace(total_hours=100 * costs.total_hours)
     draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
     drawn = [draw(number) for number in range(horizons)]
-    for way, (mode, every) in ways_of(costs, config.target_pls).items():
+    for way, (mode, every) in recoveries_of(costs, config.target_pls).items():
         law = modelled(costs, mode, every)
         replays = [replay_in_useful_time(long, mode, every, hours).overhead for hours in drawn]
         key, parts = f"setting_{name}_{way}", {part: 100 * value for part, value in law._asdict().items()}
@@ -179,7 +180,7 @@ def main(config: Config) -> dict:
     size = SIZES[config.preset]
     run = Run("cpr_overhead", config, config.workdir, config.resume)
     results, bars_of = overheads(config, size.horizons)
-    job = Job(config, make_data(config, config.examples or size.examples))
+    job = CprJob(config, make_data(config, config.examples or size.examples))
     costs = SETTINGS[config.setting]
     hours = min(schedule.partial_interval(costs, config.target_pls), costs.total_hours)
     done = {(row["scheme"], row["seed"]) for row in run.metrics()}

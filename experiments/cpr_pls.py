@@ -1,7 +1,8 @@
-"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR takes it for?
+"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR
+takes it for?
 
-    python experiments/cpr_pls.py                                              synthetic clicks
-    python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5     made by prepare.py
+    python experiments/cpr_pls.py                                                synthetic clicks
+    python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5  made by prepare.py
 
 The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most
 used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the
@@ -17,7 +18,7 @@ goes on with --resume.
 Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes
 0.0062 (vanilla), 0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU
 -0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds) 0.0070,
-0.0043, 0.0050: the others were saved at regular saves only. 5 seconds a run on a core.
+0.0043, 0.0050: the others were saved at regular saves only. 5 seconds per run on a core.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from contract import Run, command_line, grid, paired_interval, plot
 from cpr_scalability import SETTINGS
-from cpr_work import NODES, Job, JobConfig, failures_in_steps, make_data
+from cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
@@ -53,7 +54,7 @@ def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
     return float((pls * loss).sum() / (pls * pls).sum())
 
 
-def summarize(rows: list[dict], schemes) -> dict[str, Any]:
+def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
     """Slopes and correlations of all runs that have the run without failures of their seed."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
     results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
@@ -109,7 +110,7 @@ def main(config: Config) -> dict:
     """Trains what is missing, run by run; returns what results.json holds."""
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
-    job = Job(config, make_data(config, config.examples or examples))
+    job = CprJob(config, make_data(config, config.examples or examples))
     costs, steps = SETTINGS["a"], job.steps
     runs: list[tuple] = []
     for seed in range(config.seeds or seeds):
@@ -125,7 +126,7 @@ def main(config: Config) -> dict:
         row = job.run(scheme, seed, every / costs.total_hours * steps, failures_in_steps(placed, steps))
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
-    results = summarize(rows, config.schemes)
+    results = slopes_of(rows, config.schemes)
     draw(run, rows, results, config.schemes)
     run.close(results, table(results, config.schemes))
     return results

@@ -1,7 +1,8 @@
-"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside plain Orbax.
+"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside
+plain Orbax.
 
-    python experiments/cpr_real_cost.py                       1 GB of tables; 4 minutes
-    python experiments/cpr_real_cost.py --table-mb 4000       about four times that in memory, twice on the disk
+    python experiments/cpr_real_cost.py                  1 GB of tables; 4 minutes
+    python experiments/cpr_real_cost.py --table-mb 4000  about four times that in memory, twice on the disk
 
 CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables
 of DLRM-Kaggle (width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory;
@@ -14,7 +15,7 @@ disk:
     orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
     full_blocking        jaxrec: write_image(snapshot(...))
-    rows                 jaxrec: RowCheckpointer of r V / S rows a shard, which MFU picks
+    rows                 jaxrec: RowCheckpointer of r V / S rows per shard, which MFU picks
     recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
 
 `*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook
@@ -81,12 +82,12 @@ def clock(function: Callable, *args) -> tuple[float, Any]:
     return time.perf_counter() - start, out
 
 
-def size_of(directory: Path) -> int:
+def bytes_in(directory: Path) -> int:
     """Bytes of all files in a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-class Work:
+class SaveWork:
     """A state to save, its access counts, and all ways to save and restore it."""
 
     def __init__(self, config: Config, directory: Path):
@@ -122,7 +123,8 @@ class Work:
         return statistics.mean(times[2:])
 
     def train(self) -> None:
-        """Touches and changes rows until any budget is full: batches of the power law, and uniform ones."""
+        """Touches and changes rows until any budget is full: batches of the power law, and uniform
+        ones."""
         self.step += 1
         for plan in self.plans:
             self.tracker = self.mfu.touch(self.tracker, plan)
@@ -139,7 +141,8 @@ class Work:
         return host_plan(self.spec, {"sparse": ids})[self.stack]
 
     def train_with_recovery(self, saves: int, steps: int = 16) -> dict[str, float]:
-        """Real training with a prioritised save every so many steps; a step's and a save's share of the time."""
+        """Real training with a prioritised save every so many steps; a step's and a save's share of
+        the time."""
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
 
@@ -185,7 +188,7 @@ class Work:
         wait()
         save = stall + time.perf_counter() - start
         flush, _ = clock(os.sync)
-        found = {"stall_s": stall, "save_s": save, "flush_s": flush, "mb": size_of(path) / 1e6}
+        found = {"stall_s": stall, "save_s": save, "flush_s": flush, "mb": bytes_in(path) / 1e6}
         return {f"{name}_{key}": value for key, value in found.items()}
 
     def save_orbax(self, name: str) -> dict[str, float]:
@@ -218,20 +221,21 @@ class Work:
             return self.measured("full", stall, path, saver.wait)
 
     def save_rows(self, number: int) -> dict[str, float]:
-        """Prioritised saves over the image of `save_full`, and restores of it, whole and by shard."""
+        """Prioritised saves over the image of `save_full`, and restores of it, whole and by
+        shard."""
         path, found, sums = self.directory / "full", [], {}
         (base,) = images(path)
         with RowCheckpointer(path, base, most_deltas=number) as saver:
             for _ in range(number):
                 self.train()
                 os.sync()
-                before = size_of(path)
+                before = bytes_in(path)
                 pick_s, (rows, pick) = clock(self.pick)
                 stall = saver.save(self.state.tables, rows, self.step)
                 sums = self.measured("rows", stall, path, saver.wait)
                 self.tracker = self.mfu.saved(self.tracker, pick)
                 sums |= {"rows_pick_s": pick_s}
-                sums |= {"rows_mb": (size_of(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
+                sums |= {"rows_mb": (bytes_in(path) - before) / 1e6, "rows_saved": sum(map(len, rows.values()))}
                 found.append(sums)
             tip = saver.newest()
         results = {key: statistics.median(row[key] for row in found) for key in sums}
@@ -279,7 +283,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
-    """How long each way saves and keeps training waiting: medians over the rounds, with their intervals."""
+    """How long each way saves and keeps training waiting: medians over the rounds, with their
+    intervals."""
 
     def figure(key):
         found = interval([row[key] for row in rows])
@@ -304,7 +309,7 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
     run = Run("cpr_real_cost", config, config.workdir)
     directory = run.directory / "files"
-    work = Work(config, directory)
+    work = SaveWork(config, directory)
     results: dict[str, Any] = {
         "tables_mb": sum(a.nbytes for parts in work.state.tables.shards[work.stack] for a in parts.values()) / 1e6,
         "rows_of_table": work.spec.stacks[work.stack].rows,

@@ -1,7 +1,8 @@
-"""Full against partial recovery as a job grows, by the equations and replayed on failures of real clusters.
+"""Full against partial recovery as a job grows, by the equations and replayed on failures of real
+clusters.
 
-    python experiments/cpr_scalability.py --traces DIRECTORY                  real traces; under a minute
-    python experiments/cpr_scalability.py                                       failures drawn from the fitted laws
+    python experiments/cpr_scalability.py --traces DIRECTORY  real traces; under a minute
+    python experiments/cpr_scalability.py                     failures drawn from the fitted laws
 
 Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes,
 that of CPR hardly.
@@ -10,14 +11,17 @@ No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/sched
 is replayed event by event with the costs of a setting, solved from the abstract's figures (see
 SETTING_A). It has four parts:
 
-1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single jobs of 56 h. On the
-   clock of useful time they agree; `wall` lets failures also hit saves, loads and work done again.
-2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8, N_emb = n. Costs do
-   not depend on n; `shard_load` divides the load time of partial recovery by n, as one shard of n is loaded.
-3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause, worst nodes.
-4. Jobs end to end on random n nodes of a trace, on the wall clock, saving at the intervals that the MTBF of these
-   nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node takes the
-   place of a failed one, so that repairs do not count.
+1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single
+   jobs of 56 h. On the clock of useful time they agree; `wall` lets failures also hit saves, loads
+   and work done again.
+2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8,
+   N_emb = n. Costs do not depend on n; `shard_load` divides the load time of partial recovery by n,
+   as one shard of n is loaded.
+3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause,
+   worst nodes.
+4. Jobs end to end on random n nodes of a trace, on the wall clock, saving at the intervals that the
+   MTBF of these nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56
+   h of a job; a spare node takes the place of a failed one, so that repairs do not count.
 
 Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and
 8.20 / 0.68, emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 /
@@ -40,7 +44,6 @@ from contract import Flags, Run, command_line, grid, plot
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
-from jaxrec.cpr.emulate import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.failure import (
     Failures,
     draw_failures,
@@ -52,6 +55,7 @@ from jaxrec.cpr.failure import (
     share_of_worst_nodes,
 )
 from jaxrec.cpr.fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from jaxrec.cpr.replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.traces import load_infinitehbd, load_lanl
 
 SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
@@ -111,9 +115,9 @@ def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> d
     for mode, every in intervals(costs, config.target_pls).items():
         key, law = f"setting_{name}_{mode}", modelled(costs, mode, every).total
         replays = [replay_in_useful_time(long, mode, every, hours) for hours in drawn]
-        found |= beside(key, law, [replay.overhead.total for replay in replays])
+        found |= beside_law(key, law, [replay.overhead.total for replay in replays])
         wall = [replay_in_wall_time(costs, mode, every, hours, long.total_hours).overhead.total for hours in drawn]
-        found |= beside(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
+        found |= beside_law(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
         singles = [replay_in_useful_time(costs, mode, every, hours) for hours in jobs]
         percent = 100 * np.array([replay.overhead.total for replay in singles])
         found[f"{key}_one_job_percent_emulated"] = float(percent.mean())
@@ -126,8 +130,9 @@ def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> d
     return found | {f"setting_{name}_one_job_pls_modelled": schedule.expected_pls_of_job(costs, every)}
 
 
-def beside(key: str, law: float, values: list[float]) -> dict[str, float]:
-    """A mean over horizons, its standard error, and its difference from a law, all in percent of useful time."""
+def beside_law(key: str, law: float, values: list[float]) -> dict[str, float]:
+    """A mean over horizons, its standard error, and its difference from a law, all in percent of
+    useful time."""
     percent = 100 * np.array(values)
     return {
         f"{key}_percent_emulated": float(percent.mean()),

@@ -1,4 +1,5 @@
-"""A click job on 8 embedding nodes that fail: what cpr_overhead.py and cpr_pls.py train, one arm after the other."""
+"""A click job on 8 embedding nodes that fail: what cpr_overhead.py and cpr_pls.py train, one arm
+after the other."""
 
 import dataclasses
 import functools
@@ -59,7 +60,7 @@ def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
     return lambda seed: rows
 
 
-class Job:
+class CprJob:
     """The model and its programs, compiled once; tables and dense state are fresh in each run."""
 
     def __init__(self, config: JobConfig, data: Callable[[int], Data]):
@@ -77,7 +78,8 @@ class Job:
         self.batches = functools.lru_cache(maxsize=1)(self._batches)
 
     def _batches(self, seed: int) -> tuple[list, list]:
-        """Planned batches of training and test, made once for all arms of a seed: 300 bytes per example."""
+        """Planned batches of training and test, made once for all arms of a seed: 300 bytes per
+        example."""
         data = self.data(seed)
         return list(planned(self.clicks.spec, data.train(0))), list(planned(self.clicks.spec, data.test()))
 

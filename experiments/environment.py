@@ -10,8 +10,9 @@ from pathlib import Path
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch")
 
 
-def environment() -> dict:
-    """What this process runs on; `driver` is None where there is no NVIDIA driver, `commit` where there is no git."""
+def read_environment() -> dict:
+    """What this process runs on; `driver` is None where there is no NVIDIA driver, `commit` where
+    there is no git."""
     import jax  # here, so that a process may choose its platform after it has imported this file
 
     device = jax.devices()[0]

@@ -1,16 +1,18 @@
 """OAC's claim: batches in flight in parallel, results bitwise those of one batch after the other.
 
-    python experiments/oac_equivalence.py                        1 minute
-    python experiments/oac_equivalence.py --soak-minutes 10      random windows, threads, delays and skews until then
+    python experiments/oac_equivalence.py                    1 minute
+    python experiments/oac_equivalence.py --soak-minutes 10  random windows, threads, delays and skews until then
 
-Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with one compiled update
-and random delays in both transfers, and through a loop of a few lines without any pipeline. Rows, slots, dense
-parameters and all losses must agree to the last bit. How many rows were stale is counted a second time, row by row from
-the ids and from what had been written when each gather began. Then the mechanism is broken in five ways, each of which
-must be noticed, with write-backs held back as long as admission allows: that rows are stale is not left to luck.
+Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with
+one compiled update and random delays in both transfers, and through a loop of a few lines without
+any pipeline. Rows, slots, dense parameters and all losses must agree to the last bit. How many rows
+were stale is counted a second time, row by row from the ids and from what had been written when
+each gather began. Then the mechanism is broken in five ways, each of which must be noticed, with
+write-backs held back as long as admission allows: that rows are stale is not left to luck.
 
-A soak also breaks runs on purpose, at random: transfers, write-backs, streams, hooks, cuts, Ctrl-C. Each must tell the
-injected error, leave no thread, stand at the step that it says, and go on to the bits of the plain loop, or refuse to.
+A soak also breaks runs on purpose, at random: transfers, write-backs, streams, hooks, cuts, Ctrl-C.
+Each must tell the injected error, leave no thread, stand at the step that it says, and go on to the
+bits of the plain loop, or refuse to.
 """
 
 import dataclasses
@@ -66,7 +68,7 @@ class Case:
 
 
 def problem(rows: int):
-    """Spec and update of a small factorisation machine: two tables, three ids an example."""
+    """Spec and update of a small factorisation machine: two tables, three ids per example."""
     spec = EmbeddingSpec(
         {"user": Table(rows, 8), "item": Table(rows, 8)},
         {"user": Lookup("user"), "items": Lookup(("item", "item"))},
@@ -131,7 +133,8 @@ class WatchedPipeline(Pipeline):
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
-    """Rows whose last writer is not before the watermark of their gather, counted row by row from the ids alone."""
+    """Rows whose last writer is not before the watermark of their gather, counted row by row from
+    the ids alone."""
     writer: dict[tuple[str, int], int] = {}
     stale = 0
     for number, batch in enumerate(batches):
@@ -174,12 +177,14 @@ def problem_to_break(seed: int, number: int = 16) -> Problem:
 
 
 def broken_runs(config: Config, until: float) -> Tally:
-    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in each."""
+    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in
+    each."""
     rng, tally = np.random.default_rng(config.seed), Tally()
     for index in tqdm(itertools.count(), unit="broken run", disable=None):
         if index >= len(KINDS) and time.monotonic() >= until:
             return tally
-        faulthandler.dump_traceback_later(120, exit=True)  # a run that hangs says where, and fails the soak
+        # A run that hangs says where, and fails the soak.
+        faulthandler.dump_traceback_later(120, exit=True)
         made, wrong = break_one(problem_to_break(config.seed + index % 5), KINDS[index % len(KINDS)], rng)
         faulthandler.cancel_dump_traceback_later()
         tally.add(made, wrong)
@@ -193,7 +198,7 @@ def same(a, b) -> bool:
     return equal(a[0], b[0]) and equal_leaves(a[1], b[1])
 
 
-def train(pipeline: Pipeline, batches: list[Batch]):
+def train_case(pipeline: Pipeline, batches: list[Batch]):
     """Runs a pipeline to its end: (state, losses)."""
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
@@ -224,7 +229,8 @@ class Delayed:
 
 
 class Numbered(Flow):
-    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take it as it comes."""
+    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take
+    it as it comes."""
 
     mine = threading.local()
 
@@ -247,10 +253,11 @@ class Numbered(Flow):
 
 
 class HeldBack:
-    """Transfers that deliver every batch's rows as late as admission allows: all that can be stale is stale.
+    """Transfers that deliver every batch's rows as late as admission allows: all that can be stale
+    is stale.
 
-    `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of `number` has ended. For
-    pipelines whose flow is `Numbered`.
+    `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of
+    `number` has ended. For pipelines whose flow is `Numbered`.
     """
 
     def __init__(self, window: int, number: int):
@@ -386,13 +393,13 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
         if kind is WatermarkNotContiguous:
             state = state._replace(tables=WatchedTables.of(state.tables, before_write=held.hold_second_writer))
         pipeline = kind(state, update, window=window, send=held.send, fetch=fetch, writers=writers)
-        caught[kind.__name__] = not same(train(pipeline, batches), expected)
+        caught[kind.__name__] = not same(train_case(pipeline, batches), expected)
     if caught.pop("NumberedPipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
     return caught
 
 
-def check(config: Config, case: Case, number: int, seed: int) -> dict:
+def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     """One case: oac against sync and against the plain loop."""
     spec, update = problem(config.rows)
     batches = make_batches(config, number, case.exponent, seed)
@@ -405,7 +412,7 @@ def check(config: Config, case: Case, number: int, seed: int) -> dict:
     oac = WatchedPipeline(
         fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation, **options, **skips
     )
-    equal_sync, equal_oac = same(train(sync, batches), expected), same(train(oac, batches), expected)
+    equal_sync, equal_oac = same(train_case(sync, batches), expected), same(train_case(oac, batches), expected)
     counters = oac.counters
     row = dataclasses.asdict(case) | {"equal": equal_sync and equal_oac, "compilations": oac.compilations}
     row["stale_fraction"] = counters["stale_rows"] / counters["rows"]
@@ -447,7 +454,7 @@ def main(config: Config) -> dict:
         todo = itertools.takewhile(lambda case: time.monotonic() < until, random_cases(config))
     rows = []
     for index, case in enumerate(tqdm(todo, unit="case", disable=None)):
-        rows.append(check(config, case, number, config.seed + index))
+        rows.append(check_case(config, case, number, config.seed + index))
         run.log(rows[-1])
         if not rows[-1]["equal"]:
             tqdm.write(f"NOT EQUAL: {case}", file=sys.stdout)

@@ -1,8 +1,9 @@
 """Runs of the pipeline that are broken on purpose, for the soak of oac_equivalence.py.
 
-What must hold after each: no thread is left but a planner that the stream blocks; the error that comes out is the one
-injected, or carries it; dense state and tables stand at the step that is said, bit for bit as in the plain loop; a
-pipeline that is whole goes on with the same iterator to the plain loop's end, and a broken one refuses.
+What must hold after each: no thread is left but a planner that the stream blocks; the error that
+comes out is the one injected, or carries it; dense state and tables stand at the step that is said,
+bit for bit as in the plain loop; a pipeline that is whole goes on with the same iterator to the
+plain loop's end, and a broken one refuses.
 """
 
 import collections
@@ -24,7 +25,7 @@ KINDS = (
 LOSES_ROWS = ("fetch", "write back")
 
 
-class Injected(Exception):
+class InjectedFailure(Exception):
     """What a case breaks a run with."""
 
 
@@ -65,7 +66,8 @@ class WatchedTables(HostTables):
           before_write: (shards) -> anything, called by a writer, as `put` and `add` are.
         """
         found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
-        found.__dict__.update(before_read=before_read, before_write=before_write)  # the class is frozen
+        # The class is frozen.
+        found.__dict__.update(before_read=before_read, before_write=before_write)
         return found
 
     def read(self, plans):
@@ -84,8 +86,9 @@ class WatchedTables(HostTables):
         return super().add(plans, rows, old, shards)
 
 
-class Stream:
-    """An iterator of batches that raises or blocks once, before the batch `at`, and then goes on."""
+class FailingStream:
+    """An iterator of batches that raises or blocks once, before the batch `at`, and then goes
+    on."""
 
     def __init__(self, batches: list[Batch], at: int | None, trap: Trap | None):
         self.batches, self.at, self.trap, self.taken = batches, at, trap, 0
@@ -136,13 +139,14 @@ def threads_left(but: tuple[str, ...] = ()) -> list[str]:
 
 
 def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[str, list[str]]:
-    """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came; what was wrong)."""
+    """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came;
+    what was wrong)."""
     number = len(problem.batches)
     at = int(rng.integers(1, number))
-    error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else Injected(kind)
+    error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else InjectedFailure(kind)
     trap = Trap({"send": int(rng.integers(0, 2 * number)), "stream raises": 0}.get(kind, at), error)
     in_stream = at if kind.startswith("stream") else None
-    stream = Stream(problem.batches, in_stream, trap if kind == "stream raises" else None)
+    stream = FailingStream(problem.batches, in_stream, trap if kind == "stream raises" else None)
     pipeline, skips = _pipeline(problem, kind, trap, rng)
     last = int(rng.integers(1, at + 1)) if kind == "stream blocks" else at
     raised = _run(pipeline, stream, kind, at, last, trap)
@@ -170,7 +174,8 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 def _pipeline(problem, kind, trap, rng):
     skips: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
-    if kind == "stream blocks":  # a write is skipped only when the batches of the window are known: training waits too
+    # A write is skipped only when the batches of the window are known: training waits too.
+    if kind == "stream blocks":
         skips["skip_rewritten"] = False
     validation = "planned" if any(skips.values()) else str(rng.choice(["planned", "device"]))
     threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}
@@ -199,7 +204,7 @@ def _pipeline(problem, kind, trap, rng):
 def _run(pipeline, stream, kind, at, last, trap):
     """Trains until the failure, or until the body leaves; returns what came out."""
 
-    def hook(state, step, plan, metrics):
+    def hook(state, step, plans, metrics):
         if kind == "hook":
             trap()
         return state

@@ -1,23 +1,26 @@
-"""Embedding models beyond clicks: links of a knowledge graph, trained in each mode of the pipeline, and ranked.
+"""Embedding models beyond clicks: links of a knowledge graph, trained in each mode of the pipeline,
+and ranked.
 
-    python experiments/oac_link_prediction.py --path FB15k-237                     ComplEx in sync, async and oac
+    python experiments/oac_link_prediction.py --path FB15k-237  ComplEx in sync, async and oac
     python experiments/oac_link_prediction.py --path FB15k-237 --model distmult --modes oac
-    python experiments/oac_link_prediction.py --preset smoke                       a generated graph, 20 seconds
+    python experiments/oac_link_prediction.py --preset smoke    a generated graph, 20 seconds
 
-Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by its examples.
-`async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync` must agree to the last digit.
+Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by
+its examples. `async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync`
+must agree to the last digit.
 
-Rates are measured before the training, the modes in turns: 24 rounds of 20 batches a mode, median and 95 % bootstrap
-interval of the rates and of their ratios within a round. There is no link here, tables and compute share the cores, so
-that a mode which does more beside the update is slower. The seconds of the training itself belong to modes that ran one
-after the other, and are not compared.
+Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median
+and 95 % bootstrap interval of the rates and of their ratios within a round. There is no link here,
+tables and compute share the cores, so that a mode which does more beside the update is slower. The
+seconds of the training itself belong to modes that ran one after the other, and are not compared.
 
---path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it a graph is
-generated whose entities fall in clusters that each relation permutes.
+--path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it
+a graph is generated whose entities fall in clusters that each relation permutes.
 
-Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128; 2 minutes for the
-rates, then 2 to 3 a mode; async 0.337, so staleness does not hurt here. WN18RR wants `--n3 0.1 --epochs 20`. The
-published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
+Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128;
+2 minutes for the rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. WN18RR
+wants `--n3 0.1 --epochs 20`. The published 0.37 takes rank 2000 and all entities as negatives
+(Lacroix et al., arXiv 1806.07297, table 2).
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line, grid, plot, refuse
-from oac_throughput import Way, compare
+from oac_throughput import PipelineWay, compare
 from oac_work import turn
 from tqdm import tqdm
 
@@ -105,7 +108,7 @@ def size_of(config: Config) -> Size:
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
-class Job(NamedTuple):
+class LinkJob(NamedTuple):
     """The parts of a run, and its fresh state."""
 
     spec: EmbeddingSpec
@@ -116,7 +119,7 @@ class Job(NamedTuple):
     update: Callable
 
 
-def make_job(config: Config, triples: Triples) -> Job:
+def make_link_job(config: Config, triples: Triples) -> LinkJob:
     """Builds spec, loss, optimizers, tables and step from the flags."""
     size, model = size_of(config), MODELS[config.model]
     if size.epochs < 1:
@@ -140,13 +143,13 @@ def make_job(config: Config, triples: Triples) -> Job:
     tables = HostTables.create(spec, row_optimizer, config.table_directory)
     state = init_state(params, optimizer, tables)
     update = make_update(spec, make_loss(model, config.n3), optimizer, row_optimizer)
-    return Job(spec, model, batches, steps, state, update)
+    return LinkJob(spec, model, batches, steps, state, update)
 
 
 class Ranker:
     """Ranks triples in both directions with the rows and relations of a state."""
 
-    def __init__(self, job: Job, triples: Triples):
+    def __init__(self, job: LinkJob, triples: Triples):
         self.job, self.triples, self.known = job, triples, KnownTails.of(triples)
 
     def __call__(self, state: TrainState, triples: np.ndarray) -> dict[str, float]:
@@ -166,20 +169,21 @@ class Ranker:
         return activations(self.job.spec, values, plans)["head"]
 
 
-class Recorder:
+class LinkRecorder:
     """The clock, the progress bar and the history of a run, as hooks."""
 
-    def __init__(self, run: Run, config: Config, job: Job, ranker: Ranker, mode: str, pipeline: Pipeline):
+    def __init__(self, run: Run, config: Config, job: LinkJob, ranker: Ranker, mode: str, pipeline: Pipeline):
         self.run, self.job, self.ranker, self.mode, self.pipeline = run, job, ranker, mode, pipeline
         valid = ranker.triples.valid
-        self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]  # the same in every run
+        # The same in every run.
+        self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]
         self.examples = len(job.batches.triples)
         self.bar = tqdm(total=job.steps * job.batches.batch_size, unit="ex", unit_scale=True, disable=None, desc=mode)
         self.history: list[dict] = []
         self.losses: list = []
         self.seconds, self.since = 0.0, time.perf_counter()
 
-    def show(self, state, step, plan, step_metrics):
+    def show(self, state, step, plans, step_metrics):
         """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
         self.bar.update(self.job.batches.batch_size)
         self.losses.append(step_metrics["loss"])
@@ -187,7 +191,7 @@ class Recorder:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.3f}", refresh=False)
         return state
 
-    def rank(self, state, step, plan, step_metrics):
+    def rank(self, state, step, plans, step_metrics):
         """Hook: ranks validation triples; its time does not count as training."""
         jax.block_until_ready(step_metrics)
         self.pipeline.drain()
@@ -214,14 +218,16 @@ class Recorder:
 
 
 def rates(config: Config, triples: Triples) -> dict:
-    """Examples a second of all modes in turns, over the same tables, and the ratios within a round."""
-    job = make_job(config, triples)
+    """Examples per second of all modes in turns, over the same tables, and the ratios within a
+    round."""
+    job = make_link_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     pipelines = {}
     for mode in config.modes:
-        own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))  # the pipeline donates it
+        # The pipeline donates it.
+        own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))
         pipelines[mode] = Pipeline(own, job.update, mode=mode, window=window_of(config, mode))
         turn(pipelines[mode], batches, pipelines[mode].window + 2)  # compiles
     times: dict[str, list[float]] = {mode: [] for mode in pipelines}
@@ -230,7 +236,7 @@ def rates(config: Config, triples: Triples) -> dict:
             skip = pipeline.window + 2
             times[mode].append(turn(pipeline, batches[: skip + 1 + counted], skip))
     arrays = {mode: np.array(each) for mode, each in times.items()}
-    return compare(arrays, [Way(mode) for mode in config.modes], job.batches.batch_size)
+    return compare(arrays, [PipelineWay(mode) for mode in config.modes], job.batches.batch_size)
 
 
 def window_of(config: Config, mode: Mode) -> int | None:
@@ -238,12 +244,12 @@ def window_of(config: Config, mode: Mode) -> int | None:
     return config.window if mode in ("async", "oac") else None
 
 
-def train(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict, list[dict]]:
+def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict, list[dict]]:
     """One run in one mode: (results, history)."""
-    job = make_job(config, triples)
+    job = make_link_job(config, triples)
     ranker = Ranker(job, triples)
     with Pipeline(job.state, job.update, mode=mode, window=window_of(config, mode)) as pipeline:
-        recorder = Recorder(run, config, job, ranker, mode, pipeline)
+        recorder = LinkRecorder(run, config, job, ranker, mode, pipeline)
         hooks = [recorder.show, every(job.batches.batches_per_epoch, recorder.rank)]
         for _ in pipeline.run(job.batches.stream(0, job.steps), hooks):
             pass
@@ -277,7 +283,7 @@ def main(config: Config) -> dict:
     results: dict = {"link": "none: host tables beside the compute"} | rates(config, triples)
     histories: dict[str, list[dict]] = {}
     for mode in config.modes:
-        found, histories[mode] = train(config, triples, run, mode)
+        found, histories[mode] = train_mode(config, triples, run, mode)
         results |= {f"{key}_{mode}": value for key, value in found.items()}
     if {"sync", "oac"} <= set(config.modes):
         same = [

@@ -1,28 +1,31 @@
 """How fast each mode of the pipeline trains, beside the slowest of its stages alone.
 
-    python experiments/oac_throughput.py                     an emulated link in three regimes, and none; 10 minutes
-    python experiments/oac_throughput.py --sweep window      windows 2, 4, 8 and 16 over the balanced link; 5 minutes
-    python experiments/oac_throughput.py --sweep batch       batches of 512 and 4,096 examples; 5 minutes
-    python experiments/oac_throughput.py --sweep width       rows of width 8 and 64; 5 minutes
-    python experiments/oac_throughput.py --link none         tables and device as they are; 2 minutes
+    python experiments/oac_throughput.py                 an emulated link in three regimes, and none; 10 minutes
+    python experiments/oac_throughput.py --sweep window  windows 2, 4, 8 and 16 over the balanced link; 5 minutes
+    python experiments/oac_throughput.py --sweep batch   batches of 512 and 4,096 examples; 5 minutes
+    python experiments/oac_throughput.py --sweep width   rows of width 8 and 64; 5 minutes
+    python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
 
-The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is no
-link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to the
-pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Regimes are set from the
-measured compute time of a batch: `balanced` - both directions together take as long as the compute; `link` - each
-direction alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep measures
-the balanced one.
+The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is
+its CPU there is no link between tables and device, so one is EMULATED: a full-duplex channel of
+given bandwidth and latency, passed to the pipeline as its transfer functions; its time is slept,
+which leaves the cores to the compute. Regimes are set from the measured compute time of a batch:
+`balanced` - both directions together take as long as the compute; `link` - each direction alone
+takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
+measures the balanced one.
 
-All modes take turns, 24 rounds of about a second a mode; a ratio is of the two rates within a round. Given are the
-median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and the least and most. Rates are of the
-steady state: the first W + 2 batches of a turn are not counted, and behind the last one the stream goes on. `sync`,
-`async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the paper says,
-where `oac` plans them on the host. The way that moves the fewest rows is timed over the link-bound link only.
+All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a
+round. Given are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and
+the least and most. Rates are of the steady state: the first W + 2 batches of a turn are not
+counted, and behind the last one the stream goes on. `sync`, `async` and `semisync` run without ring
+and replay; `oac_device` finds stale rows on the device, as the paper says, where `oac` plans them
+on the host. The way that moves the fewest rows is timed over the link-bound link only.
 
-`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
-batches. `replay_share_of_step` is the time of replay and append over that of the whole commit. `bytes_saved_percent`
-compares the bytes that went to the device and back with those of `oac` on the same batches; it is negative where the
-lists of what may stay weigh more than what stays.
+`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own
+workers, on the same batches. `replay_share_of_step` is the time of replay and append over that of
+the whole commit. `bytes_saved_percent` compares the bytes that went to the device and back with
+those of `oac` on the same batches; it is negative where the lists of what may stay weigh more than
+what stays.
 """
 
 import dataclasses
@@ -39,7 +42,7 @@ from reference import Job, ratio
 from tqdm import tqdm
 
 from jaxrec.oac import Pipeline
-from jaxrec.oac.sizes import nbytes
+from jaxrec.oac.ways import nbytes
 
 BASIC = ("sync", "semisync", "async", "oac", "oac_device")
 FEWER_ROWS = ("oac_skip_stale_reads", "oac_skip_rewritten", "oac_skip_both")
@@ -69,7 +72,7 @@ class Config(Flags):
     """Of the emulated link, each way."""
 
 
-class Way(NamedTuple):
+class PipelineWay(NamedTuple):
     """A mode of oac_work.py, and its window where it has one."""
 
     mode: str
@@ -82,11 +85,12 @@ class Way(NamedTuple):
 
     def of(self, mode: str) -> str:
         """The name of another mode with this window."""
-        return Way(mode, self.window).name
+        return PipelineWay(mode, self.window).name
 
 
 class EmulatedLink:
-    """A full-duplex channel between host and device: its time is slept, its bytes are those of the arrays.
+    """A full-duplex channel between host and device: its time is slept, its bytes are those of the
+    arrays.
 
     `passed` counts the bytes that went through, {"send": ..., "fetch": ...}.
     """
@@ -135,18 +139,19 @@ def links(config: Config, stages: dict[str, float], size: dict[str, int]) -> dic
     }
 
 
-def ways_of(config: Config, regime: str) -> list[Way]:
+def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """What is compared in a regime."""
     if config.sweep == "window":
-        return [Way("sync"), *itertools.starmap(Way, itertools.product(("async", "oac"), WINDOWS))]
-    return [Way(mode) for mode in (*BASIC, *(("oac_skip_both",) if regime == "link" else ()))]
+        return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
+    return [PipelineWay(mode) for mode in (*BASIC, *(("oac_skip_both",) if regime == "link" else ()))]
 
 
-def take_turns(work: Work, ways: list[Way], link: EmulatedLink | None, rounds: int, counted: int, words: str):
+def take_turns(work: Work, ways: list[PipelineWay], link: EmulatedLink | None, rounds: int, counted: int, words: str):
     """All ways in turns over one link.
 
     Returns:
-      ({way: seconds a batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
+      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs
+      compiled}).
     """
     options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
     pipelines: dict[str, Pipeline] = {}
@@ -176,18 +181,20 @@ def stages_ms(work: Work, link: EmulatedLink | None) -> dict[str, float]:
     return found
 
 
-def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> dict[str, Any]:
-    """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its kinds over oac.
+def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
+    """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its
+    kinds over oac.
 
     Args:
-      times: seconds a batch f64[rounds] of each way, by its name.
+      times: seconds per batch f64[rounds] of each way, by its name.
       ways: those that were timed, sync and async or not.
       batch_size: examples in a batch.
 
     Returns:
       Flat results, as `ratio` makes them.
 
-    >>> found = compare({"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}, [Way("sync"), Way("oac")], 6)
+    >>> times = {"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}
+    >>> found = compare(times, [PipelineWay("sync"), PipelineWay("oac")], 6)
     >>> found["examples_per_s_sync"], found["oac_over_sync"], "oac_over_async" in found
     (2.5, 1.75, False)
     """
@@ -204,7 +211,7 @@ def compare(times: dict[str, np.ndarray], ways: list[Way], batch_size: int) -> d
     return results
 
 
-def measure(work: Work, regime: str, link: EmulatedLink | None, config: Config, rounds: int, counted: int) -> dict:
+def measure_ways(work: Work, regime: str, link: EmulatedLink | None, config: Config, rounds: int, counted: int) -> dict:
     """All ways in turns over one link: rates, ratios and stages."""
     ways = ways_of(config, regime)
     times, alone, compiled = take_turns(work, ways, link, rounds, counted, regime)
@@ -235,8 +242,9 @@ def savings(work: Work, number: int) -> dict[str, float]:
     return results
 
 
-def table(results: dict[str, Any], ways: dict[str, list[Way]]) -> str:
-    """All ways of all regimes, favourable or not: rate, rate over sync and over async, with intervals."""
+def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
+    """All ways of all regimes, favourable or not: rate, rate over sync and over async, with
+    intervals."""
 
     def figure(key, label, digits):
         if f"{key}_{label}" not in results:
@@ -275,7 +283,7 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
     ways = {}
     for regime, link in links(config, stages, size).items():
         label = ("no_link" if link is None else f"{regime}_link") + words
-        found = measure(work, regime, link, config, rounds, counted)
+        found = measure_ways(work, regime, link, config, rounds, counted)
         run.log({"regime": label} | found)
         results |= {f"{key}_{label}": value for key, value in found.items()}
         ways[label] = ways_of(config, regime)
@@ -289,7 +297,7 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {}
-    ways: dict[str, list[Way]] = {}
+    ways: dict[str, list[PipelineWay]] = {}
     for words, job in points(config):
         found, each = measure_point(run, config, words, job, config.rounds or rounds, counted)
         results, ways = results | found, ways | each
@@ -298,7 +306,7 @@ def main(config: Config) -> dict:
     return results
 
 
-def draw(run: Run, results: dict[str, Any], ways: dict[str, list[Way]]) -> None:
+def draw(run: Run, results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> None:
     """The rates of all ways."""
     lines = {
         label: ([way.name for way in each], [results[f"examples_per_s_{way.name}_{label}"] for way in each])

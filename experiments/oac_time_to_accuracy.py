@@ -1,23 +1,25 @@
-"""Time to accuracy of the four modes: does asynchrony hurt, and what does it cost to have neither stale nor slow?
+"""Time to accuracy of the four modes: does asynchrony hurt, and what does it cost to have neither
+stale nor slow?
 
-    python experiments/oac_time_to_accuracy.py                      7 minutes
-    python experiments/oac_time_to_accuracy.py --preset paper       more steps, arms and seeds; goes on arm by arm
+    python experiments/oac_time_to_accuracy.py                 7 minutes
+    python experiments/oac_time_to_accuracy.py --preset paper  more steps, arms and seeds; goes on arm by arm
 
-Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over host tables. Arms:
-sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; 8 seeds, paired: one
-seed has the same data and initial values in all arms.
+Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over
+host tables. Arms: sync, semisync (one batch stale), async and oac with several windows, several
+skews of the ids; 8 seeds, paired: one seed has the same data and initial values in all arms.
 
-Two things are measured apart. *Steps to the target*, from the curves of test AUC. The target of a seed is 99.5 % of the
-way from one half to the AUC that sync has after 800 steps; every other arm trains 800 steps, and on until it reaches
-the target, at most five times as long. `auc_loss` is the paired difference to sync after 800 steps, with its 95 %
-interval; `seeds_that_reach_target` counts the seeds that do; a mean is null where some never do. *Time of a step*, of
-all arms in turns within the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
-slept), each way as slow as the compute of a batch: median and 95 % bootstrap interval. The product of both is
-`seconds_to_target_modelled`, for the largest skew: modelled, not measured.
+Two things are measured apart. *Steps to the target*, from the curves of test AUC. The target of a
+seed is 99.5 % of the way from one half to the AUC that sync has after 800 steps; every other arm
+trains 800 steps, and on until it reaches the target, at most five times as long. `auc_loss` is the
+paired difference to sync after 800 steps, with its 95 % interval; `seeds_that_reach_target` counts
+the seeds that do; a mean is null where some never do. *Time of a step*, of all arms in turns within
+the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
+slept), each way as slow as the compute of a batch: median and 95 % bootstrap interval. The product
+of both is `seconds_to_target_modelled`, for the largest skew: modelled, not measured.
 
-Equal AUC of sync and oac is no luck: their results are the same to the last bit (oac_equivalence.py). Curves of sync,
-semisync and oac do not depend on a link, and are trained without; async is trained over it, as what it reads depends on
-the time.
+Equal AUC of sync and oac is no luck: their results are the same to the last bit
+(oac_equivalence.py). Curves of sync, semisync and oac do not depend on a link, and are trained
+without; async is trained over it, as what it reads depends on the time.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.loop import evaluate, every, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
-from jaxrec.oac.sizes import nbytes
+from jaxrec.oac.ways import nbytes
 from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
@@ -73,8 +75,9 @@ class Arm:
         return f"{self.mode}_window_{self.window}" if self.mode in ("async", "oac") else self.mode
 
 
-class Job:
-    """The model and its programs, compiled once for all arms; tables and dense state are fresh in each run."""
+class SkewJob:
+    """The model and its programs, compiled once for all arms; tables and dense state are fresh in
+    each run."""
 
     def __init__(self, config: Config, steps: int, every_steps: int):
         keep_memory()
@@ -125,7 +128,8 @@ class Job:
         return Pipeline(self.fresh_state(seed), self.update, mode=arm.mode, loaders=3, fetchers=2, **options)
 
     def train(self, arm: Arm, seed: int, link: EmulatedLink, target: float | None) -> list[dict]:
-        """One run: the test AUC along the way, for `steps` and on to the target, if there is one."""
+        """One run: the test AUC along the way, for `steps` and on to the target, if there is
+        one."""
         clicks = self.clicks(arm.exponent, seed)
         test = [(batch, plan(self.spec, batch.ids)) for batch in clicks.stream(2048, batches=10, test=True)]
         rows: list[dict] = []
@@ -143,7 +147,7 @@ class Job:
         return rows
 
     def step_seconds(self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int) -> dict[str, list[float]]:
-        """Seconds of a step of each arm, one a round; all take turns over the link."""
+        """Seconds of a step of each arm, one per round; all take turns over the link."""
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
@@ -172,7 +176,8 @@ def arms(config: Config) -> list[Arm]:
 
 
 def steps_to(curve: list[dict], target: float) -> float | None:
-    """The step at which a curve first reaches the target, linearly between two evaluations; None if it never does.
+    """The step at which a curve first reaches the target, linearly between two evaluations; None if
+    it never does.
 
     >>> curve = [{"step": 100, "test_auc": 0.6}, {"step": 200, "test_auc": 0.7}, {"step": 300, "test_auc": 0.65}]
     >>> round(steps_to(curve, 0.65), 6), round(steps_to(curve, 0.55), 6), steps_to(curve, 0.8)
@@ -209,7 +214,7 @@ def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
     return {key: curve for key, curve in found.items() if curve[-1]["ended"]}
 
 
-def summarize(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
+def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
     """Quality: AUC lost where sync ends, and steps to the target."""
     results: dict[str, Any] = {}
     for exponent, arm in dict.fromkeys(key[:2] for key in curves):
@@ -258,7 +263,8 @@ def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
 
 
 def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exponent: float) -> None:
-    """Curves of a skew over steps and over modelled seconds, each the mean over the seeds as far as all of them go."""
+    """Curves of a skew over steps and over modelled seconds, each the mean over the seeds as far as
+    all of them go."""
     by_time: dict[str, tuple] = {}
     by_step: dict[str, tuple] = {}
     for arm in dict.fromkeys(key[1] for key in curves):
@@ -272,8 +278,9 @@ def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exp
     plot(run.directory / "auc_over_steps.png", {title: by_step}, "steps")
 
 
-def train_all(run: Run, job: Job, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
-    """Trains and logs the arms that the run does not hold yet; sync first, as it sets the target of its seed."""
+def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
+    """Trains and logs the arms that the run does not hold yet; sync first, as it sets the target of
+    its seed."""
     for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
         curves = curves_of(run.metrics())
         if (arm.exponent, arm.name, seed) in curves:
@@ -290,7 +297,7 @@ def main(config: Config) -> dict:
     sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
     steps, every_steps, seeds = sizes[config.preset]
     rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
-    job, every_arm = Job(config, steps, every_steps), arms(config)
+    job, every_arm = SkewJob(config, steps, every_steps), arms(config)
     exponent = max(arm.exponent for arm in every_arm)
     link = job.link()
     if not any("step_s" in row for row in run.metrics()):
@@ -299,7 +306,7 @@ def main(config: Config) -> dict:
     train_all(run, job, every_arm, seeds, link)
     step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
     curves = curves_of(run.metrics())
-    results = summarize(curves, seeds)
+    results = quality_of(curves, seeds)
     results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
     draw(run, curves, results, exponent)
     run.close(results, table(results, list(step_s), exponent))

@@ -1,4 +1,5 @@
-"""The reference work over host tables in a pipeline of any mode: what oac_throughput.py and on_accelerator.py time."""
+"""The reference work over host tables in a pipeline of any mode: what oac_throughput.py and
+on_accelerator.py time."""
 
 import functools
 import itertools
@@ -13,8 +14,8 @@ from reference import Job, reference_work, synthetic
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
-from jaxrec.oac.sizes import nbytes
 from jaxrec.oac.stale import LastWriters
+from jaxrec.oac.ways import nbytes
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
 
@@ -49,7 +50,8 @@ class Work:
         return init_state(self.params, self.optimizer, tables or self.tables)
 
     def pipeline(self, mode: str, tables: HostTables | None = None, **options) -> Pipeline:
-        """A pipeline of one of MODES; all share the tables if none are given, each has a dense state."""
+        """A pipeline of one of MODES; all share the tables if none are given, each has a dense
+        state."""
         options = MODES[mode] | options
         if options["mode"] in ("async", "oac"):
             options.setdefault("window", self.window)
@@ -92,10 +94,11 @@ class Work:
 
 
 def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
-    """Seconds a batch in the steady state of one run: from batch `skip` to the last one.
+    """Seconds per batch in the steady state of one run: from batch `skip` to the last one.
 
-    Behind the last one the stream goes on, and what is in flight then is dropped: else the last batches would be
-    trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.
+    Behind the last one the stream goes on, and what is in flight then is dropped: else the last
+    batches would be trained while nothing is planned, gathered or sent, which flatters the modes
+    that do so ahead.
 
     Raises:
       ValueError: no batch is left to count.

@@ -1,8 +1,9 @@
-"""What wants an accelerator, measured in parts: each a process of its own, each with a limit, none stops the next.
+"""What wants an accelerator, measured in parts: each a process of its own, each with a limit, none
+stops the next.
 
-    python experiments/on_accelerator.py --out DIR                         all parts in order: 25 minutes at most
-    python experiments/on_accelerator.py step_time --out DIR               one part
-    python experiments/on_accelerator.py --out DIR --smoke                 tiny, on any machine; figures mean nothing
+    python experiments/on_accelerator.py --out DIR            all parts in order: 25 minutes at most
+    python experiments/on_accelerator.py step_time --out DIR  one part
+    python experiments/on_accelerator.py --out DIR --smoke    tiny, on any machine; figures mean nothing
 
 On a machine that is lent for ten minutes a command, these three, each within its ten minutes:
 
@@ -19,11 +20,12 @@ Parts, most valuable first (accelerator/*.py says what each measures):
     saves        saving and restoring one shard beside compute: stall, seconds, bytes
     trainers     free-running trainers on 1 to all processor cores; uses no accelerator
 
-A part writes DIR/PART.json when it has ended, whole or not at all, and is skipped next time unless --again. One that
-fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: why, the rows measured until then, and its last
-lines. A part keeps its time itself: what it left out is in its file. Comparisons are in turns, medians with 95 %
-bootstrap intervals; every file names device, driver, versions and commit. Wants jaxrec, jax, flax, optax, orbax, numpy
-and numba; torch for the comparison with it. The exit code is 1 if a part that was asked for has no result.
+A part writes DIR/PART.json when it has ended, whole or not at all, and is skipped next time unless
+--again. One that fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: why, the
+rows measured until then, and its last lines. A part keeps its time itself: what it left out is in
+its file. Comparisons are in turns, medians with 95 % bootstrap intervals; every file names device,
+driver, versions and commit. Wants jaxrec, jax, flax, optax, orbax, numpy and numba; torch for the
+comparison with it. The exit code is 1 if a part that was asked for has no result.
 """
 
 import argparse
@@ -51,8 +53,9 @@ from accelerator.measure import ROW, Task, table  # noqa: E402
 from jaxrec.files import local_path, make_directory, write_json, write_text  # noqa: E402
 
 
-class Part(NamedTuple):
-    """Where a part's function is, its share of the 25 minutes, and whether it wants an accelerator."""
+class PartOfKit(NamedTuple):
+    """Where a part's function is, its share of the 25 minutes, and whether it wants an
+    accelerator."""
 
     module: str
     function: str
@@ -61,12 +64,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "step_time": Part("accelerator.step_time", "run", 8),
-    "oac": Part("accelerator.link", "run", 5),
-    "oac_wide": Part("accelerator.link", "run_wide", 3.5),
-    "shadow": Part("accelerator.shadow", "run", 2.5),
-    "saves": Part("accelerator.saves", "run", 3),
-    "trainers": Part("accelerator.trainers", "run", 3, on_device=False),
+    "step_time": PartOfKit("accelerator.step_time", "run", 8),
+    "oac": PartOfKit("accelerator.link", "run", 5),
+    "oac_wide": PartOfKit("accelerator.link", "run_wide", 3.5),
+    "shadow": PartOfKit("accelerator.shadow_rate", "run", 2.5),
+    "saves": PartOfKit("accelerator.image_saves", "run", 3),
+    "trainers": PartOfKit("accelerator.free_trainers", "run", 3, on_device=False),
 }
 LAST_LINES = 60
 
@@ -77,10 +80,10 @@ def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
     Raises:
       ValueError: the part wants an accelerator, and jax sees none.
     """
-    from environment import environment
+    from environment import read_environment
 
     part, task = PARTS[name], Task(seconds, smoke)
-    about = environment()
+    about = read_environment()
     if part.on_device and not smoke and about["platform"] == "cpu":
         raise ValueError(
             f"part {name} wants an accelerator, and jax sees {about['device']!r} only: install jax for the card, or "
@@ -99,8 +102,8 @@ def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
 def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
     """Runs a part's process, kills it with all that it started at its limit, and notes a failure.
 
-    The process holds a pipe from this one, and ends itself and all that it started when the pipe closes: no part goes
-    on, and keeps the card, when this process is killed.
+    The process holds a pipe from this one, and ends itself and all that it started when the pipe
+    closes: no part goes on, and keeps the card, when this process is killed.
 
     Args:
       name: of the part.
@@ -166,7 +169,7 @@ def _read(stream, lines, rows):
 
 
 def summary(names, out: Path) -> str:
-    """One line a part: what there is of it."""
+    """One line per part: what there is of it."""
     lines = []
     for name in names:
         path = out / f"{name}.json"
@@ -235,7 +238,8 @@ def child(given: argparse.Namespace) -> None:
     """A part's process."""
     seconds = 60 * given.minutes_per_part
     threading.Thread(target=_end_with_the_runner, daemon=True).start()
-    faulthandler.dump_traceback_later(0.98 * seconds)  # where it hangs, if it does, just before it is killed
+    # Where it hangs, if it does, just before it is killed.
+    faulthandler.dump_traceback_later(0.98 * seconds)
     measure(given.parts[0], given.out, seconds, given.smoke)
 
 

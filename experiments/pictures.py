@@ -1,4 +1,5 @@
-"""What a run shows to people: plots whose title says what was found, with names beside what they name.
+"""What a run shows to people: plots whose title says what was found, with names beside what they
+name.
 
 Names are compared by bars with intervals, never by a line through them. Colours are apart in
 lightness and lines in their strokes, so that a print without colours can be read.
@@ -21,17 +22,20 @@ from jaxrec.files import aside
 # Dark enough to be read as text; in print without colours the strokes tell them apart.
 _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _STROKES = ("-", "--", "-.", ":")
-FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb", "#636363")  # apart in lightness, not in hue alone
+# Apart in lightness, not in hue alone.
+FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb", "#636363")
 
 
 def plot(
     path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "", log_x: bool = False
 ) -> bool:
-    """Draws one panel for each metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs make bars.
+    """Draws one panel for each metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs
+    make bars.
 
     Args:
       path: of the PNG.
-      panels: values of None are left out; (xs, ys, fitted) is points at ys and a line through what is fitted to them.
+      panels: values of None are left out; (xs, ys, fitted) is points at ys and a line through what
+        is fitted to them.
       x_label: with its unit.
       title: what the picture shows, in a sentence.
       log_x: whether the x axis is logarithmic, with a tick at each x.
@@ -62,7 +66,8 @@ def plot(
 
 
 def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "") -> bool:
-    """Draws {x_label: {series: {case: value or Figure}}} as bars with intervals, each with its value; as `plot`."""
+    """Draws {x_label: {series: {case: value or Figure}}} as bars with intervals, each with its
+    value; as `plot`."""
 
     def fill(axes):
         for axis, (x_label, series) in zip(axes, panels.items(), strict=True):
@@ -78,7 +83,8 @@ def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], titl
 
 
 def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label: str, title: str = "") -> bool:
-    """Draws {case: {part: length}} as bars of parts, each with its sum; parts that are zero everywhere are left out."""
+    """Draws {case: {part: length}} as bars of parts, each with its sum; parts that are zero
+    everywhere are left out."""
 
     def fill(axes):
         at, left = np.arange(len(stacks)), np.zeros(len(stacks))
@@ -108,7 +114,8 @@ def _lines(axis, lines):
 
 
 def _label_ends(axis):
-    """The name of each line at the right, beside its last point: a legend would lie on the lines."""
+    """The name of each line at the right, beside its last point: a legend would lie on the
+    lines."""
     labels = []
     for line in axis.lines:
         seen = line.get_ydata()[np.isfinite(line.get_ydata())]
@@ -137,7 +144,8 @@ def apart(places: Sequence[float], least: float) -> list[float]:
     [7.5, 0.0, 10.5]
     """
     order = sorted(range(len(places)), key=places.__getitem__)
-    # Less what is below them they need only not fall: isotonic regression, by pooling neighbours that do.
+    # Less what is below them they need only not fall: isotonic regression, by pooling neighbours
+    # that do.
     pools: list[list[float]] = []
     for rank, at in enumerate(order):
         pools.append([places[at] - rank * least])

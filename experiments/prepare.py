@@ -96,7 +96,8 @@ def _stopped(number) -> str:
 
 def _stop(number, _frame):
     """Ends by an exception, on whose way files that are half written go away."""
-    signal.signal(number, signal.SIG_DFL)  # a second one ends it at once, which costs no more than a kill
+    # A second one ends it at once, which costs no more than a kill.
+    signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt(number)
 
 

@@ -1,4 +1,5 @@
-"""The record of a training run, kept by its hooks: the clock, the progress bar, the losses and the evaluations."""
+"""The record of a training run, kept by its hooks: the clock, the progress bar, the losses and the
+evaluations."""
 
 import contextlib
 import time
@@ -59,10 +60,12 @@ class Recorder:
         return np.array(jax.device_get(list(self.losses)), np.float32)
 
     def extra(self) -> dict[str, Any]:
-        """What is saved along with the state, so that a resumed run logs what an undisturbed one does.
+        """What is saved along with the state, so that a resumed run logs what an undisturbed one
+        does.
 
         Raises:
-          FloatingPointError: a loss is not finite: such a state must not take the place of a good one.
+          FloatingPointError: a loss is not finite: such a state must not take the place of a good
+            one.
         """
         losses = self.latest_losses()
         if not np.isfinite(losses).all():
@@ -81,7 +84,8 @@ class Recorder:
         self.bar.update(self.examples(step) - self.examples(step - 1))
         self.losses.append(step_metrics["loss"])
         self.capacity = capacity_of(plans)
-        # To look at a loss is to wait for its step, and the device should run ahead: so only now and then.
+        # To look at a loss is to wait for its step, and the device should run ahead: so only now
+        # and then.
         if step % 20 == 0:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.4f}", refresh=False)
         return state
@@ -92,7 +96,8 @@ class Recorder:
         return (evenly or step == self.data.steps) and all(row["step"] != step for row in self.history)
 
     def test(self, state, step, plans, step_metrics):
-        """Hook: evaluates the test set if it is due, and leaves off if asked to stop; its time is no training time."""
+        """Hook: evaluates the test set if it is due, and leaves off if asked to stop; its time is
+        no training time."""
         if not self.due(step):
             return state
         losses = self.latest_losses()  # before the clock is read: this waits for the step

@@ -1,4 +1,5 @@
-"""The reference work: what every benchmark of speed trains, and nothing that wants more than jaxrec's own packages.
+"""The reference work: what every benchmark of speed trains, and nothing that wants more than
+jaxrec's own packages.
 
 DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top
 512-256-1, row-wise Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent

@@ -37,7 +37,8 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     beside: dict[str, dict[str, Any]] = {}
     taken = set()
     for key, word in itertools.product(results, _BESIDE):
-        # A standard error belongs to a mean. A key that belongs to no other, such as `error_max`, is a figure itself.
+        # A standard error belongs to a mean. A key that belongs to no other, such as `error_max`,
+        # is a figure itself.
         of = key.replace("_sem", "_mean") if word == "sem" else re.sub(f"_{word}(?=_|$)", "", key)
         if of != key and of in results:
             beside.setdefault(of, {})[word] = results[key]
@@ -59,13 +60,15 @@ def grid(
     rows: Mapping[str, str] | Iterable[str],
     columns: Mapping[str, str | tuple[str, float]],
 ) -> str:
-    """A table with a line for each case and a column for each figure; what results lack stays empty.
+    """A table with a line for each case and a column for each figure; what results lack stays
+    empty.
 
     Args:
       results: flat.
       corner: what the cases are.
       rows: {what a line is called: the word in its keys}, or the words alone.
-      columns: {heading with its unit: key with {} for the word, or (key, what to multiply the figure by)}.
+      columns: {heading with its unit: key with {} for the word, or (key, what to multiply the
+        figure by)}.
 
     >>> found = {"full_s": 0.5, "rows_s": 0.25, "rows_s_low": 0.2, "rows_s_high": 0.3,
     "full_auc_loss": 2e-5} >>> columns = {"save, s": "{}_s", "AUC lost, 1e-5": ("{}_auc_loss", 1e5)}
@@ -85,7 +88,8 @@ def grid(
 
 
 def _column(heading, cells):
-    """Heading and cells of one width: values behind each other's decimal points, intervals behind the values."""
+    """Heading and cells of one width: values behind each other's decimal points, intervals behind
+    the values."""
     numbers = [cell for cell in cells if _is_number(cell.value) and cell.value]
     with_interval = [cell for cell in numbers if cell.low is not None]
     decimals = statistics.median_low([_decimals(cell) for cell in with_interval or numbers] or [0])
@@ -108,8 +112,8 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str]] | No
 
     Args:
       results: flat.
-      groups: {title: beginnings of keys}, in order; a beginning that ends in _ is not said again. What belongs to no
-        group comes last, keys of one first word together.
+      groups: {title: beginnings of keys}, in order; a beginning that ends in _ is not said again.
+        What belongs to no group comes last, keys of one first word together.
 
     >>> found = {"test_auc": 0.74, "train_seconds": 85.25, "saved": True}
     >>> found |= {"rate": 3.0, "rate_low": 2.5, "rate_high": 3.5}

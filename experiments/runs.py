@@ -1,4 +1,5 @@
-"""The directory of a run: it belongs to one run, has one writer, and every file in it is whole or not there."""
+"""The directory of a run: it belongs to one run, has one writer, and every file in it is whole or
+not there."""
 
 import contextlib
 import dataclasses
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from environment import environment
+from environment import read_environment
 from report import listing
 from stopping import say
 
@@ -38,8 +39,9 @@ class Run:
       resumed: whether the directory held this run before.
 
     Raises:
-      ValueError: the directory holds a run and `resume` is off; other flags have changed than may change; another
-        process is at work there; it is a file, a URL, full or read-only; its files are damaged.
+      ValueError: the directory holds a run and `resume` is off; other flags have changed than may
+        change; another process is at work there; it is a file, a URL, full or read-only; its files
+        are damaged.
     """
 
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
@@ -48,7 +50,8 @@ class Run:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = local_path(workdir or Path("runs") / f"{name}-{stamp}-{os.getpid()}")
         self._unwritten: list[str] = []  # rows that a full disk refused
-        # The lock comes first: two processes that begin here at once must not both find the directory empty.
+        # The lock comes first: two processes that begin here at once must not both find the
+        # directory empty.
         with contextlib.ExitStack() as locked:
             try:
                 make_directory(self.directory)
@@ -72,7 +75,8 @@ class Run:
                 "--workdir, or bring config.json back to go on with that run."
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
-        # All that can be refused is refused before anything is written: a run that is not taken leaves no trace.
+        # All that can be refused is refused before anything is written: a run that is not taken
+        # leaves no trace.
         commits = []
         if self.resumed:
             self._refuse_other_flags(before, flags)
@@ -83,10 +87,11 @@ class Run:
         elif resume:
             say(f"{self.directory} holds no run yet: this one begins there")
         self.write_json("config.json", flags | {"run": self.id})
-        self.write_json("environment.json", environment() | ({"earlier_commits": commits} if commits else {}))
+        self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
-        # As JSON has them: tuples are lists there, and paths are words. A flag that is new since then has no value.
+        # As JSON has them: tuples are lists there, and paths are words. A flag that is new since
+        # then has no value.
         now = json.loads(to_json(flags))
         other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         if other:
@@ -110,7 +115,8 @@ class Run:
         write_text(self.directory / name, to_json(content, indent=2) + "\n")
 
     def log(self, row: dict) -> None:
-        """Appends one row to metrics.jsonl; on a full disk it is kept, and written with the next one."""
+        """Appends one row to metrics.jsonl; on a full disk it is kept, and written with the next
+        one."""
         self._unwritten.append(to_json(row))
         try:
             self._append()
@@ -120,13 +126,15 @@ class Run:
     def _append(self):
         """Writes the rows that wait, all or none of them."""
         path = self.directory / "metrics.jsonl"
-        # A row written in part would stand in the middle of the file as soon as the next one follows it.
+        # A row written in part would stand in the middle of the file as soon as the next one
+        # follows it.
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:
                 file.write("".join(row + "\n" for row in self._unwritten).encode())
             sync(path)
-            if size == 0:  # a new file is there after a power cut only if its directory is flushed too
+            # A new file is there after a power cut only if its directory is flushed too.
+            if size == 0:
                 sync(self.directory)
         except OSError:
             with contextlib.suppress(OSError):
@@ -170,7 +178,8 @@ class Run:
 
         Args:
           results: flat; what results.json holds.
-          table: as people read them, with `report.grid` or `report.listing`; a listing of all if empty.
+          table: as people read them, with `report.grid` or `report.listing`; a listing of all if
+            empty.
         """
         say(table or listing(results))  # first: a full disk does not take them away
         if self._unwritten:
@@ -199,7 +208,8 @@ def _row(line: bytes) -> dict:
 
 
 def to_json(content, indent: int | None = None) -> str:
-    """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a warning.
+    """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a
+    warning.
 
     >>> to_json({"auc": 0.5, "path": Path("a"), "loss": np.float32(2)})
     '{"auc": 0.5, "path": "a", "loss": 2.0}'

@@ -1,4 +1,5 @@
-"""When a run saves: so often that saving costs at most one percent of its time, unless told otherwise."""
+"""When a run saves: so often that saving costs at most one percent of its time, unless told
+otherwise."""
 
 import contextlib
 import os
@@ -14,7 +15,8 @@ from stopping import say
 from jaxrec.checkpoint import Checkpointer
 
 PERCENT = 1.0  # of the time, that saving may cost
-FIRST_STEPS = 20  # of this process before its first save: compilation is over, and the cost gets known early
+# Of this process before its first save: compilation is over, and the cost gets known early.
+FIRST_STEPS = 20
 AT_LEAST_S, AFTER_FAILURE_S = 10.0, 60.0  # between two saves, however cheap they are
 
 
@@ -22,7 +24,8 @@ def seconds_between(cost_s: float, failed: bool = False) -> float:
     """How long to wait after a save, so that saves cost at most `PERCENT` of the time.
 
     Args:
-      cost_s: of one save, seconds: training waited, plus CPU seconds of the saving thread over the cores.
+      cost_s: of one save, seconds: training waited, plus CPU seconds of the saving thread over the
+        cores.
       failed: whether the save failed; then a full disk gets time to be emptied.
 
     >>> seconds_between(0.5)
@@ -33,7 +36,7 @@ def seconds_between(cost_s: float, failed: bool = False) -> float:
     return max(AFTER_FAILURE_S if failed else AT_LEAST_S, 100 * cost_s / PERCENT)
 
 
-class Saves:
+class PeriodicSaves:
     """Saves the state of a run, as a hook, and keeps account of what that costs.
 
     A save that fails is said at once, and the next one tries again.
@@ -65,7 +68,7 @@ class Saves:
         self._failed_before = 0  # failures when it began
         self._figures_said = every_steps == 0
 
-    def hook(self, state, step: int, plan, metrics):
+    def hook(self, state, step: int, plans, metrics):
         """Saves if it is time to."""
         self._steps += 1
         idle = self._look()
@@ -77,7 +80,8 @@ class Saves:
 
     def save(self, state) -> None:
         """Begins to save a state; training waits for the copy only."""
-        step = int(jax.block_until_ready(state.dense.step))  # to wait for a step is not a cost of saving
+        # To wait for a step is not a cost of saving.
+        step = int(jax.block_until_ready(state.dense.step))
         if step == self._step and not self._last_failed():
             return
         extra = {**self._extra(), "saving": self.totals()}
@@ -91,7 +95,8 @@ class Saves:
         self._begun, self._step, self._last = self._begun + 1, step, self._clock()
 
     def ensure_image(self, state) -> None:
-        """Waits for an image before the first row of metrics: so rows without an image mean that images were lost."""
+        """Waits for an image before the first row of metrics: so rows without an image mean that
+        images were lost."""
         if self._image or self._every_steps == 0:
             return
         if not self._begun or self._last_failed():
@@ -105,7 +110,8 @@ class Saves:
         return None if self._settle() else self._checkpointer.failures[-1]
 
     def totals(self) -> dict[str, float]:
-        """Saves begun and failed, seconds that training waited, their whole cost, and the seconds of the run."""
+        """Saves begun and failed, seconds that training waited, their whole cost, and the seconds
+        of the run."""
         now = {
             "saves": self._begun - len(self._checkpointer.failures),
             "saves_failed": len(self._checkpointer.failures),

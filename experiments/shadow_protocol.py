@@ -22,7 +22,7 @@ SCALE = 1000  # real parameters over those of a sleeping trainer
 ROUND_S = 0.006  # time to give to every trainer's share of an all-to-all round
 
 
-class Way(NamedTuple):
+class SyncWay(NamedTuple):
     """How trainers synchronise."""
 
     rule: Rule
@@ -30,7 +30,12 @@ class Way(NamedTuple):
 
 
 EASGD, MA = easgd(), model_averaging()
-WAYS = {"s_easgd": Way(EASGD, 0), "fr_easgd_5": Way(EASGD, 5), "fr_easgd_30": Way(EASGD, 30), "s_ma": Way(MA, 0)}
+WAYS = {
+    "s_easgd": SyncWay(EASGD, 0),
+    "fr_easgd_5": SyncWay(EASGD, 5),
+    "fr_easgd_30": SyncWay(EASGD, 30),
+    "s_ma": SyncWay(MA, 0),
+}
 
 
 class Point(NamedTuple):
@@ -76,7 +81,7 @@ class Point(NamedTuple):
             yield self.step_s * random.uniform(1 - self.jitter, 1 + self.jitter)
 
 
-class Ring(AllToAll):
+class RingOfTrainers(AllToAll):
     """All to all, with the time that an all-reduce takes."""
 
     def __init__(self, rule: Rule, params: PyTree, trainers: int, seconds: float):
@@ -137,7 +142,7 @@ class Sleepers:
     def _synchronisers(self) -> list[Synchroniser]:
         point, (rule, every) = self.point, WAYS[self.point.way]
         if not rule.has_centre:
-            ring = Ring(rule, self.params, point.trainers, point.ring_s)
+            ring = RingOfTrainers(rule, self.params, point.trainers, point.ring_s)
             return [Shadow(ring, i) for i in range(point.trainers)]
         share = sum(leaf.nbytes for leaf in self.params.values()) / sum(point.sizes)
         group = SyncGroup(
@@ -159,7 +164,8 @@ class Sleepers:
                     time.sleep(next(times))
                     params = sync.exchange(params)
         except BaseException as error:
-            if not (isinstance(error, Left) and self.over.is_set()):  # at the end trainers leave one after the other
+            # At the end trainers leave one after the other.
+            if not (isinstance(error, Left) and self.over.is_set()):
                 self.failures.append(error)
 
 

@@ -1,4 +1,5 @@
-"""The reference work with a shadow beside it: one trainer and its peer, and free trainers on cores of their own.
+"""The reference work with a shadow beside it: one trainer and its peer, and free trainers on cores
+of their own.
 
 What shadowsync_isolation.py, shadowsync_scaling.py and on_accelerator.py time.
 """
@@ -58,7 +59,7 @@ class Blocking:
         self.transport.leave(trainer, error)
 
 
-class Trainer:
+class TimedTrainer:
     """The reference work, one step after the other."""
 
     def __init__(self, job: Job):
@@ -125,10 +126,11 @@ def peer(rule: Rule, transport, params):
         thread.join()
 
 
-def turn(
-    trainer: Trainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
+def trainer_turn(
+    trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
 ) -> tuple[np.ndarray, float]:
-    """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the average sync gap."""
+    """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the
+    average sync gap."""
     if way == "none":
         return trainer.run(steps), float("inf")
     transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
@@ -159,7 +161,8 @@ class Trainers:
         self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
-        """Counts from when the last trainer has seen all batches once (nothing compiles then) for so many steps.
+        """Counts from when the last trainer has seen all batches once (nothing compiles then) for
+        so many steps.
 
         A way is none, or s_RULE[-FORM], back to back, or at the pace with _paced behind it.
         """
@@ -170,7 +173,8 @@ class Trainers:
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
             synchroniser = SyncGroup(rule, params, self.trainers, pace_seconds=pace).trainer
-        clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]  # wall and CPU, after every step
+        # Wall and CPU, after every step.
+        clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]
         first = len(self.batches)
 
         def note(trainer, step, metrics):

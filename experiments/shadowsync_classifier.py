@@ -1,7 +1,8 @@
-"""Does a plain user gain by ShadowSync's defaults? Four threads train a classifier of Flax on shards of their own.
+"""Does a plain user gain by ShadowSync's defaults? Four threads train a classifier of Flax on
+shards of their own.
 
-    python experiments/shadowsync_classifier.py                    6 minutes
-    python experiments/shadowsync_classifier.py --busy-loops 2     on a loaded machine
+    python experiments/shadowsync_classifier.py                 6 minutes
+    python experiments/shadowsync_classifier.py --busy-loops 2  on a loaded machine
 
 Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax
 Linen or Flax NNX module. Each trainer draws `--batch-size` of its `--examples` in every step, in an
@@ -60,14 +61,14 @@ class Config(Flags):
     """Processes that keep the cores busy beside it."""
 
 
-class Model(NamedTuple):
+class Trained(NamedTuple):
     """A classifier as pure functions."""
 
     init: Callable[[int], Any]  # seed -> parameters
     apply: Callable[[Any, Any], Any]  # parameters, f32[B, FEATURES] -> logits f32[B, CLASSES]
 
 
-def linen_model() -> Model:
+def linen_model() -> Trained:
     """A multi-layer perceptron of Flax Linen."""
 
     class Classifier(linen.Module):
@@ -79,10 +80,10 @@ def linen_model() -> Model:
 
     model = Classifier()
     init = lambda seed: model.init(jax.random.key(seed), jnp.zeros((1, FEATURES)))
-    return Model(init, lambda params, x: model.apply(params, x))
+    return Trained(init, lambda params, x: model.apply(params, x))
 
 
-def nnx_model() -> Model:
+def nnx_model() -> Trained:
     """The same of Flax NNX."""
 
     class Classifier(nnx.Module):
@@ -96,7 +97,7 @@ def nnx_model() -> Model:
 
     graph = nnx.graphdef(Classifier(nnx.Rngs(0)))
     params = lambda seed: nnx.state(Classifier(nnx.Rngs(seed)))
-    return Model(params, lambda params, x: nnx.merge(graph, params)(x))
+    return Trained(params, lambda params, x: nnx.merge(graph, params)(x))
 
 
 MODELS = {"linen": linen_model, "nnx": nnx_model}
@@ -111,10 +112,10 @@ def draw(seed, examples: int) -> tuple[np.ndarray, np.ndarray]:
     return x, (logits + 0.5 * rng.gumbel(size=logits.shape)).argmax(axis=1).astype(np.int32)
 
 
-class Job:
+class ClassifierJob:
     """What all arms of a model have in common: its programs and the test data."""
 
-    def __init__(self, config: Config, model: Model):
+    def __init__(self, config: Config, model: Trained):
         self.config, self.model, self.optimizer = config, model, optax.adam(config.learning_rate)
         x, label = draw([config.seed, 1_000_000], 20_000)
 
@@ -137,7 +138,8 @@ class Job:
             yield x[some], label[some]
 
     def train(self, params, batches, sync=None) -> Any:
-        """What a plain user writes: one call of `exchange` after each step, and `finish` after the last."""
+        """What a plain user writes: one call of `exchange` after each step, and `finish` after the
+        last."""
         opt_state = self.optimizer.init(params)
         for x, label in batches:
             params, opt_state = self.step(params, opt_state, x, label)
@@ -149,7 +151,8 @@ class Job:
         """One arm of one seed: its trainers as threads."""
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
-        jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))  # compiles
+        # Compiles.
+        jax.block_until_ready(self.test(self.train(initial, itertools.islice(self.batches(seed, 0), 1))))
         group = SyncGroup(rule, initial, config.trainers) if rule else None
         rounds, together = [0] * config.trainers, threading.Barrier(config.trainers)
 
@@ -188,7 +191,7 @@ def busy(processes: int):
             loop.wait()
 
 
-def summarize(rows: list[dict]) -> dict[str, Any]:
+def results_of_models(rows: list[dict]) -> dict[str, Any]:
     """What results.json holds, from the arms of all seeds."""
     results: dict[str, Any] = {"regime": "free-running", "seeds": 1 + max(row["seed"] for row in rows)}
     of = lambda model, arm, key: np.array([row[key] for row in rows if (row["model"], row["arm"]) == (model, arm)])
@@ -222,13 +225,13 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, seeds=1, steps=150, examples=2000)
     run = Run("shadowsync_classifier", config, config.workdir)
     rules = {"none": None} | DEFAULTS | ({} if config.preset == "smoke" else OTHERS)
-    jobs = {name: Job(config, make()) for name, make in MODELS.items()}
+    jobs = {name: ClassifierJob(config, make()) for name, make in MODELS.items()}
     todo = list(itertools.product(range(config.seeds), jobs, rules))
     with busy(config.busy_loops):
         for seed, model, arm in tqdm(todo, unit="arm", disable=None):
             make = rules[arm]
             run.log({"model": model, "arm": arm} | jobs[model].run(make() if make else None, seed))
-    results = summarize(run.metrics())
+    results = results_of_models(run.metrics())
     run.close(results, table(results))
     return results
 

@@ -1,6 +1,7 @@
-"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked, and in the foreground.
+"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked,
+and in the foreground.
 
-    python experiments/shadowsync_isolation.py                     6 minutes
+    python experiments/shadowsync_isolation.py  6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
 One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime:
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from contract import Flags, Run, command_line, command_of, grid, plot
 from reference import Job, ratio
-from shadow_work import RULES, Trainer, turn
+from shadow_work import RULES, TimedTrainer, trainer_turn
 from tqdm import tqdm
 
 
@@ -39,7 +40,7 @@ class Config(Flags):
 ROUNDS_AND_STEPS = {"smoke": (2, 8), "default": (24, 15), "paper": (60, 40)}
 
 
-def ways_of(config: Config) -> dict[str, tuple[str, float]]:
+def synchronisers_of(config: Config) -> dict[str, tuple[str, float]]:
     """{name: (way, pace in seconds)}."""
     paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
     shadows = {"shadow_back_to_back" if not pace else f"shadow_pace_{pace:g}_s": ("shadow", pace) for pace in paces}
@@ -47,18 +48,19 @@ def ways_of(config: Config) -> dict[str, tuple[str, float]]:
     return alone | shadows
 
 
-def in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
+def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     """{name: [figures of a turn]}, a turn of each in every round."""
     rounds, steps = ROUNDS_AND_STEPS[config.preset]
-    trainer = Trainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
-    rule, ways = RULES[config.rule](), ways_of(config)  # one rule for all turns: its merge is compiled once
+    trainer = TimedTrainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
+    # One rule for all turns: its merge is compiled once.
+    rule, ways = RULES[config.rule](), synchronisers_of(config)
     for way, pace in ways.values():
-        turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
+        trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in tqdm(range(rounds), unit="round", disable=None):
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            times, gap = turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
+            times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
             longest = float(times.max() / np.median(times))
             figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
             found[name].append(figures)
@@ -66,7 +68,7 @@ def in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """What results.json holds, from the turns of all ways."""
     of = lambda name, figure: np.array([turn[figure] for turn in found[name]])
     results: dict[str, Any] = {
@@ -90,14 +92,16 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     first = {"command": command, "regime": "free-running", "rule": config.rule}
-    results = first | summarize(in_turns(config, run))
+    results = first | rates_over_none(run_in_turns(config, run))
     gap, rate = (lambda name: results[f"average_sync_gap_{name}"]), (lambda name: results[f"{name}_over_no_sync"])
-    curve = sorted((gap(name), rate(name)) for name in ways_of(config) if name.startswith("shadow") and gap(name))
+    curve = sorted(
+        (gap(name), rate(name)) for name in synchronisers_of(config) if name.startswith("shadow") and gap(name)
+    )
     lines = {"shadow": ([gap for gap, _ in curve], [rate for _, rate in curve])}
     plot(run.directory / "rate_over_gap.png", {"step rate over that without sync": lines}, "average sync gap, steps")
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
-    run.close(results, grid(results, "way", ways_of(config), columns))
+    run.close(results, grid(results, "way", synchronisers_of(config), columns))
     return results
 
 

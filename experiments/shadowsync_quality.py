@@ -1,7 +1,7 @@
 """What replication costs in quality, and how much of it each way of synchronising gives back.
 
-    python experiments/shadowsync_quality.py                                    8 replicas, synthetic clicks
-    python experiments/shadowsync_quality.py --data criteo --path train.prepared    made by prepare.py
+    python experiments/shadowsync_quality.py                                      8 replicas, synthetic clicks
+    python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
 
 One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting
@@ -96,7 +96,8 @@ class Size(NamedTuple):
 
 def arms_of(*periods: int) -> tuple[str, ...]:
     """All arms: every rule in both forms, the foreground ones with these k."""
-    in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")  # the other forms differ in a shadow only
+    # The other forms differ in a shadow only.
+    in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")
     foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(in_foreground, periods))
     return ("none", "all_reduce", *foreground, *(f"s_{rule}-{form}" for rule in FORMS for form in FORMS[rule]))
 
@@ -117,7 +118,7 @@ def size_of(config: Config) -> Size:
 def script_of(arm: str, config: Config) -> Script | str | None:
     """How the replicas of an arm are synchronised.
 
-    Errors:
+    Raises:
       ValueError: there is no such arm.
     """
     if arm in ("none", "all_reduce"):
@@ -136,7 +137,7 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
 
 
-class Data(NamedTuple):
+class QualityData(NamedTuple):
     """What is trained and tested on."""
 
     cardinalities: tuple[int, ...]
@@ -145,14 +146,14 @@ class Data(NamedTuple):
     batches: int
 
 
-def make_data(config: Config, size: Size) -> Data:
+def make_quality_data(config: Config, size: Size) -> QualityData:
     """Synthetic clicks, or prepared Criteo rows in their order."""
     if config.data == "synthetic":
         batch_size = config.batch_size or 200
         cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
         clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
         test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
-        return Data(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
+        return QualityData(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
     from jaxrec.data.criteo import open_split
     from jaxrec.data.loader import Loader
 
@@ -162,13 +163,13 @@ def make_data(config: Config, size: Size) -> Data:
     batch_size = config.batch_size or 128
     batches = min(sum(train.rows), config.examples or sys.maxsize) // batch_size
     stream = lambda seed: itertools.islice(Loader(train, batch_size), batches)
-    return Data(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
+    return QualityData(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
 
 
-class Job:
+class QualityJob:
     """The model; each arm of each seed is a fresh emulation of it."""
 
-    def __init__(self, config: Config, data: Data):
+    def __init__(self, config: Config, data: QualityData):
         keep_memory()
         self.config, self.data = config, data
         fields = [f"C{i}" for i in range(len(data.cardinalities))]
@@ -230,7 +231,7 @@ class Job:
         }
 
 
-def summarize(rows: list[dict]) -> dict[str, Any]:
+def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     """What results.json holds, from the arms of all seeds."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
@@ -300,7 +301,7 @@ def main(config: Config) -> dict:
     for arm in size.arms:
         script_of(arm, config)
     run = Run("shadowsync_quality", config, config.workdir, config.resume)
-    job = Job(config, make_data(config, size))
+    job = QualityJob(config, make_quality_data(config, size))
     arms = [("one_replica", 1, 1)]
     for n, arm in itertools.product(size.trainers, size.arms):
         if arm == "all_reduce" and config.workers > 1:
@@ -310,7 +311,7 @@ def main(config: Config) -> dict:
     todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]
     for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
         run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
-    results = {"command": command_of("shadowsync_quality", config)} | summarize(run.metrics())
+    results = {"command": command_of("shadowsync_quality", config)} | results_of_arms(run.metrics())
     draw(run, results)
     run.close(results, table(results))
     return results

@@ -1,7 +1,8 @@
-"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the sync gap grows.
+"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the
+sync gap grows.
 
-    python experiments/shadowsync_scaling.py                       10 minutes
-    python experiments/shadowsync_scaling.py --tensors dlrm        servers hold whole tensors of DLRM-Kaggle, unevenly
+    python experiments/shadowsync_scaling.py                 10 minutes
+    python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
 
 Regime: free-running. Three parts, whose figures never share a key:
 
@@ -11,7 +12,7 @@ The base is one trainer on one core that does not synchronise; it takes turns wi
 cores, in 6 short rounds (`paper`: 24): none; every rule in both forms (easgd symmetric and
 sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
 --pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores;
-`cpu_time_efficiency`, the base's CPU seconds a step over those of n trainers, is what free cores
+`cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is what free cores
 would have given, if nobody waits.
 
 `emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and
@@ -22,7 +23,7 @@ saturates, and the sync gap. Their parameters and their servers' bandwidth are a
 real ones, so that a transfer takes as long. A round moves the parameters to the servers and back;
 the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
 model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers
-it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond a trainer,
+it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond per trainer,
 shares the cores of one machine. The forms of a rule move the same bytes at the same times, so that
 this part has one line for each rule.
 
@@ -31,8 +32,8 @@ this part has one line for each rule.
 
 `measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
 n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
-cannot pass k batches a round times the rounds that the servers can serve; `flattens_at_trainers` is
-its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
+cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers`
+is its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 
 import dataclasses
@@ -129,7 +130,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
     return results
 
 
-def points(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
+def points_of_protocol(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
     """All lines at these numbers of trainers."""
     params = jax.eval_shape(lambda: reference_work(Job(rows=100))[2])
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
@@ -194,7 +195,10 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {"command": command, "regime": "free-running"} | measured(config, run)
     step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
-    common, more = points(config, step_s, preset.emulated), points(config, step_s, preset.simulated)
+    common, more = (
+        points_of_protocol(config, step_s, preset.emulated),
+        points_of_protocol(config, step_s, preset.simulated),
+    )
     emulated = run_points(config, run, "emulated_sleep", emulate, common)
     simulated = run_points(config, run, "simulated", simulate, common + more)
     results |= {"emulated_sleep_step_ms": 1e3 * step_s, "emulated_sleep_server_bytes_per_s": common[0].bytes_per_s}

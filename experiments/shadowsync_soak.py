@@ -1,6 +1,7 @@
-"""Free-running trainers under stress and failures: no torn value, no update lost, no thread left, no other error.
+"""Free-running trainers under stress and failures: no torn value, no update lost, no thread left,
+no other error.
 
-    python experiments/shadowsync_soak.py --minutes 10          what `make soak` runs
+    python experiments/shadowsync_soak.py --minutes 10  what `make soak` runs
 
 8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a
 fresh set of trainers, in shadows and in the foreground, random delays in the batches and in every
@@ -108,7 +109,8 @@ class Injection:
 
 
 class Checked:
-    """A transport that delays every round at random, looks for torn values on the way, and fails if asked to."""
+    """A transport that delays every round at random, looks for torn values on the way, and fails if
+    asked to."""
 
     def __init__(self, transport, injection: Injection, seed: int):
         self.transport, self.rng, self.lock = transport, np.random.default_rng(seed), threading.Lock()
@@ -144,13 +146,15 @@ class Checked:
 
 
 def whole(params) -> bool:
-    """Whether all elements of each tensor are equal; a centre takes tensors one by one, so they may differ."""
+    """Whether all elements of each tensor are equal; a centre takes tensors one by one, so they may
+    differ."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
     return all((leaf == leaf.flat[0]).all() for leaf in leaves)
 
 
 def stream(injection: Injection, trainer: int, until: float, finished: set[int]):
-    """Batches with random pauses, until a time; uneven trainers. The one that is to fail goes on until it has."""
+    """Batches with random pauses, until a time; uneven trainers. The one that is to fail goes on
+    until it has."""
     rng = np.random.default_rng([injection.case.seed, trainer])
     until -= rng.random()
     for number in itertools.count():
@@ -210,7 +214,8 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         for thread in threading.enumerate()
         if thread.name.startswith(("trainer", "shadow", "synchronisation"))
     ]
-    if rule.has_centre and case.failure == "none" and figures:  # sum of replicas and centre = starts + steps
+    # Sum of replicas and centre = starts + steps.
+    if rule.has_centre and case.failure == "none" and figures:
         total = sum(transport.ended.values()) + float(transport.parameters["w"][0])
         wanted = n + 1 + RATE * sum(figures.steps)
         row["conserved_sum_error"] = abs(total - wanted) / wanted
@@ -220,7 +225,8 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
 
 def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> list[str]:
     """A sentence for each law that a set has broken."""
-    silent = case.failure in ("meet_stalls", "leaves_in_a_round")  # nothing is raised where they happen
+    # Nothing is raised where they happen.
+    silent = case.failure in ("meet_stalls", "leaves_in_a_round")
     named = isinstance(error, Left) and f"trainer {case.victim} " in str(error)
     stops_all = case.failure != "none" and (case.policy == "raise" or case.failure == "interrupt")
     others = set(range(trainers)) - {case.victim}
@@ -240,7 +246,7 @@ def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> l
     return [sentence for sentence, is_broken in broken.items() if is_broken]
 
 
-def cases(config: Config):
+def cases_of_soak(config: Config):
     """Without end: rules, failures and policies in turns, at random instants."""
     rng = np.random.default_rng(config.seed)
     for number in itertools.count():
@@ -252,7 +258,8 @@ def cases(config: Config):
 
 
 def main(config: Config) -> dict:
-    """Sets of trainers until the time is over, each case at least once; returns what results.json holds."""
+    """Sets of trainers until the time is over, each case at least once; returns what results.json
+    holds."""
     run = Run("shadowsync_soak", config, config.workdir)
     command = command_of("shadowsync_soak", config)
     if config.preset == "smoke":
@@ -262,7 +269,7 @@ def main(config: Config) -> dict:
     rows: list[dict[str, Any]] = []
     end = time.perf_counter() + 60 * config.minutes
     with tqdm(unit="set", disable=None) as bar:
-        for case in cases(config):
+        for case in cases_of_soak(config):
             if time.perf_counter() > end and len(rows) >= len(CASES):
                 break
             rows.append(one_set(config, case))

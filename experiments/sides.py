@@ -1,4 +1,5 @@
-"""Processes that measure the reference work when they are asked to: jaxrec in one, each way of PyTorch in another.
+"""Processes that measure the reference work when they are asked to: jaxrec in one, each way of
+PyTorch in another.
 
 They take turns, a round of steps each, so that a slow minute hits all of them. A process that is
 not asked computes nothing; each has its own tables, on the same device. Times are of whole turns:
@@ -21,7 +22,8 @@ from reference import BATCHES, Job, reference_work, synthetic
 
 
 class JaxSide:
-    """jaxrec's step: as the loop runs it, planned in a thread, and in the other ways that a device allows."""
+    """jaxrec's step: as the loop runs it, planned in a thread, and in the other ways that a device
+    allows."""
 
     def __init__(self, job: Job):
         import jax
@@ -51,7 +53,8 @@ class JaxSide:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each step."""
+        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each
+        step."""
         from jaxrec.embedding import capacity_of
         from jaxrec.loop import planned
 
@@ -62,11 +65,13 @@ class JaxSide:
             return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)
 
     def run_planned(self, steps: int) -> float:
-        """Seconds per step where plans and batches are on the device before the clock starts: the step alone."""
+        """Seconds per step where plans and batches are on the device before the clock starts: the
+        step alone."""
         return self._timed(self.step, itertools.cycle(self._on_device[1]), steps)
 
     def run_device_plan(self, steps: int) -> float:
-        """Seconds per step where ids are sent and planned on the device, in the step's own program."""
+        """Seconds per step where ids are sent and planned on the device, in the step's own
+        program."""
         return self._timed(self._plan_and_step, itertools.cycle((batch,) for batch in self.batches), steps)
 
     def run_device_plan_resident(self, steps: int) -> float:
@@ -89,7 +94,7 @@ class JaxSide:
 
     @functools.cached_property
     def _on_device(self):
-        """Batches, and (plan, batch) pairs, all of one capacity, on the device."""
+        """Batches, and (plans, batch) pairs, all of one capacity, on the device."""
         import jax
 
         from jaxrec.embedding import plan
@@ -133,7 +138,8 @@ class JaxSide:
         return relative_error(np.asarray(jnp.asarray(a) @ jnp.asarray(b)), a, b)
 
     def parts(self, repeats: int) -> dict[str, float]:
-        """Median milliseconds of plan, read, update and put, each waited for, on the same batches."""
+        """Median milliseconds of plan, read, update and put, each waited for, on the same
+        batches."""
         import jax
 
         from jaxrec.embedding import DeviceTables, plan
@@ -220,7 +226,7 @@ class TorchSide:
         self.wait: Callable = (lambda: None) if device == "cpu" else torch.cuda.synchronize
         self.torch, self.device, self.index = torch, device, 0
         clicks, batches = synthetic(job)
-        work = torch_dlrm.Work(clicks.cardinalities, job.width, batches, job.model, device)
+        work = torch_dlrm.TorchWork(clicks.cardinalities, job.width, batches, job.model, device)
         self.step = torch_dlrm.VARIANTS[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:
@@ -249,7 +255,8 @@ class Failed(RuntimeError):
 
 
 def serve(pipe, make):
-    """A side's process: answers (method, argument) until the pipe closes; sends (answer, traceback or None)."""
+    """A side's process: answers (method, argument) until the pipe closes; sends (answer, traceback
+    or None)."""
     try:
         side = make()
         pipe.send((getattr(side, "table_bytes", 0), None))

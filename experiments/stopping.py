@@ -1,4 +1,5 @@
-"""How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not accidents."""
+"""How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not
+accidents."""
 
 import contextlib
 import gc
@@ -60,14 +61,16 @@ class Asked:
         """In this block a signal waits until somebody looks at it."""
         self._held = True
         try:
-            self.check()  # one that came before, and whose exception was lost in somebody's callback
+            # One that came before, and whose exception was lost in somebody's callback.
+            self.check()
             yield
         finally:
             self._held = False
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
-        if self.signal is None:  # the first one says how the run ends, whatever comes while it is saved
+        # The first one says how the run ends, whatever comes while it is saved.
+        if self.signal is None:
             self.signal, self._to_raise = number, not self._held
         self._ctrl_c += number == signal.SIGINT
         if self._ctrl_c == 3:  # somebody insists: as if no handler were there
@@ -75,7 +78,8 @@ class Asked:
             signal.raise_signal(signal.SIGINT)
         self._answer(number)
         if not self._held and self._to_raise:
-            if in_gc_callback(frame):  # what is raised here is lost, so the signal comes again in a moment
+            # What is raised here is lost, so the signal comes again in a moment.
+            if in_gc_callback(frame):
                 self._ctrl_c -= number == signal.SIGINT
                 self._again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
                 self._again.start()
@@ -92,12 +96,14 @@ class Asked:
         words = "the running step ends, then its state is saved" if self._held else "stopping"
         if self._ctrl_c == 2:
             words += "; a third Ctrl-C kills at once"
-        with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+        # Not print: the signal may have come in the middle of one.
+        with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
 
 
 def in_gc_callback(frame: FrameType | None) -> bool:
-    """Whether a frame runs inside a callback of the garbage collector (JAX has one), which swallows exceptions."""
+    """Whether a frame runs inside a callback of the garbage collector (JAX has one), which swallows
+    exceptions."""
     codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
         if frame.f_code in codes:
@@ -132,7 +138,8 @@ def stop_on_signals() -> Iterator[Asked]:
 
 
 def leave(stopped: Stopped, requeue: bool) -> NoReturn:
-    """Ends the process: says what was done, with code 128 + the signal's number, or 75 if the job is to be requeued."""
+    """Ends the process: says what was done, with code 128 + the signal's number, or 75 if the job
+    is to be requeued."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)  # all is done but this
     say(str(stopped), sys.stderr)
@@ -140,12 +147,14 @@ def leave(stopped: Stopped, requeue: bool) -> NoReturn:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Prints a line beside a progress bar; a terminal or a pipe that is gone is no reason to end a run."""
+    """Prints a line beside a progress bar; a terminal or a pipe that is gone is no reason to end a
+    run."""
     file = file or sys.stdout
     try:
         tqdm.write(text, file=file)
         file.flush()
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())  # or Python would fail at what is left in its buffer, at exit
+        # Or Python would fail at what is left in its buffer, at exit.
+        os.dup2(nowhere, file.fileno())
         os.close(nowhere)

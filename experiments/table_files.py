@@ -1,4 +1,5 @@
-"""Mapped files with the tables of a run: they belong to that run, and are used again when it goes on."""
+"""Mapped files with the tables of a run: they belong to that run, and are used again when it goes
+on."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Pat
     """Fresh tables in host memory, or in mapped files if there is a directory for them."""
     if directory is None or not (directory / "tables.json").exists():
         return HostTables.create(spec, row_optimizer, directory)
-    # A kill in the middle of a step has torn them, which is no loss: their rows come from the image of the run.
+    # A kill in the middle of a step has torn them, which is no loss: their rows come from the image
+    # of the run.
     tables = HostTables.attach(spec, row_optimizer, directory, torn="accept")
     with tables.overwriting(step=0):
         for name, stack in spec.stacks.items():

@@ -1,8 +1,8 @@
 """How fast a training step is, part by part, beside the fastest PyTorch doing the same work.
 
     python experiments/throughput.py --tables host
-    python experiments/throughput.py --tables host --against torch          needs torch; FBGEMM where it is installed
-    python experiments/throughput.py --sweep rows                           1M to 50M rows
+    python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where it is installed
+    python experiments/throughput.py --sweep rows                   1M to 50M rows
 
 The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
 rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
@@ -53,20 +53,21 @@ def started(config: Config, steps: int) -> dict[str, Side]:
     return sides
 
 
-def take_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
+def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
     """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone."""
     turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
-    for _ in range(rounds):  # a slow minute of the machine hits all sides, and falls out of their ratios
+    # A slow minute of the machine hits all sides, and falls out of their ratios.
+    for _ in range(rounds):
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
         turns["gemm"].append(sides["jaxrec"].ask("gemm", steps))
     return {name: np.array(times) for name, times in turns.items()}
 
 
-def measure(config: Config, rounds: int, steps: int) -> dict:
+def measure_sides(config: Config, rounds: int, steps: int) -> dict:
     """All sides in turns; the flat results of one configuration."""
     sides = started(config, steps)
-    times, ours = take_turns(sides, rounds, steps), sides["jaxrec"]
+    times, ours = sides_in_turns(sides, rounds, steps), sides["jaxrec"]
     ms = {name: 1e3 * float(np.median(each)) for name, each in times.items()}
     results: dict[str, Any] = {"examples_per_s": 1e3 * config.batch_size / ms["jaxrec"], "step_ms": ms["jaxrec"]}
     results |= ours.ask("parts", 4 * steps)
@@ -120,14 +121,14 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=min(config.rows, 200_000))
     if config.sweep == "none":
-        results = measure(config, rounds, steps)
+        results = measure_sides(config, rounds, steps)
         run.log(results)
     else:
         field, values = SWEEPS[config.sweep]
         results = {}
         for value in values:
             changed: dict[str, Any] = {field: value}
-            row = measure(dataclasses.replace(config, **changed), rounds, steps)
+            row = measure_sides(dataclasses.replace(config, **changed), rounds, steps)
             run.log({field: value} | row)
             results |= {f"{key}_at_{field}_{value}": row[key] for key in row}
     run.close(results, table(config, results))

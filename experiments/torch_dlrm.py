@@ -1,9 +1,11 @@
-"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of sides.py.
+"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of
+sides.py.
 
-Every variant is a function of `Work` -> step, where step(i, resident) trains on batch i and returns its loss, on the
-device; batches are sent from pinned memory with the step, or lie on the device if `resident`. All do the same work as
-jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator a row (`adagrad`:
-one an element, torch.optim's own), one id a field.
+Every variant is a function of `TorchWork` -> step, where step(i, resident) trains on batch i and
+returns its loss, on the device; batches are sent from pinned memory with the step, or lie on the
+device if `resident`. All do the same work as jaxrec: plain SGD on the dense part, duplicates
+reduced before a row optimizer with one accumulator per row (`adagrad`: one per element,
+torch.optim's own), one id per field.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ DENSE_RATE, ROW_RATE, EPS = 0.01, 0.02, 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TorchWork:
     """What to train, and where."""
 
     cardinalities: tuple[int, ...]
@@ -40,12 +42,12 @@ class Work:
 
     def dense_part(self, compiled: bool = False) -> nn.Module:
         """The dense network on the device."""
-        of_model = DLRM if self.model == "dlrm" else DCNv2
+        of_model = TorchDLRM if self.model == "dlrm" else TorchDCNv2
         module = of_model(len(self.cardinalities), self.width).to(self.device)
         return torch.compile(module) if compiled else module
 
 
-class DLRM(nn.Module):
+class TorchDLRM(nn.Module):
     """Bottom MLP, dot interaction, top MLP: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
 
     pairs: torch.Tensor
@@ -64,8 +66,9 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, products.index_select(1, self.pairs)], dim=1))[:, 0]
 
 
-class DCNv2(nn.Module):
-    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
+class TorchDCNv2(nn.Module):
+    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit
+    [B]."""
 
     def __init__(self, fields: int, width: int):
         super().__init__()
@@ -103,8 +106,9 @@ def rowwise_adagrad_(weight, accumulator):
     weight.grad = None
 
 
-def tensors(work: Work, offsets, arrange=lambda ids: ids):
-    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then arranged."""
+def tensors(work: TorchWork, offsets, arrange=lambda ids: ids):
+    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then
+    arranged."""
     found = [
         (
             torch.as_tensor(b.dense),
@@ -116,7 +120,7 @@ def tensors(work: Work, offsets, arrange=lambda ids: ids):
     return found if work.device == "cpu" else [tuple(t.pin_memory() for t in batch) for batch in found]
 
 
-def make_step(work: Work, dense_part, lookup, step_rows, data):
+def make_step(work: TorchWork, dense_part, lookup, step_rows, data):
     """The training step around a lookup [B, F, E] and a row optimizer."""
     optimizer = torch.optim.SGD(dense_part.parameters(), lr=DENSE_RATE)
     loss_function = nn.BCEWithLogitsLoss()
@@ -139,7 +143,7 @@ def make_step(work: Work, dense_part, lookup, step_rows, data):
     return step
 
 
-def stacked(work: Work, row_optimizer="rowwise", compiled=False):
+def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
     """One EmbeddingBag for all fields."""
     fields = len(work.cardinalities)
     bag = nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=work.device)
@@ -151,8 +155,9 @@ def stacked(work: Work, row_optimizer="rowwise", compiled=False):
     return make_step(work, work.dense_part(compiled), lookup, _row_step([bag.weight], row_optimizer), data)
 
 
-def unique(work: Work, compiled=False):
-    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in place."""
+def unique(work: TorchWork, compiled=False):
+    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in
+    place."""
     fields, rows = len(work.cardinalities), work.rows
     weight = torch.randn(rows, work.width, device=work.device).mul_(rows**-0.5)
     accumulator = torch.zeros(rows, device=work.device)
@@ -176,7 +181,7 @@ def unique(work: Work, compiled=False):
     return make_step(work, work.dense_part(compiled), lookup, step_rows, data)
 
 
-def separate(work: Work):
+def separate(work: TorchWork):
     """One EmbeddingBag a field, as in facebookresearch/dlrm."""
     bags = [nn.EmbeddingBag(n, work.width, mode="sum", sparse=True, device=work.device) for n in work.cardinalities]
     data = tensors(work, 0, lambda ids: ids.T.contiguous())
@@ -207,7 +212,7 @@ def _adagrad_step(optimizer):
     return step
 
 
-def fbgemm(work: Work):
+def fbgemm(work: TorchWork):
     """FBGEMM's fused tables, EXACT_ROWWISE_ADAGRAD inside the backward pass."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation

@@ -1,11 +1,11 @@
 """Trains a click model in one pass and evaluates it: the main job.
 
-    python experiments/train.py                                        synthetic clicks, DLRM
-    python experiments/train.py --data criteo --path train.txt         Criteo Kaggle or 1TB files, prepared on the way
-    python experiments/train.py --model dcnv2                          DCNv2 instead of DLRM
-    python experiments/train.py --tables host --preset smoke           tables in host memory, under a minute
-    python experiments/train.py --workdir DIR --resume                 goes on with a run that was stopped, bit for bit
-    python experiments/train.py --workdir DIR --resume --requeue       in batch jobs: begins or goes on; 75 = not done
+    python experiments/train.py                                   synthetic clicks, DLRM
+    python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
+    python experiments/train.py --model dcnv2                     DCNv2 instead of DLRM
+    python experiments/train.py --tables host --preset smoke      tables in host memory, under a minute
+    python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped, bit for bit
+    python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
 Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it
 starts; the teacher that drew the synthetic labels is evaluated beside the model, as the best that
@@ -23,7 +23,7 @@ import optax
 from clicks import ClickJob, Data, click_job, criteo_data, make_model, rules, synthetic_data
 from contract import Flags, Run, command_line, listing, refuse, say
 from recording import Past, Recorder
-from saving import Saves
+from saving import PeriodicSaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
 
@@ -97,7 +97,8 @@ def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
 
 
 def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
-    """The newest whole image of the run, and what was logged up to it; the given state if nothing is saved."""
+    """The newest whole image of the run, and what was logged up to it; the given state if nothing
+    is saved."""
     directory, history = run.directory / "checkpoints", run.metrics()
     if not images(directory):
         if history:
@@ -119,7 +120,7 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
     return state, Past(kept, image.extra)
 
 
-def train(config: Config, run: Run, asked: Asked) -> dict:
+def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     """Trains to the end, or until asked to stop; returns what results.json holds."""
     data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
     say(f"test AUC to expect: {data.expectation}")
@@ -129,7 +130,7 @@ def train(config: Config, run: Run, asked: Asked) -> dict:
     first = int(state.dense.step)
     recorder = Recorder(run, data, job.spec, job.eval_step(mesh), first, past, asked, config.evaluations)
     with Checkpointer(run.directory / "checkpoints", run=run.id) as checkpointer, asked.held():
-        saves = Saves(checkpointer, config.save_every_steps, recorder.extra, past.extra.get("saving"))
+        saves = PeriodicSaves(checkpointer, config.save_every_steps, recorder.extra, past.extra.get("saving"))
 
         def test(state, step, plans, step_metrics):
             if recorder.due(step) and not asked:
@@ -152,7 +153,7 @@ def train(config: Config, run: Run, asked: Asked) -> dict:
     return finish(run, recorder, saves, unsaved)
 
 
-def finish(run: Run, recorder: Recorder, saves: Saves, unsaved: str | None) -> dict:
+def finish(run: Run, recorder: Recorder, saves: PeriodicSaves, unsaved: str | None) -> dict:
     """Writes and shows the results; fails behind that, if the last state is not saved."""
     recorder.plot()
     results = recorder.results() | saves.results() | {"last_state_saved": unsaved is None}
@@ -180,7 +181,7 @@ def main(config: Config) -> dict:
         results = run.read_json("results.json")
         if not results.get("last_state_saved"):
             with own(config.table_directory, run.id):
-                return train(config, run, asked)
+                return train_to_the_end(config, run, asked)
         say(f"{run.directory} is complete, nothing is left to do:")
         say(listing(results, TABLE))
         return results

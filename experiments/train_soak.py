@@ -1,12 +1,14 @@
-"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP: every run that was stopped ends as the one that nobody disturbed.
+"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP: every run that was stopped ends as the one
+that nobody disturbed.
 
-    python experiments/train_soak.py --minutes 10          what `make soak` runs
+    python experiments/train_soak.py --minutes 10  what `make soak` runs
 
-Runs of train.py over tables on the device, in host memory and in mapped files are stopped at random instants (while
-Python starts, while XLA compiles, in a step, in an evaluation, in a save, at the end) and gone on with, until they are
-finished. Then every array of their last image and every row of metrics must equal, bit for bit, those of a run of the
-same flags that nobody disturbed; every process must have ended with the code that its signal asks for, none with a
-traceback; and what a process said that it had saved must be there.
+Runs of train.py over tables on the device, in host memory and in mapped files are stopped at random
+instants (while Python starts, while XLA compiles, in a step, in an evaluation, in a save, at the
+end) and gone on with, until they are finished. Then every array of their last image and every row
+of metrics must equal, bit for bit, those of a run of the same flags that nobody disturbed; every
+process must have ended with the code that its signal asks for, none with a traceback; and what a
+process said that it had saved must be there.
 """
 
 import collections
@@ -47,7 +49,7 @@ class Config(Flags):
 
 
 @dataclasses.dataclass
-class Figures:
+class SoakFigures:
     """What the workers count, under a lock."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -69,7 +71,7 @@ class Soak:
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.until = directory, time.perf_counter() + 60 * config.minutes
-        self.figures, self.seed = Figures(), config.seed
+        self.figures, self.seed = SoakFigures(), config.seed
         self.environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -117,7 +119,8 @@ class Soak:
 
     def disturb(self, process: subprocess.Popen, workdir: Path, rng) -> None:
         """Sends a signal at a random instant, waits for the end, and looks at it."""
-        # One in four comes while Python starts; the others after a line that says how far the run has come.
+        # One in four comes while Python starts; the others after a line that says how far the run
+        # has come.
         way, lines = WAYS[int(rng.integers(len(WAYS)))], int(rng.integers(2, LINES)) if rng.random() < 0.75 else 0
         assert process.stdout is not None
         said = ""
@@ -165,7 +168,8 @@ def judge(code: int, number: int, said: str, workdir: Path) -> tuple[str, list[s
     # Before the job has begun, and after all of it is written, Python's own handlers are at work.
     at_work = "AUC to expect" in said and "run written to" not in said
     killed = -number if number == signal.SIGKILL or not at_work else 0
-    # Ctrl-C while Python imports its own packages ends it with 1 and a traceback, before a line of ours has run.
+    # Ctrl-C while Python imports its own packages ends it with 1 and a traceback, before a line of
+    # ours has run.
     # Or with a crash: an extension of numpy's or jax's that Ctrl-C meets while it is loaded.
     in_start = {1, -signal.SIGSEGV} if number == signal.SIGINT and (not said or "Traceback" in said) else set()
     if code not in {0, killed, 128 + number} | (set() if at_work else in_start):
@@ -180,7 +184,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     """What two finished runs do not have in common: arrays of their last image, rows of metrics."""
     first, second = (read_manifest(images(workdir / "checkpoints")[0]) for workdir in (whole, other))
     a, b = (load_arrays(image, leaves_of(image)) for image in (first, second))
-    found = [f"array {name} differs" for name in a.keys() | b.keys() if not same(a.get(name), b.get(name))]
+    found = [f"array {name} differs" for name in a.keys() | b.keys() if not same_arrays(a.get(name), b.get(name))]
     if first.step != second.step:
         found.append(f"steps {first.step} and {second.step}")
     if rows(whole) != rows(other):
@@ -188,7 +192,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     return found
 
 
-def same(a, b) -> bool:
+def same_arrays(a, b) -> bool:
     """Whether two arrays are equal bit for bit."""
     return a is not None and b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 

@@ -26,7 +26,8 @@ class Announced:
         """Keeps a cut for a step behind that of now.
 
         Raises:
-          ValueError: the step lies behind, or has a cut already; no whole number, no function, an unknown word.
+          ValueError: the step lies behind, or has a cut already; no whole number, no function, an
+            unknown word.
         """
         if not isinstance(step, int | np.integer) or not callable(cut.save):
             raise ValueError(f"cut(step={step!r:.80}, save={cut.save!r:.80}) wants a whole number and a function.")

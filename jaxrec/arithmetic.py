@@ -82,7 +82,8 @@ def gradients(
     sharded: bool = False,
     rng: jax.Array | None = None,
 ) -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The first half of `update`: the gradients of a batch, for those who apply them later (Hogwild).
+    """The first half of `update`: the gradients of a batch, for those who apply them later
+    (Hogwild).
 
     Args:
       params: dense parameters, without a replica axis.

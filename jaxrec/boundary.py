@@ -52,7 +52,8 @@ def check_tables(tables) -> None:
 
 
 def check_state(spec: EmbeddingSpec, state) -> None:
-    """Refuses a state that is none, that was used up before, or whose tables are of another spec."""
+    """Refuses a state that is none, that was used up before, or whose tables are of another
+    spec."""
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a "
@@ -88,7 +89,8 @@ def check_not_donated(state) -> None:
 
 
 def check_batch(spec: EmbeddingSpec, plans, batch, devices: int = 1) -> None:
-    """Refuses a batch that is none, that devices cannot share, or that was not planned; bad weights.
+    """Refuses a batch that is none, that devices cannot share, or that was not planned; bad
+    weights.
 
     Args:
       spec: the tables and lookups.
@@ -125,7 +127,8 @@ def own_batch(batch: Batch) -> Batch:
 
 
 def _check_weight(weight) -> int:
-    """B, after looking at the weights; on the host only, as a device would have to be waited for."""
+    """B, after looking at the weights; on the host only, as a device would have to be waited
+    for."""
     if not isinstance(weight, ARRAYS) or weight.ndim != 1:
         found = f"array of shape {tuple(weight.shape)}" if isinstance(weight, ARRAYS) else type(weight).__name__
         raise ValueError(f"weight is a {found}, but f32[B] is wanted: np.ones(B, np.float32) if all examples count.")

@@ -1,4 +1,5 @@
-"""The engine: what takes a state from batch to batch. `Serial` trains one after the other, in any home of the rows.
+"""The engine: what takes a state from batch to batch. `Serial` trains one after the other, in any
+home of the rows.
 
 Legend: B batch, U padded unique rows per shard.
 """
@@ -12,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from jaxrec.announced import Announced, Cut
 from jaxrec.boundary import check_not_donated, own_batch
+from jaxrec.bounds import whole_number
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, Tables, capacity_of, plan
 from jaxrec.interrupts import raise_again, uninterrupted
@@ -21,11 +23,12 @@ from jaxrec.types import Batch, ShardsLost, TrainState
 
 
 class Engine(Protocol):
-    """What trains over tables in some home: `Serial`, and `oac.Pipeline`, whose results are the same bits.
+    """What trains over tables in some home: `Serial`, and `oac.Pipeline`, whose results are the
+    same bits.
 
-    At each step the order is: commit, hooks in their order, the cut of the step if one is announced, and then what was
-    lost is recovered. An engine is a context manager: leaving it ends its run, waits for its cuts, and then leaves
-    whatever was entered with `enter`.
+    At each step the order is: commit, hooks in their order, the cut of the step if one is
+    announced, and then what was lost is recovered. An engine is a context manager: leaving it ends
+    its run, waits for its cuts, and then leaves whatever was entered with `enter`.
 
     Attributes:
       tables: as they are now.
@@ -52,13 +55,15 @@ class Engine(Protocol):
         """Trains on all batches; yields the state and the metrics after each."""
 
     def exclusive(self, change: Callable[[Any], Any]) -> None:
-        """Replaces the tables by change(tables), alone with them; for the thread that iterates, also in a hook."""
+        """Replaces the tables by change(tables), alone with them; for the thread that iterates,
+        also in a hook."""
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that a state is to be saved after a step that is not committed yet."""
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Says that shards are lost; after the step and its cut whoever was entered and can `recover` does so."""
+        """Says that shards are lost; after the step and its cut whoever was entered and can
+        `recover` does so."""
 
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, between two runs."""
@@ -79,9 +84,10 @@ class Serial:
       state: TrainState; it is donated.
       train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
 
-    Whatever ends a run, the engine keeps the state of the last step that was committed, with what the last whole hook
-    has returned; a Ctrl-C or a SIGTERM waits for the step that is being committed. An iterator that a run has left
-    begins, if it comes again, with what was taken from it and not trained.
+    Whatever ends a run, the engine keeps the state of the last step that was committed, with what
+    the last whole hook has returned; a Ctrl-C or a SIGTERM waits for the step that is being
+    committed. An iterator that a run has left begins, if it comes again, with what was taken from
+    it and not trained.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -134,9 +140,11 @@ class Serial:
         """Trains on all batches.
 
         Args:
-          batches: Batch after Batch, of one size; planned, and taken from their iterator, up to three ahead.
+          batches: Batch after Batch, of one size; planned, and taken from their iterator, up to
+            three ahead.
           hooks: (state, step, plans, metrics) -> state, in order after every step.
-          check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
+          check_every_steps: how often the losses are fetched and checked; they are, too, at the end
+            of a run.
 
         Yields:
           (TrainState, metrics) after every batch; the state is donated to the next step.
@@ -167,21 +175,26 @@ class Serial:
 
     def _over_stream(self, stream, hooks, check_every_steps):
         taken: collections.deque = collections.deque()  # planned, and not given to a step yet
+        # From here on the stream is this run's: who wants the same iterator waits until it is free
+        # again.
         stream.free.clear()
         try:
             with contextlib.closing(prefetch(_planned_of(stream, self.tables.spec, taken), 2)) as pairs:
                 yield from self._over_pairs(pairs, hooks, check_every_steps, taken.popleft)
         finally:
+            # What was planned and not trained goes back in front, in its order, so that the next
+            # run begins with it and no batch of the stream is lost.
             stream.waiting.extendleft(reversed(taken))
             stream.free.set()
             stream.rest()
 
     def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):
-        if check_every_steps < 1:
-            raise ValueError(f"check_every_steps={check_every_steps} must be at least 1.")
+        whole_number("check_every_steps", check_every_steps)
+        # Losses are fetched in lots: to look at each would make every step wait for the device.
         losses: list = []
         for batch, plans in pairs:
-            # A step donates the state that it is given: between its call and this assignment there would be none.
+            # A step donates the state that it is given: between its call and this assignment there
+            # would be none.
             with uninterrupted(again=False) as asked:
                 tell()  # before the step: a batch that it refuses does not come again
                 self._state, metrics = self._train_step(self._state, plans, batch)
@@ -199,24 +212,32 @@ class Serial:
         self._cuts.warn(self.step)
 
     def _after_step(self, hooks, plans, metrics):
+        # Hooks before the cut: what they make of the dense state belongs to the step that is saved.
         for hook in hooks:
             self._run_hook(hook, plans, metrics)
         if save := self._cuts.at(self.step):
+            # Before the save: one that raises is not tried again when the run goes on, as its step
+            # is over.
             self._cuts.tell_begun(self.step)
             save(self._state)
         self._recover()
 
     def _run_hook(self, hook, plans, metrics):
+        # A hook may donate what it is given: `state` is refused until it has returned another one.
         given, self._in_hook = self._state, True
         try:
             found = run_hooks((hook,), given, self.step, plans, metrics)
         finally:
             self._in_hook = False
-        # `exclusive` within the hook has replaced the tables, and those that the hook was given may be donated.
+        # `exclusive` within the hook has replaced the tables, and those that the hook was given may
+        # be donated.
         changed = found.tables is given.tables and self._state.tables is not given.tables
         self._state = found._replace(tables=self._state.tables) if changed else found
 
     def _recover(self):
+        # Taken off first: a recovery that raises must not find the same shards again at the next
+        # step. Behind the cut: a shard that is lost at this step comes back with what was just
+        # saved of it.
         lost, self._lost = sorted(set(self._lost)), []
         watchers = [watcher.recover for watcher in self._watchers if hasattr(watcher, "recover")]
         if lost and not watchers:
@@ -225,7 +246,8 @@ class Serial:
             recover(lost)
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
-        """Replaces the tables by change(tables); device tables that are donated on the way are gone."""
+        """Replaces the tables by change(tables); device tables that are donated on the way are
+        gone."""
         self._state = self._state._replace(tables=change(self._state.tables))
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
@@ -234,7 +256,8 @@ class Serial:
         Args:
           step: a step that is not committed yet.
           save: (TrainState) -> anything.
-          unreached: whether leaving a run warns that the step was not reached; it stays announced for the next run.
+          unreached: whether leaving a run warns that the step was not reached; it stays announced
+            for the next run.
 
         Raises:
           ValueError: the step is committed, or has a cut already.
@@ -246,7 +269,8 @@ class Serial:
         self._lost.extend(shards)
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
+        """Goes on from another state, whose step is that of its dense half; what was announced or
+        lost is forgotten.
 
         Raises:
           ValueError: a run goes on; the state was donated before.
@@ -256,6 +280,7 @@ class Serial:
         check_not_donated(state)
         self._state, self.step = state, int(state.dense.step)
         self._cuts.warn(self.step)
+        # The steps of these cuts are those of the state that was left.
         self._cuts.forget()
         self._lost = []
 
@@ -275,6 +300,7 @@ class Serial:
     def close(self) -> None:
         """Ends the run, if one goes on; the state stays."""
         if (generator := self._run()) is not None:
+            # Before what was entered is left: a recovery must still be there while the run ends.
             generator.close()
         self._cuts.warn(self.step)
 
@@ -299,18 +325,21 @@ def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 
 
 def _plan_each(spec, batches, capacity):
     for batch in batches:
-        batch = own_batch(_batch(batch, "`planned`"))  # plans run ahead, and a loader may fill the same arrays again
+        # Plans run ahead, and a loader may fill the same arrays again.
+        batch = own_batch(_batch(batch, "`planned`"))
         plans = plan(spec, batch.ids, capacity)
         capacity = capacity_of(plans)
         yield batch, plans
 
 
 def _planned_of(stream, spec, taken):
-    """Pairs of a stream, in the thread that reads it; what could not be planned does not come again with the stream."""
+    """Pairs of a stream, in the thread that reads it; what could not be planned does not come again
+    with the stream."""
     capacity = None
     while (batch := stream.take()) is not END:
         plans = plan(spec, _batch(batch, "a run").ids, capacity)
         capacity = capacity_of(plans)
+        # Before it is handed over: the run takes it off this list when its step begins.
         taken.append(batch)
         yield batch, plans
 

@@ -1,7 +1,9 @@
-"""Files and directories that are whole or absent, and belong to one writer: what every part that writes shares.
+"""Files and directories that are whole or absent, and belong to one writer: what every part that
+writes shares.
 
-A file is written aside, flushed, renamed into place, and the directory is flushed: after a kill or a power cut there is
-the old one or the new one. A directory is locked with `flock`, which the kernel frees when its owner dies.
+A file is written aside, flushed, renamed into place, and the directory is flushed: after a kill or
+a power cut there is the old one or the new one. A directory is locked with `flock`, which the
+kernel frees when its owner dies.
 """
 
 import contextlib
@@ -17,7 +19,8 @@ PARTIAL = ".partial"
 
 
 def local_path(path: str | Path) -> Path:
-    """An absolute path on this machine, so that it means the same after `os.chdir`; a leading ~ is the user's home.
+    """An absolute path on this machine, so that it means the same after `os.chdir`; a leading ~ is
+    the user's home.
 
     Args:
       path: relative or absolute.
@@ -46,13 +49,15 @@ def new_run_id() -> str:
 
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """Yields a name beside a file to write to; what was written takes its place at once, or not at all.
+    """Yields a name beside a file to write to; what was written takes its place at once, or not at
+    all.
 
     Args:
       path: the file, which may exist.
 
     Raises:
-      OSError: the disk is full or read-only; the file is as it was, and what was written aside is removed.
+      OSError: the disk is full or read-only; the file is as it was, and what was written aside is
+        removed.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -86,7 +91,8 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, each flushed into the one that holds it; it may exist."""
+    """Makes a directory and those above it, each flushed into the one that holds it; it may
+    exist."""
     missing = []
     while not path.exists():
         missing.append(path)

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM put off: a lock is not left held, and what belongs together is done or not begun.
+"""Ctrl-C and SIGTERM put off: a lock is not left held, and what belongs together is done or not
+begun.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, also between taking a lock and the
-block that would release it. A second one comes while the first is dealt with.
+Python raises KeyboardInterrupt between any two instructions of the main thread, also between taking
+a lock and the block that would release it. A second one comes while the first is dealt with.
 """
 
 import contextlib
@@ -11,19 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-# How often a wait of the main thread looks whether a signal came: its handler runs on that thread and cannot notify it.
+# How often a wait of the main thread looks whether a signal came: its handler runs on that thread
+# and cannot notify it.
 _GLANCE_SECONDS = 0.05
 
 
 @contextlib.contextmanager
 def uninterrupted(again: bool = True) -> Iterator[list[int]]:
-    """Puts Ctrl-C and SIGTERM off until the block is left; yields the list of the signals that came.
+    """Puts Ctrl-C and SIGTERM off until the block is left; yields the list of the signals that
+    came.
 
-    Only the main thread gets any. A signal without a handler in Python never ends Python in the middle of a line.
+    Only the main thread gets any. A signal without a handler in Python never ends Python in the
+    middle of a line.
 
     Args:
-      again: whether they are raised when the block is left; if not, the caller calls `raise_again`, unless the block
-        is left by an error.
+      again: whether they are raised when the block is left; if not, the caller calls `raise_again`,
+        unless the block is left by an error.
     """
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -67,13 +71,15 @@ def raise_again(asked: Sequence[int]) -> None:
 def wait(
     changed: threading.Condition, over: Callable[[], bool], seconds: float = math.inf, by_the_clock: bool = False
 ) -> bool:
-    """Waits for a condition, whose lock nobody holds, until something is over; Ctrl-C ends it with the lock free.
+    """Waits for a condition, whose lock nobody holds, until something is over; Ctrl-C ends it with
+    the lock free.
 
     Args:
       changed: notified when `over` may have become true.
       over: looked at under the lock.
       seconds: the longest wait.
-      by_the_clock: whether it may be over without anybody's notice, so that every thread looks now and then.
+      by_the_clock: whether it may be over without anybody's notice, so that every thread looks now
+        and then.
 
     Returns:
       Whether it was over.

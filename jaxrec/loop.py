@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxrec import metrics
+from jaxrec.bounds import whole_number
 from jaxrec.engine import Engine, Serial, in_pairs, planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
@@ -19,15 +20,17 @@ __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "plann
 def keep_memory() -> bool:
     """Tells glibc to keep freed memory for the next step; call it once, before the first, on a CPU.
 
-    XLA allocates its scratch memory anew in each step. A block above 32 MB is mapped and unmapped every time, and the
-    kernel zeroes its pages: 15 to 25 of 100 ms a step were seen on the reference work. The same as
-    MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment; it holds for the whole process, which then
-    gives less memory back.
+    XLA allocates its scratch memory anew in each step. A block above 32 MB is mapped and unmapped
+    every time, and the kernel zeroes its pages: 15 to 25 of 100 ms per step were seen on the
+    reference work. The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the
+    environment; it holds for the whole process, which then gives less memory back.
 
     Returns:
       Whether the C library took it; others than glibc do not.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    # Both: with the one alone the memory would be given back when it is freed at the end of the
+    # heap.
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     return mallopt is not None and bool(mallopt(m_mmap_threshold, 1 << 30) and mallopt(m_trim_threshold, 2**31 - 1))
 
@@ -37,7 +40,8 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
 
     Args:
       engine: `Serial` or `oac.Pipeline`.
-      stream: step -> the batches from there on; called again, with an earlier step, when all is rolled back.
+      stream: step -> the batches from there on; called again, with an earlier step, when all is
+        rolled back.
       hooks: (state, step, plans, metrics) -> state, called in order after every step.
 
     Returns:
@@ -48,10 +52,13 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
     """
     while True:
         try:
+            # The stream is asked for anew after a rollback, from the earlier step on: an iterator
+            # cannot go back.
             for _ in engine.run(stream(engine.step), hooks):
                 pass
             return engine.state
         except RolledBack as back:
+            # Only now: the run has ended, and the engine may be given another state.
             back.go_back()
 
 
@@ -78,6 +85,7 @@ def fit(
       FloatingPointError: a loss is not finite; names the range of steps and what to look at.
       ValueError: what comes is no pair of a batch and its plan; as the step.
     """
+    # An engine without a `with` block: nothing was entered, so that nothing has to be left.
     engine = Serial(state, train_step)
     for _ in engine.steps(batches, hooks, check_every_steps):
         pass
@@ -86,11 +94,10 @@ def fit(
 
 def every(steps: int, hook: Callable) -> Callable:
     """Makes a hook that runs another one at every multiple of `steps`."""
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1.")
+    whole_number("steps", steps)
 
-    def run(state, step, plan, step_metrics):
-        return hook(state, step, plan, step_metrics) if step % steps == 0 else state
+    def run(state, step, plans, step_metrics):
+        return hook(state, step, plans, step_metrics) if step % steps == 0 else state
 
     return run
 
@@ -101,15 +108,17 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
     Args:
       state: TrainState.
       batches: (Batch, {stack: Plan}) pairs.
-      eval_step: (state, plan, batch) -> logit f32[B].
+      eval_step: (state, plans, batch) -> logit f32[B].
 
     Returns:
       auc, log_loss, normalized_entropy, calibration, label_mean, examples: see `metrics.summarize`.
 
     Raises:
       FloatingPointError: a logit is not finite; names the step of the state and the batch.
-      ValueError: labels other than 0 and 1; no examples; what comes is no pair of a batch and its plan.
+      ValueError: labels other than 0 and 1; no examples; what comes is no pair of a batch and its
+        plan.
     """
+    # Sums that merge, no list of logits: an evaluation needs as much memory as one batch.
     total = metrics.empty_evaluation()
     for number, (batch, plans) in enumerate(in_pairs(batches)):
         logit = np.asarray(eval_step(state, plans, batch))

@@ -25,17 +25,18 @@ Legend: B examples of one device, W the weight of all examples of a replica.
 """
 
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrec.bounds import whole_number
 from jaxrec.sharding import DATA, REPLICA, device_index
 from jaxrec.types import Batch, PyTree
 
 RESERVED = ("loss", "weight", "stale_rows", "patched_rows")  # the names of the step and of OAC
+_SEED = ", or None: the step makes the key itself, from the seed, its own number and the device's"
 
 
 class Outcome(NamedTuple):
@@ -148,16 +149,7 @@ def checked_seed(seed: int) -> int:
     Raises:
       ValueError: not a whole number from 0 to 2**32 - 1, which is what a key is made from.
     """
-    try:
-        number = -1 if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 2**32:
-        raise ValueError(
-            f"seed={seed!r:.100} must be a whole number from 0 to 2**32 - 1, or None: the step "
-            "makes the key itself, from the seed, its own number and the device's."
-        )
-    return number
+    return whole_number("seed", seed, 0, 2**32 - 1, _SEED)
 
 
 def check_rng(function: Callable, keyed: bool) -> None:

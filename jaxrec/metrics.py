@@ -28,7 +28,8 @@ def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = N
 
 
 def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD 2014, eq. 1).
+    """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD
+    2014, eq. 1).
 
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
@@ -65,7 +66,8 @@ def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = 
 
 
 class Evaluation(NamedTuple):
-    """Sufficient statistics of an evaluation; `merge` adds them, in any order, across batches and processes."""
+    """Sufficient statistics of an evaluation; `merge` adds them, in any order, across batches and
+    processes."""
 
     positives: np.ndarray  # f64[bins] weight of the clicks, by logit
     negatives: np.ndarray  # f64[bins] weight of the others
@@ -147,7 +149,8 @@ def _some_clicks(logit, label, weight):
 
 
 def _clicks(logit, label, weight):
-    """Logits, labels and weights, f64[n] each, of the examples of weight above 0, after looking at them."""
+    """Logits, labels and weights, f64[n] each, of the examples of weight above 0, after looking at
+    them."""
     weight = np.ones(np.shape(logit)) if weight is None else weight
     logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
     if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:

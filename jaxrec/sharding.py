@@ -1,6 +1,7 @@
-"""The mesh and how state lies on it: tables and batches are split over both axes, dense state over replicas.
+"""The mesh and how state lies on it: tables and batches are split over both axes, dense state over
+replicas.
 
-Legend: R replicas, D devices a replica, S shards (a multiple of R * D).
+Legend: R replicas, D devices per replica, S shards (a multiple of R * D).
 """
 
 import jax
@@ -25,7 +26,8 @@ def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
       devices: the devices to use; one device if None.
 
     Returns:
-      A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code wants.
+      A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code
+      wants.
 
     Raises:
       ValueError: R does not divide the number of devices; no devices.
@@ -46,7 +48,8 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
       mesh: over (replica, data), with axes of any type; one device if None.
 
     Returns:
-      The mesh over the same devices with automatic axis types. Arrays that lie on the one lie on the other.
+      The mesh over the same devices with automatic axis types. Arrays that lie on the one lie on
+      the other.
 
     Raises:
       ValueError: not a mesh, or one with other axes.
@@ -62,7 +65,7 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
     return mesh if mesh.axis_types == _AUTO else jax.sharding.Mesh(mesh.devices, AXES, axis_types=_AUTO)
 
 
-def check_shards(shards: int, mesh: jax.sharding.Mesh) -> None:
+def check_split(shards: int, mesh: jax.sharding.Mesh) -> None:
     """Refuses a number of shards that the devices of a mesh cannot share equally."""
     if shards % mesh.size:
         raise ValueError(
@@ -93,7 +96,8 @@ def shardings(tree_of_specs, mesh):
 
 
 def device_index():
-    """The position of the device that runs this, among all devices of the mesh; call inside shard_map."""
+    """The position of the device that runs this, among all devices of the mesh; call inside
+    shard_map."""
     return jax.lax.axis_index(AXES)
 
 

@@ -24,7 +24,7 @@ from jaxrec.sharding import (
     REPLICA,
     SPLIT,
     as_mesh,
-    check_shards,
+    check_split,
     plan_specs,
     put_on_mesh,
     replicate,
@@ -90,7 +90,8 @@ def make_update(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Puts `update` on a mesh: (dense, rows, plans, batch) -> dense', rows', metrics, not yet jitted.
+    """Puts `update` on a mesh: (dense, rows, plans, batch) -> dense', rows', metrics, not yet
+    jitted.
 
     Args:
       spec, loss, optimizer, row_optimizer, row_gradient, seed: as for `make_train_step`.
@@ -142,7 +143,7 @@ def _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, s
     boundary.check_arguments(spec, loss)
     check_rng(loss, seed is not None)
     boundary.check_optimizer(optimizer)
-    check_shards(spec.shards, mesh)
+    check_split(spec.shards, mesh)
     check_row_optimizer(row_optimizer)
     if row_gradient not in ("sum", "mean"):
         raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
@@ -157,7 +158,8 @@ def make_train_step(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Makes the train step of both homes: (state, plans, batch) -> state', metrics; it donates the state.
+    """Makes the train step of both homes: (state, plans, batch) -> state', metrics; it donates the
+    state.
 
     A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a
     seed it is called with `rng=key` as well, the key of this seed, step and device. It may return
@@ -241,7 +243,8 @@ def _verbs(spec, mesh):
 
 
 def _looked_at(run, refuse, spec, mesh):
-    """A step as a user calls it: what it is given is looked at, and where it lies if JAX refuses it."""
+    """A step as a user calls it: what it is given is looked at, and where it lies if JAX refuses
+    it."""
 
     def step(state, plans, batch):
         boundary.check_state(spec, state)
@@ -272,7 +275,7 @@ def make_eval_step(
     mesh = as_mesh(mesh)
     boundary.check_arguments(spec, predict)
     check_rng(predict, keyed=False)
-    check_shards(spec.shards, mesh)
+    check_split(spec.shards, mesh)
     if not 0 <= replica < mesh.shape[REPLICA]:
         last = mesh.shape[REPLICA] - 1
         raise ValueError(f"replica={replica} must lie between 0 and {last}, as the mesh has them.")

@@ -1,13 +1,15 @@
 """The values that flow through a step; every other module speaks in these.
 
-Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E embedding width,
-S shards, U padded unique rows a shard, V rows of a stack, K width of a slot, R replicas.
+Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E
+embedding width, S shards, U padded unique rows per shard, V rows of a stack, K width of a slot, R
+replicas.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-# jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies on the mesh.
+# jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies
+# on the mesh.
 Array = Any
 PyTree = Any
 
@@ -24,9 +26,10 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """The rows of one stack that a batch touches, and where each id finds its row among them."""
 
-    unique: Array  # i32[S, U] rows of the stack, numbered by first appearance; V where there is none
+    # i32[S, U] rows of the stack, numbered by first appearance; V where there is none.
+    unique: Array
     inverse: Array  # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing
-    count: Array  # i32[S] unique rows a shard, also when there are more than U (an overflow)
+    count: Array  # i32[S] unique rows per shard, also when there are more than U (an overflow)
     invalid: Array  # i32[] ids outside their table, treated as missing
 
 
@@ -49,7 +52,8 @@ class Part(NamedTuple):
 
     width: int
     dtype: str
-    fill: float | None  # of a row never touched; None for the embedding, whose initial rows are drawn
+    # Of a row never touched; None for the embedding, whose initial rows are drawn.
+    fill: float | None
 
 
 class RowOptimizer(NamedTuple):
@@ -59,11 +63,13 @@ class RowOptimizer(NamedTuple):
     """
 
     init: Callable[[int], dict[str, Slot]]  # embedding width -> slots
-    update: Callable[..., tuple[Array, dict[str, Array]]]  # (gradient, value, slots, step) -> value, slots
+    # (gradient, value, slots, step) -> value, slots.
+    update: Callable[..., tuple[Array, dict[str, Array]]]
 
 
 class DenseState(NamedTuple):
-    """The dense half of the training state; in a train step every leaf has a leading axis of R replicas."""
+    """The dense half of the training state; in a train step every leaf has a leading axis of R
+    replicas."""
 
     step: Array  # i32[]
     params: PyTree
@@ -73,8 +79,8 @@ class DenseState(NamedTuple):
 class ShardsLost(Exception):
     """The rows of some shards are gone.
 
-    A home of rows raises it from `read`, `put` and `add`. What was to be written to all other shards is written then:
-    whoever catches it writes nothing again.
+    A home of rows raises it from `read`, `put` and `add`. What was to be written to all other
+    shards is written then: whoever catches it writes nothing again.
 
     Args:
       shards: at least one.
@@ -114,7 +120,8 @@ class RolledBack(Exception):
     """All goes back to an earlier step: what ends a run under full recovery.
 
     Args:
-      go_back: restores the state and resets the engine; the batches go on from the engine's step by then.
+      go_back: restores the state and resets the engine; the batches go on from the engine's step by
+        then.
     """
 
     def __init__(self, go_back: Callable[[], None]):

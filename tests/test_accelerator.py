@@ -368,7 +368,7 @@ def test_pytorch_has_the_same_work_to_do():
     for model in ("dlrm", "dcnv2"):
         job = Job(rows=5_000, batch_size=32, model=model)
         ours = sum(leaf.size for leaf in jax.tree.leaves(reference_work(job)[2]))
-        work = torch_dlrm.Work(job.cardinalities, 16, synthetic(job, 3)[1], model)
+        work = torch_dlrm.TorchWork(job.cardinalities, 16, synthetic(job, 3)[1], model)
         assert sum(p.numel() for p in work.dense_part().parameters()) == ours
         step = torch_dlrm.VARIANTS["torch_unique"](work)
         losses = [float(step(i % 3, resident=bool(i % 2))) for i in range(60)]

@@ -28,7 +28,7 @@ from jaxrec.checkpoint import (
     snapshot,
     write_image,
 )  # fmt: skip
-from jaxrec.checkpoint.restore import _load_shard, _overlay
+from jaxrec.checkpoint.restoring import _load_shard, _overlay
 from jaxrec.embedding import DeviceTables, HostTables
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.sharding import make_mesh

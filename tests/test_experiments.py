@@ -27,7 +27,7 @@ import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_soak
 import tyro
-from oac_throughput import EmulatedLink, Way, compare
+from oac_throughput import EmulatedLink, PipelineWay, compare
 from oac_work import Work, turn
 from reference import Job
 
@@ -310,7 +310,7 @@ def test_a_turn_never_comes_to_the_end_of_its_stream():
 
 def test_ratios_are_of_rates_within_a_round_and_windows_meet_their_like():
     times = {"sync": [4.0, 8.0], "async_window_2": [1.0, 4.0], "oac_window_2": [2.0, 2.0], "oac_window_8": [1.0, 1.0]}
-    ways = [Way("sync"), Way("async", 2), Way("oac", 2), Way("oac", 8)]
+    ways = [PipelineWay("sync"), PipelineWay("async", 2), PipelineWay("oac", 2), PipelineWay("oac", 8)]
     found = compare({name: np.array(each) for name, each in times.items()}, ways, 8)
     assert found["oac_window_2_over_sync"] == 3.0 and found["oac_window_2_over_async_window_2"] == 1.25
     assert found["examples_per_s_oac_window_8"] == 8 and found["examples_per_s_sync"] == 1.5
@@ -350,7 +350,7 @@ def test_time_to_accuracy_takes_each_seed_for_itself():
     curves = {(1.2, "sync", seed): curve(0.6, 0.7) for seed in (0, 1)}
     curves |= {(1.2, "late", 0): curve(0.6, 0.69, 0.71), (1.2, "late", 1): curve(0.6, 0.68, 0.699)}
     curves |= {(1.2, "lost", 0): curve(0.6, 0.69, 0.71), (1.2, "lost", 1): curve(0.6, 0.68, 0.69)}
-    found = oac_time_to_accuracy.summarize(curves, 2)
+    found = oac_time_to_accuracy.quality_of(curves, 2)
     assert found["target_auc_exponent_1.2"] == pytest.approx(0.699)
     assert found["steps_to_target_late_exponent_1.2"] == pytest.approx((200 + 100 * 0.009 / 0.02 + 300) / 2)
     assert found["seeds_that_reach_target_late_exponent_1.2"] == 2
@@ -413,7 +413,7 @@ def test_shadowsync_quality_plays_every_rule_in_both_forms():
 def test_shadowsync_isolation_keeps_gaps_with_their_paces():
     """A slow pace that has the shorter gap: sorted apart, its figures would be those of the other."""
     turn = lambda step_s, gap: {"step_s": step_s, "gap": gap, "longest_step_over_median": 1.0}
-    names = shadowsync_isolation.ways_of(shadowsync_isolation.Config(pace_seconds=0.2))
+    names = shadowsync_isolation.synchronisers_of(shadowsync_isolation.Config(pace_seconds=0.2))
     assert list(names) == [
         "none", "foreground", "blocked", "shadow_back_to_back",
         "shadow_pace_0.1_s", "shadow_pace_0.2_s", "shadow_pace_0.4_s",
@@ -421,7 +421,7 @@ def test_shadowsync_isolation_keeps_gaps_with_their_paces():
     found = {name: [turn(1.0, 5.0)] * 3 for name in names}
     found |= {"shadow_pace_0.1_s": [turn(2.0, 9.0)] * 3, "shadow_pace_0.4_s": [turn(4.0, 2.0)] * 3}
     found["blocked"] = [turn(1.0, float("inf"))] * 3
-    results = shadowsync_isolation.summarize(found)
+    results = shadowsync_isolation.rates_over_none(found)
     assert (results["average_sync_gap_shadow_pace_0.1_s"], results["shadow_pace_0.1_s_over_no_sync"]) == (9.0, 0.5)
     assert (results["average_sync_gap_shadow_pace_0.4_s"], results["shadow_pace_0.4_s_over_no_sync"]) == (2.0, 0.25)
     assert results["average_sync_gap_blocked"] is None and results["rounds"] == 3

@@ -263,8 +263,8 @@ def test_trainers_that_have_finished_train_no_more():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainers": 0}, "must be 1 or more"),
-        ({"workers": 0}, "must be 1 or more"),
+        ({"trainers": 0}, "must be a whole number from 1"),
+        ({"workers": 0}, "must be a whole number from 1"),
         ({"script": ALL_REDUCE, "workers": 2}, "all_reduce"),
         ({"script": Script(easgd(), 0)}, "every_ticks=0"),
         ({"script": Script(easgd(), 2, 3)}, "do not overlap"),

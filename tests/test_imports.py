@@ -1,10 +1,14 @@
 """`import jaxrec` is light and needs none of the optional packages."""
 
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import jaxrec
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 HEAVY = ["tensorflow", "tensorflow_datasets", "polars", "tyro", "tqdm", "matplotlib", "array_record", "torch"]
@@ -18,6 +22,17 @@ for name in {HEAVY}:
 import jaxrec, jaxrec.loop, jaxrec.metrics, jaxrec.models.dlrm, jaxrec.data.synthetic, jaxrec.data.criteo
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_front_door_is_open_and_its_tour_names_what_there_is():
+    """All names of the first hour are there, and `help(jaxrec)` names techniques that exist."""
+    assert all(hasattr(jaxrec, name) for name in jaxrec.__all__)
+    assert {"Serial", "train", "fit", "evaluate", "SyntheticClicks", "DLRM", "adagrad"} <= set(jaxrec.__all__)
+    tour = jaxrec.__doc__ or ""
+    assert 15 <= len(tour.strip().splitlines()) <= 25
+    for package, name in re.findall(r"^    (jaxrec\.\w+) .*`(\w+)`$", tour, re.MULTILINE):
+        assert hasattr(importlib.import_module(package), name)
+    assert tour.count("jaxrec.") >= 3
 
 
 @pytest.mark.parametrize("package", ["scipy", "tqdm", "tyro"])

@@ -62,7 +62,7 @@ def test_planned_grows_and_keeps_its_capacity():
 
 
 def test_every_refuses_zero():
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="from 1"):
         loop.every(0, lambda *a: None)
 
 

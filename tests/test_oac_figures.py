@@ -17,7 +17,7 @@ from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_o
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.oac import Pipeline, memory_bytes
-from jaxrec.oac.sizes import nbytes
+from jaxrec.oac.ways import nbytes
 from jaxrec.types import Batch
 
 SAVINGS = {
@@ -196,7 +196,7 @@ def growth(number, **options):
 
 @pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"validation": "device", "writers": 2}])
 def test_nothing_grows_with_a_run(options):
-    """A set of batch numbers alone would be a thing and a block a batch."""
+    """A set of batch numbers alone would be a thing and a block per batch."""
     blocks, things, arrays = growth(1_000, **options)
     assert blocks < 400 and things < 200 and arrays < 100, (blocks, things, arrays)
 
@@ -219,7 +219,7 @@ def test_nothing_grows_with_the_number_of_runs():
     assert found[0] == found[1]
 
 
-SHAPES = {  # rows of the table, ids an example, examples, width
+SHAPES = {  # rows of the table, ids per example, examples, width
     "wide": (20_000, 1, 4096, 64),
     "many ids": (40_000, 24, 512, 8),
     "many features": (5_000, 2, 1024, 4),

@@ -107,7 +107,7 @@ def test_ids_that_do_not_fit_are_refused(ids, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Table(0, 4), "at least 1"),
+        (lambda: Table(0, 4), "whole number from 1"),
         (lambda: Lookup("t", hots=0), "hots"),
         (lambda: Lookup("t", pooling="max"), "pooling"),
         (lambda: EmbeddingSpec({"t": Table(9, 4)}, {"x": Lookup("y")}), "unknown tables"),

@@ -223,7 +223,7 @@ def test_round_robin_takes_turns():
         picked = world.pick()
         seen += np.concatenate(picked[0].rows).tolist()
         world.commit(picked)
-        world.touch(np.zeros(IDS, int))  # always there, but its turn comes once a round
+        world.touch(np.zeros(IDS, int))  # always there, but its turn comes once per round
     assert set(seen) == set(touched) and len(set(seen) - {0}) == len([row for row in seen if row])
 
 
@@ -243,7 +243,7 @@ def test_frequent_rows_are_covered_best_by_counting_then_by_listing():
 
 
 def test_memory_is_that_of_the_paper():
-    """4 bytes a row for MFU, r x 4 for SSU: at E = 16 and r = 0.125 6.25 % and 0.78 % of the rows."""
+    """4 bytes per row for MFU, r x 4 for SSU: at E = 16 and r = 0.125 6.25 % and 0.78 % of the rows."""
     value = [np.zeros((8000, 16), np.float32) for _ in range(SHARDS)]
     budget, rows = budget_rows(8000, 0.125), SHARDS * 8000
     size = lambda scheme: scheme.init(value, budget)[0].nbytes

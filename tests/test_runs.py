@@ -23,7 +23,7 @@ from contract import Flags, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import to_json
-from saving import Saves
+from saving import PeriodicSaves
 from stopping import STOPPING, Stopped, stop_on_signals
 
 from jaxrec.checkpoint import images, read_manifest
@@ -317,7 +317,7 @@ def run_of(stall_s, cpu_s, step_s, steps, every_steps=None, full=()):
     """Trains by a clock of our own; `full` are the steps at which the disk is."""
     clock = types.SimpleNamespace(now=0.0)
     disk = Disk(clock, stall_s, cpu_s)
-    saves = Saves(disk, every_steps, clock=lambda: clock.now)
+    saves = PeriodicSaves(disk, every_steps, clock=lambda: clock.now)
     for step in range(1, steps + 1):
         clock.now += step_s
         disk.full = step in full
@@ -383,7 +383,7 @@ def test_there_is_an_image_before_the_first_row():
 def test_the_account_goes_on_in_the_next_process():
     _, disk, saves = run_of(1.0, 0.0, 0.1, 2000)
     total = saves.totals()
-    again = Saves(Disk(types.SimpleNamespace(now=0.0), 1.0, 0.0), past=total, clock=lambda: 0.0)
+    again = PeriodicSaves(Disk(types.SimpleNamespace(now=0.0), 1.0, 0.0), past=total, clock=lambda: 0.0)
     assert again.totals() == total and total["saves"] == len(disk.saved)
     assert 0 < disk.saved[-1][2]["saving"]["saves"] < total["saves"]
 

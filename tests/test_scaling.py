@@ -21,7 +21,7 @@ def point(way, trainers, bytes_per_s=1e12, servers=2, sizes=(400, 300, 200, 100)
 
 
 def rates(point, window):
-    """Steps a second and rounds a second."""
+    """Steps per second and rounds per second."""
     found = protocol.simulate(point, window)
     return found["steps_per_s"], found["rounds_per_s"]
 
@@ -42,7 +42,7 @@ def test_without_a_limit_trainers_scale_linearly(way, trainers, seed):
     served=st.floats(1, 200),
 )
 def test_rounds_never_pass_what_the_busiest_server_can_move(way, trainers, servers, sizes, served):
-    """`served` rounds a second, were all tensors on one server."""
+    """`served` rounds per second, were all tensors on one server."""
     capped = point(way, trainers, 2 * sum(sizes) * served, servers, tuple(sizes))
     limit, window = 1 / max(capped.server_s), 120
     assert served * 0.999 <= limit <= servers * served * 1.001

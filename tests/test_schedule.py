@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxrec.cpr import schedule
-from jaxrec.cpr.emulate import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.failure import draw_failures
+from jaxrec.cpr.replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
 
 HOURS = st.floats(0.01, 100)
@@ -193,7 +193,10 @@ def test_without_failures_only_saves_cost(costs, every, mode):
         (lambda: schedule.full_interval(SETTING_A._replace(total_hours=math.inf)), "total_hours=inf"),
         (lambda: schedule.full_interval(SETTING_A._replace(load_hours=-0.1)), "load_hours=-0.1"),
         (lambda: schedule.full_interval(SETTING_A._replace(reschedule_hours=-1)), "reschedule_hours=-1"),
-        (lambda: schedule.expected_pls(SETTING_A._replace(failed_nodes=9), 1), "failed_nodes=9 must be from 1 to"),
+        (
+            lambda: schedule.expected_pls(SETTING_A._replace(failed_nodes=9), 1),
+            "failed_nodes=9 must be .* from 1 to 8",
+        ),
         (lambda: schedule.partial_interval(SETTING_A, 0), "target_pls=0"),
         (lambda: schedule.plan_recovery(SETTING_A, 1.5), "target_pls=1.5"),
         (lambda: schedule.lost_portion(1, 2, 10, 8), "saved=2, seen=1"),

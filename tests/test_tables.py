@@ -35,7 +35,7 @@ from jaxrec.types import Rows
 
 OPTIMIZERS = {
     "sgd": sgd(0.1),
-    "adagrad": adagrad(0.1, initial_accumulator=0.5),
+    "adagrad": adagrad(0.1, initial_accumulator_value=0.5),
     "rowwise_adagrad": rowwise_adagrad(0.1),
     "sgd_schedule": sgd(lambda step: 0.1 / (step + 1)),
 }
@@ -492,7 +492,7 @@ def test_a_spec_and_a_layout_of_equal_content_are_one_to_jit():
     for _ in range(3):
         values(DeviceTables.create(small_spec(), adagrad(0.1)))
     assert len(traced) == 1
-    values(DeviceTables.create(small_spec(), adagrad(0.1, initial_accumulator=0.5)))
+    values(DeviceTables.create(small_spec(), adagrad(0.1, initial_accumulator_value=0.5)))
     assert len(traced) == 2
     spec = small_spec()
     swapped = EmbeddingSpec(spec.tables, dict(reversed(spec.lookups.items())), spec.shards)

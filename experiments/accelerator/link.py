@@ -1,10 +1,11 @@
 """Parts 2 and 3: OAC over the real link between host tables and the device.
 
-`oac`: every mode and windows 1 to 16 in turns, rows sent and fetched in several ways, validation 'planned' and
-'device'; before that the bandwidth of the link alone, and whether oac gives the bits of sync on this device: as XLA is,
-and with --xla_gpu_deterministic_ops, each in a process of its own. `sync_again` says whether the device repeats itself
-at all; `async` must differ, or nothing was stale and equality says nothing. `oac_wide`: ten tables of width 128, ids by
-a power law of exponent 1.05, as many rows as fit half of the free memory, at most 64 GB.
+`oac`: every mode and windows 1 to 16 in turns, rows sent and fetched in several ways, validation
+'planned' and 'device'; before that the bandwidth of the link alone, and whether oac gives the bits
+of sync on this device: as XLA is, and with --xla_gpu_deterministic_ops, each in a process of its
+own. `sync_again` says whether the device repeats itself at all; `async` must differ, or nothing was
+stale and equality says nothing. `oac_wide`: ten tables of width 128, ids by a power law of exponent
+1.05, as many rows as fit half of the free memory, at most 64 GB.
 """
 
 import functools
@@ -30,7 +31,8 @@ FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
 
 
 def to_pinned(placement):
-    """The same placement in memory of the host that the device reads without a copy by its processor."""
+    """The same placement in memory of the host that the device reads without a copy by its
+    processor."""
     return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), placement)
 
 
@@ -45,7 +47,8 @@ def fetch_pinned(tree):
 
 
 def fetch_plain(tree):
-    """To the host, leaf after leaf; the pipeline's own way starts all copies first (`copy_to_host_async`)."""
+    """To the host, leaf after leaf; the pipeline's own way starts all copies first
+    (`copy_to_host_async`)."""
     return jax.tree.map(np.asarray, tree)
 
 
@@ -78,7 +81,7 @@ def run(task: Task) -> None:
 
     def one(point, until):
         job = Job("host", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"])
-        pipelines(task, point, Work(job, _batches(ways)), ways, until)
+        time_pipelines(task, point, Work(job, _batches(ways)), ways, until)
 
     task.each([{"width": 16, "batch": size} for size in sizes], one)
 
@@ -100,7 +103,7 @@ def run_wide(task: Task) -> None:
         job = Job("host", rows // number * number, point["batch"], width, equal_tables=number)
         work = Work(job, _batches(ways), create=create)
         sizes = {"width": width, "rows": job.rows, "table_gb": round(4e-9 * job.rows * (width + 1), 2)}
-        pipelines(task, point | {"tables": number} | sizes, work, ways, until)
+        time_pipelines(task, point | {"tables": number} | sizes, work, ways, until)
 
     task.each([{"batch": size} for size in ((64,) if task.smoke else (16384, 4096, 65536))], one)
 
@@ -119,7 +122,8 @@ def memory_available() -> int:
 
 
 def filled_tables(spec, row_optimizer) -> HostTables:
-    """Host tables of random rows, made by a core a shard: `HostTables.create` draws them on one."""
+    """Host tables of random rows, one core per shard makes them: `HostTables.create` draws them on
+    one."""
     layout = spec.layout(row_optimizer)
     shards = {
         name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)] for name, stack in spec.stacks.items()
@@ -142,8 +146,8 @@ def filled_tables(spec, row_optimizer) -> HostTables:
     return HostTables(spec, layout, shards)
 
 
-def pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
-    """All ways of a job in turns: milliseconds a batch, and rates over sync and async."""
+def time_pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
+    """All ways of a job in turns: milliseconds per batch, and rates over sync and async."""
     made, turns = {}, {}
     for name, (mode, options) in ways.items():
         try:
@@ -177,7 +181,7 @@ def _skip(pipeline):
 
 
 def bandwidth(task: Task) -> None:
-    """Gigabytes a second over the link alone, each way, one array at a time."""
+    """Gigabytes per second over the link alone, each way, one array at a time."""
     device = jax.devices()[0]
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     for megabytes in (1,) if task.smoke else (1, 16, 256):
@@ -207,7 +211,8 @@ def _send(megabytes, by):
 
 
 def _fetch(megabytes, way):
-    array = jax.block_until_ready(_made(megabytes << 18, jnp.float32(1)))  # anew: an array keeps its copy on the host
+    # Anew: an array keeps its copy on the host.
+    array = jax.block_until_ready(_made(megabytes << 18, jnp.float32(1)))
     start = time.perf_counter()
     if way == "pinned":
         fetch_pinned(array)
@@ -232,7 +237,8 @@ class Exactness:
     """A process that trains the same batches in several ways and compares every bit with sync."""
 
     def __init__(self, job: Job, xla_flags: str, batches: int):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()  # before the first program
+        # Before the first program.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
         self.work = Work(job, batches)
         self.right, _ = self._train("sync", {})
 
@@ -244,7 +250,8 @@ class Exactness:
         return {"loss": losses, "dense": dense, "rows": tables}, pipeline.counters["stale_rows"]
 
     def compare(self, name: str) -> dict[str, Any]:
-        """Whether a way has the bits of sync in losses, dense parameters, rows and slots, and how far off it is."""
+        """Whether a way has the bits of sync in losses, dense parameters, rows and slots, and how
+        far off it is."""
         mode, options = ("sync", {}) if name == "sync_again" else WAYS[name]
         found, stale = self._train(mode, options)
         worst, equal = 0.0, True

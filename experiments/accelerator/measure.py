@@ -1,4 +1,5 @@
-"""How the parts measure: ways in turns, medians with bootstrap intervals, within a budget of time."""
+"""How the parts measure: ways in turns, medians with bootstrap intervals, within a budget of
+time."""
 
 import json
 import time
@@ -16,8 +17,9 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
     """The median of some rounds with its 95 % bootstrap interval.
 
     Args:
-      values: one a round.
-      draws: how often the rounds are drawn anew, with replacement; seeded, so that equal rounds give equal intervals.
+      values: one per round.
+      draws: how often the rounds are drawn anew, with replacement; seeded, so that equal rounds
+        give equal intervals.
 
     Returns:
       {'median', 'low', 'high', 'rounds'}; low and high are None for a single round.
@@ -32,7 +34,7 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"{values} are no rounds: an interval wants one finite figure a round, at least one.")
+        raise ValueError(f"{values} are no rounds: an interval wants one finite figure per round, at least one.")
     low = high = None
     if len(values) > 1:
         drawn = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
@@ -57,12 +59,13 @@ def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int
 
     Args:
       ways: {name: function without arguments}.
-      until, end: times of `time.monotonic`. No round begins that would, being as long as the last one, end behind
-        `until`; but LEAST_ROUNDS are run, if they do not end behind `end`, and one in any case.
+      until, end: times of `time.monotonic`. No round begins that would, being as long as the last
+        one, end behind `until`; but LEAST_ROUNDS are run, if they do not end behind `end`, and one
+        in any case.
       rounds: the most.
 
     Returns:
-      {name: what it returned, one a round}; whole rounds only.
+      {name: what it returned, one per round}; whole rounds only.
     """
     found: dict[Any, list] = {name: [] for name in ways}
     last = 0.0
@@ -77,7 +80,8 @@ def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int
 
 
 class Task:
-    """What a part is given: how long it may take, whether it is a smoke test, and where its rows go.
+    """What a part is given: how long it may take, whether it is a smoke test, and where its rows
+    go.
 
     Args:
       seconds: until the part must have ended.
@@ -87,7 +91,8 @@ class Task:
 
     def __init__(self, seconds: float, smoke: bool = False, say: Callable[[str], Any] = print):
         self.start, self.smoke, self._say = time.monotonic(), smoke, say
-        # A tenth is kept to end in: what is measured when the runner kills the part is not in its file.
+        # A tenth is kept to end in: what is measured when the runner kills the part is not in its
+        # file.
         self.end = self.start + 0.9 * seconds
         self._began, self._cost, self._need = self.start, 1.0, 0.0
         self.rows: list[dict] = []
@@ -110,9 +115,9 @@ class Task:
     def each(self, points: Iterable[dict], measure: Callable[[dict, float], Any], cost: str = "") -> None:
         """Measures point after point, most valuable first, as long as there is time.
 
-        A point that fails is left out, with its error, and the next one follows. A point begins if its preparation and
-        LEAST_ROUNDS rounds fit in what is left, as far as the points before it tell. It may use half of that, or its
-        even share if that is more.
+        A point that fails is left out, with its error, and the next one follows. A point begins if
+        its preparation and LEAST_ROUNDS rounds fit in what is left, as far as the points before it
+        tell. It may use half of that, or its even share if that is more.
 
         Args:
           points: what to measure.

@@ -1,13 +1,15 @@
-"""Part 1: the time of a step with tables on the device, beside PyTorch on the same card, same work, in turns.
+"""Part 1: the time of a step with tables on the device, beside PyTorch on the same card, same work,
+in turns.
 
-Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop does;
-`jaxrec_device_plan` sends ids and plans on the device; `..._resident` the same with batches on the device before the
-clock starts; `jaxrec_planned` the step alone, planned before. Ways of PyTorch: duplicates reduced by hand (`unique`)
-or by coalescing a sparse gradient (`stacked`), eager and with the dense part under torch.compile; batches sent from
-pinned memory, or `_resident`. `matmul_error` says which precision both had: about 1e-7 is f32, about 3e-4 TF32.
+Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop
+does; `jaxrec_device_plan` sends ids and plans on the device; `..._resident` the same with batches
+on the device before the clock starts; `jaxrec_planned` the step alone, planned before. Ways of
+PyTorch: duplicates reduced by hand (`unique`) or by coalescing a sparse gradient (`stacked`), eager
+and with the dense part under torch.compile; batches sent from pinned memory, or `_resident`.
+`matmul_error` says which precision both had: about 1e-7 is f32, about 3e-4 TF32.
 
-Every way is a process of its own on the card (the ways of jaxrec share one), with tables of its own: none may take all
-the memory, so XLA does not preallocate (on_accelerator.py sees to it).
+Every way is a process of its own on the card (the ways of jaxrec share one), with tables of its
+own: none may take all the memory, so XLA does not preallocate (on_accelerator.py sees to it).
 """
 
 import functools
@@ -30,7 +32,7 @@ TORCH_VARIANTS = ("torch_unique", "torch_unique_compiled", "torch_stacked", "tor
 TURN_S = 0.1  # how long a turn should be
 
 
-def points(smoke: bool) -> list[dict]:
+def sizes_of_steps(smoke: bool) -> list[dict]:
     """Models, widths, batches and precisions, most valuable first."""
     if smoke:
         return [{"model": model, "width": 16, "batch": 64, "precision": "default"} for model in ("dlrm", "dcnv2")]
@@ -60,12 +62,12 @@ def run(task: Task) -> None:
             "device", 20_000 if task.smoke else 10_000_000, point["batch"], point["width"], point["model"],
             precision=point["precision"],
         )  # fmt: skip
-        task.row(point | {"rows": job.rows}, measure(task, job, variants, device, until))
+        task.row(point | {"rows": job.rows}, measure_steps(task, job, variants, device, until))
 
-    task.each(points(task.smoke), one)
+    task.each(sizes_of_steps(task.smoke), one)
 
 
-def measure(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
+def measure_steps(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
     """The figures of one point."""
     sides = {"jaxrec": Side(functools.partial(JaxSide, job), start=False)}
     sides |= {name: Side(functools.partial(TorchSide, job, name, device), start=False) for name in variants}
@@ -90,7 +92,8 @@ def measure(task: Task, job: Job, variants, device: str, until: float) -> dict[s
 
 
 def _warm_up(task, sides):
-    """Compiles all ways, the processes beside each other; a variant of PyTorch that fails is left out."""
+    """Compiles all ways, the processes beside each other; a variant of PyTorch that fails is left
+    out."""
     for name, side in list(sides.items()):
         try:
             side.ready()
@@ -114,7 +117,8 @@ def _drop(task, sides, name, error):
 
 
 def _figures(job, turns):
-    """Milliseconds of every way, and how much longer PyTorch takes than jaxrec where both have the same to do."""
+    """Milliseconds of every way, and how much longer PyTorch takes than jaxrec where both have the
+    same to do."""
     found: dict[str, Any] = {f"{way}_ms": interval([1e3 * t for t in times]) for way, times in turns.items()}
     found["jaxrec_examples_per_s"] = interval([job.batch_size / t for t in turns["jaxrec"]])
     for way in turns:

@@ -1,7 +1,9 @@
 """Checkpoints: images of the training state that are whole or absent, saved while training goes on.
 
-`Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is restored alone
-(`restore_shard`), or, if the dense state was saved with them, the whole state (`restore`).
+`Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is
+restored alone (`restore_shard`), or, if the dense state was saved with them, the whole state
+(`restore`). Read `image` first, which says what is on the disk and why it can be trusted; then
+`whole`, and for row deltas `deltas` and `rows`.
 """
 
 from jaxrec.checkpoint.deltas import chain, copy_rows, newest, newest_first, save_rows
@@ -16,7 +18,7 @@ from jaxrec.checkpoint.image import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.restore import restore, restore_shard, shard_source
+from jaxrec.checkpoint.restoring import restore, restore_shard, shard_source
 from jaxrec.checkpoint.rows import RowCheckpointer, compact
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.checkpoint.whole import Checkpointer

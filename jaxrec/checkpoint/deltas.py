@@ -1,14 +1,17 @@
-"""Row deltas: small images of some rows, over a base, from which one shard is restored alone, or a whole state.
+"""Row deltas: small images of some rows, over a base, from which one shard is restored alone, or a
+whole state.
 
     directory/step_00000010     a base: an image of the whole state, from `Checkpointer`; or none, then initial rows
     directory/delta_000003      some rows of some shards; `parents` in its manifest: all images below, oldest first
 
-A chain is a base, if there is one, and deltas in order; a row has its value from the newest that holds it, or its
-initial value. What a delta needs is named in it by digest, so a missing parent, or one of another run, is an error and
-never a row of the wrong time. CPR (arXiv 2011.02999) reloads a failed shard from such a chain: a mosaic of rows of
-several times. A delta that was saved with the dense state stands for a whole state, see `restore`.
+A chain is a base, if there is one, and deltas in order; a row has its value from the newest that
+holds it, or its initial value. What a delta needs is named in it by digest, so a missing parent, or
+one of another run, is an error and never a row of the wrong time. CPR (arXiv 2011.02999) reloads a
+failed shard from such a chain: a mosaic of rows of several times. A delta that was saved with the
+dense state stands for a whole state, see `restore`.
 
-Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of a delta in one shard.
+Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of a delta in one
+shard.
 """
 
 import functools
@@ -36,7 +39,8 @@ from jaxrec.types import DenseState
 
 
 def newest_first(directory: str | Path) -> list[Path]:
-    """The images and deltas of a directory, latest step first; of one step the image comes before the delta.
+    """The images and deltas of a directory, latest step first; of one step the image comes before
+    the delta.
 
     Damaged deltas, whose step nobody knows, stand where their number puts them among the deltas.
     """
@@ -75,7 +79,8 @@ def chain(path: str | Path, without: Collection[str] = (), advise: Callable[[Pat
       Oldest first: the base if there is one, then deltas.
 
     Raises:
-      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it and what to do.
+      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it
+        and what to do.
     """
     path = Path(path)
     say = advise or functools.partial(advise_leaving_out, path)
@@ -94,7 +99,8 @@ def chain(path: str | Path, without: Collection[str] = (), advise: Callable[[Pat
 
 
 def chain_is_whole(path: Path, known: dict[str, bool]) -> bool:
-    """Whether every file of a chain can be believed; each image is looked at once, and `known` remembers it by name."""
+    """Whether every file of a chain can be believed; each image is looked at once, and `known`
+    remembers it by name."""
     for image in chain(path):
         if image.path.name not in known:
             try:
@@ -114,7 +120,8 @@ def beside(path: Path, *but: Path) -> str:
 
 
 def advise_leaving_out(tip: Path, path: Path) -> str:
-    """The sentence that ends an error about an image of the chain of a tip, where images can be left out."""
+    """The sentence that ends an error about an image of the chain of a tip, where images can be
+    left out."""
     said = beside(path, tip)
     if path == tip and (_torn(path) or not is_delta(path.name)):
         return said
@@ -137,7 +144,8 @@ def copy_rows(
     tables: Tables, rows: RowIds, step: int, below: Mapping[str, str] | None = None, extra=None, run: str = "",
     dense: DenseState | None = None,
 ) -> Snapshot:  # fmt: skip
-    """Copies some rows and their slots to the host; the only part of saving them that training waits for.
+    """Copies some rows and their slots to the host; the only part of saving them that training
+    waits for.
 
     Args:
       tables: in any home.
@@ -146,7 +154,8 @@ def copy_rows(
       below: {name: digest} of the images that the delta goes over, oldest first.
       extra: JSON values to save along.
       run: id of the run.
-      dense: the dense state of that step, to save along; a whole state can then be restored from the delta.
+      dense: the dense state of that step, to save along; a whole state can then be restored from
+        the delta.
 
     Returns:
       A Snapshot that shares no memory with the tables.
@@ -183,7 +192,8 @@ def save_rows(
     step: int,
     extra=None,
 ) -> Path | None:
-    """Saves rows as a new delta and waits until it is committed; `RowCheckpointer` does so while training goes on.
+    """Saves rows as a new delta and waits until it is committed; `RowCheckpointer` does so while
+    training goes on.
 
     Args:
       directory: of the run's images.
@@ -197,7 +207,8 @@ def save_rows(
       The path of the delta; `base` if there was nothing to save.
 
     Raises:
-      ValueError: rows of another shard; a base that is not in the directory, or damaged; somebody saves rows there.
+      ValueError: rows of another shard; a base that is not in the directory, or damaged; somebody
+        saves rows there.
       OSError: the disk is full or read-only; older images are as they were.
     """
     directory = local_path(directory)

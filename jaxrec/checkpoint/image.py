@@ -1,9 +1,10 @@
-"""Images on disk: whole or absent, verified before they are believed. The one file that knows Orbax.
+"""Images on disk: whole or absent, verified before they are believed. The one file that knows
+Orbax.
 
-An image is a directory of ours: Orbax writes one leaf an array inside NAME.partial, a manifest lists size and checksum
-of every file, all is flushed, and one rename commits. So a killed save leaves the images before it as they were, and a
-load reads only what it has verified. A manifest names its run and, by digest, the images that it needs, so that
-images of two runs are never mixed.
+An image is a directory of ours: Orbax writes one leaf an array inside NAME.partial, a manifest
+lists size and checksum of every file, all is flushed, and one rename commits. So a killed save
+leaves the images before it as they were, and a load reads only what it has verified. A manifest
+names its run and, by digest, the images that it needs, so that images of two runs are never mixed.
 """
 
 import errno
@@ -25,19 +26,21 @@ import orbax.checkpoint as ocp
 
 from jaxrec.files import PARTIAL, make_directory, sync
 
-# Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its threads raises, the
-# save raises as well: a hundred lines of tracebacks before that say no more.
+# Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its
+# threads raises, the save raises as well: a hundred lines of tracebacks before that say no more.
 _NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
-_BLOCK_BYTES, _BLOCKS_A_LEAF = 4096, 3  # of a file system: a leaf has a directory and a file beside its own
+# Of a file system: a leaf has a directory and a file beside its own.
+_BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
 
 
 class DamagedImage(ValueError):
-    """An image cannot be believed: a file is missing or differs from its manifest, or the manifest from its digest."""
+    """An image cannot be believed: a file is missing or differs from its manifest, or the manifest
+    from its digest."""
 
 
 class Image(NamedTuple):
@@ -51,9 +54,11 @@ class Image(NamedTuple):
       tables: {table: [rows, width]} in the order of the spec.
       shards: S.
       layout: {stack: {part: [width, dtype]}} of 'value' and each slot.
-      seed: of the initial rows. scales: {table: half width of their distribution}, None for the default.
+      seed: of the initial rows. scales: {table: half width of their distribution}, None for the
+        default.
       spec: digest of the spec.
-      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if it was not saved.
+      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if it was not
+        saved.
       extra: what the caller saved along, such as the data position.
       parents: {name: digest} of the images that this one needs, oldest first.
       files: {name: [bytes, crc32]}.
@@ -87,7 +92,8 @@ class Snapshot(NamedTuple):
 
     arrays: dict[str, np.ndarray]
     manifest: dict[str, Any]
-    later: Iterable[dict[str, np.ndarray]] = ()  # more arrays; each piece is written before the next one is made
+    # More arrays; each piece is written before the next one is made.
+    later: Iterable[dict[str, np.ndarray]] = ()
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
@@ -139,7 +145,8 @@ def _write_files(partial, image):
 
 
 def _pieces(arrays):
-    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all that it is given at once."""
+    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all that it is given at
+    once."""
     piece, size = {}, 0
     for name, array in arrays.items():
         piece[name], size = array, size + array.nbytes
@@ -151,9 +158,10 @@ def _pieces(arrays):
 
 
 def _write_arrays(directory, arrays):
-    blocks = sum(-(-array.nbytes // _BLOCK_BYTES) + _BLOCKS_A_LEAF for array in arrays.values())
+    blocks = sum(-(-array.nbytes // _BLOCK_BYTES) + _BLOCKS_PER_LEAF for array in arrays.values())
     needs, free = blocks * _BLOCK_BYTES, shutil.disk_usage(directory.parent).free
-    if needs > free:  # asked before, as tensorstore's threads complain at length of a disk that is full on the way
+    # Asked before, as tensorstore's threads complain at length of a disk that is full on the way.
+    if needs > free:
         raise OSError(
             errno.ENOSPC,
             f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free",
@@ -168,7 +176,8 @@ def _write_arrays(directory, arrays):
 
 
 def _as_os_error(error, path):
-    """The OSError that another library's error stands for: nothing but the disk can refuse arrays of ours."""
+    """The OSError that another library's error stands for: nothing but the disk can refuse arrays
+    of ours."""
     if isinstance(error, OSError):
         return error
     text = str(error)
@@ -179,7 +188,8 @@ def _as_os_error(error, path):
 
 
 def set_aside(path: Path) -> Path:
-    """Renames an image that is not to be read again to NAME.damaged (and a number); returns that path."""
+    """Renames an image that is not to be read again to NAME.damaged (and a number); returns that
+    path."""
     for number in range(1000):
         name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
         if not name.exists():
@@ -194,7 +204,8 @@ def images(directory: str | Path) -> list[Path]:
 
 
 def deltas(directory: str | Path) -> list[Path]:
-    """The committed row deltas of a directory, newest first; each needs the images that its manifest names."""
+    """The committed row deltas of a directory, newest first; each needs the images that its
+    manifest names."""
     return _numbered(directory, "delta_")
 
 
@@ -215,13 +226,15 @@ def number_of(path: Path) -> int:
 
 
 def remove_partial(directory: Path, prefix: str) -> None:
-    """Removes what killed saves have left of images whose names begin with a prefix; the caller holds their lock."""
+    """Removes what killed saves have left of images whose names begin with a prefix; the caller
+    holds their lock."""
     for torn in directory.glob(f"{prefix}*{PARTIAL}"):
         shutil.rmtree(torn, ignore_errors=True)
 
 
 def needed(directory: str | Path) -> set[str]:
-    """Names of the images that a row delta of a directory needs, or that one is about to be written over.
+    """Names of the images that a row delta of a directory needs, or that one is about to be written
+    over.
 
     What cannot be read may need any image: then all are needed.
     """
@@ -280,7 +293,8 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
       advise: makes of the image's path the last sentence of an error.
 
     Raises:
-      DamagedImage: a file is missing, or its size or checksum differs; names it, and the newest older image.
+      DamagedImage: a file is missing, or its size or checksum differs; names it, and the newest
+        older image.
     """
     for name, (size, crc) in image.files.items():
         if leaves is not None and name.count("/") > 1 and name.split("/")[1] not in leaves:
@@ -297,7 +311,8 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an image is there and can be believed, file by file; what it needs is not looked at."""
+    """Whether an image is there and can be believed, file by file; what it needs is not looked
+    at."""
     try:
         verify(read_manifest(path, str), advise=str)
     except DamagedImage:
@@ -306,15 +321,16 @@ def is_whole(path: Path) -> bool:
 
 
 def warn_skipped(errors: Sequence[BaseException]) -> None:
-    """Warns, once, that images were passed over because they are damaged; the errors name them, newest first."""
+    """Warns, once, that images were passed over because they are damaged; the errors name them,
+    newest first."""
     if errors:
         more = f" (and {len(errors) - 1} more before it)" if len(errors) > 1 else ""
         warnings.warn(f"skipped what is damaged: {errors[0]}{more}", stacklevel=3)
 
 
 def _orbax():
-    # Without OCDBT each leaf is a directory of its own: one shard is read, and verified, alone. Embeddings do not
-    # compress (by a tenth), and trying to doubles the time of a save.
+    # Without OCDBT each leaf is a directory of its own: one shard is read, and verified, alone.
+    # Embeddings do not compress (by a tenth), and trying to doubles the time of a save.
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False))
 
 

@@ -1,4 +1,5 @@
-"""Saving rows while training goes on, and keeping chains of deltas short: what costs a thread or disk space.
+"""Saving rows while training goes on, and keeping chains of deltas short: what costs a thread or
+disk space.
 
 Legend: S shards, V rows of a stack, n rows of a delta in one shard.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.deltas import (
     advise_leaving_out,
     chain,
@@ -42,9 +44,11 @@ from jaxrec.types import DenseState
 
 
 def compact(path: str | Path, without: Collection[str] = ()) -> Path:
-    """Merges all deltas of a chain into one, newest value wins, and removes them; restoring gives the same rows.
+    """Merges all deltas of a chain into one, newest value wins, and removes them; restoring gives
+    the same rows.
 
-    A chain is then no larger than its base and one table of rows. Host memory: that of the rows in the deltas.
+    A chain is then no larger than its base and one table of rows. Host memory: that of the rows in
+    the deltas.
 
     Args:
       path: the newest delta of the chain.
@@ -55,7 +59,8 @@ def compact(path: str | Path, without: Collection[str] = ()) -> Path:
 
     Raises:
       DamagedImage: an image is missing or damaged; none was removed.
-      ValueError: somebody saves rows in the directory: a `RowCheckpointer` merges its deltas by itself.
+      ValueError: somebody saves rows in the directory: a `RowCheckpointer` merges its deltas by
+        itself.
       OSError: the disk is full or read-only; older images are as they were.
     """
     path = local_path(path)
@@ -90,10 +95,11 @@ def _merge(tip, small, below: Mapping[str, str]) -> Image:
 
 
 def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
-    """The newest value of each row of several deltas, oldest first: the leaves of one (stack, shard) at a time.
+    """The newest value of each row of several deltas, oldest first: the leaves of one (stack,
+    shard) at a time.
 
-    Deltas are read from the newest on, and only rows that no newer one holds are kept: memory for one table of rows
-    and one delta, however long the chain.
+    Deltas are read from the newest on, and only rows that no newer one holds are kept: memory for
+    one table of rows and one delta, however long the chain.
     """
     kept: dict[str, list[dict[str, np.ndarray]]] = {}
     for image in reversed(small):
@@ -117,14 +123,16 @@ class RowCheckpointer(Saver):
 
     Args:
       directory: of the run's images; the deltas go beside them. Made if it does not exist.
-      base: where the chain goes on: `newest(directory)`, an image, a delta, or None for initial rows.
-      most_deltas: more of them than that in the chain are merged into one, which writes up to all rows once more. On
-        disk are then at most the base and so many deltas, and while merging one of up to all rows.
+      base: where the chain goes on: `newest(directory)`, an image, a delta, or None for initial
+        rows.
+      most_deltas: more of them than that in the chain are merged into one, which writes up to all
+        rows once more. On disk are then at most the base and so many deltas, and while merging one
+        of up to all rows.
       run: id of the run; that of the base, or a new one, if None.
 
     Raises:
-      ValueError: the directory holds images of another run, or whole deltas that are newer than the base and would be
-        lost; somebody else saves rows there.
+      ValueError: the directory holds images of another run, or whole deltas that are newer than the
+        base and would be lost; somebody else saves rows there.
     """
 
     def __init__(
@@ -134,8 +142,7 @@ class RowCheckpointer(Saver):
         most_deltas: int = 128,
         run: str | None = None,
     ):
-        if most_deltas < 1:
-            raise ValueError(f"most_deltas={most_deltas} must be at least 1.")
+        whole_number("most_deltas", most_deltas)
         found = images_below(local_path(directory), base)
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
         self._most = most_deltas
@@ -148,7 +155,8 @@ class RowCheckpointer(Saver):
         remove_partial(self.directory, "delta_")
 
     def _refuse_lost(self, found):
-        """Deltas outside of the chain: damaged ones get another name, newer ones are refused, others go in time."""
+        """Deltas outside of the chain: damaged ones get another name, newer ones are refused,
+        others go in time."""
         mine, step = {image.path.name for image in found}, found[-1].step if found else -1
         known = dict.fromkeys(mine, True)
         for path in deltas(self.directory):
@@ -168,13 +176,15 @@ class RowCheckpointer(Saver):
                 )
 
     def _reserve(self, found: list[Image]) -> None:
-        """Takes images as what the next delta goes over; said on disk, so that nobody removes the base meanwhile."""
+        """Takes images as what the next delta goes over; said on disk, so that nobody removes the
+        base meanwhile."""
         self._chain = {image.path.name: image.digest for image in found}
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])
 
     def newest(self) -> Path | None:
-        """What `restore_shard` should read: the last committed delta, the base, or None for initial rows."""
+        """What `restore_shard` should read: the last committed delta, the base, or None for initial
+        rows."""
         return self.directory / list(self._chain)[-1] if self._chain else None
 
     def chain_names(self) -> list[str]:
@@ -196,8 +206,8 @@ class RowCheckpointer(Saver):
           dense: the dense state of that step, to save along, so that `restore` gives a whole state.
 
         Raises:
-          ValueError: rows of another shard; the saver is closed. What a save before this one met with, if it was no
-            OSError.
+          ValueError: rows of another shard; the saver is closed. What a save before this one met
+            with, if it was no OSError.
         """
         start = time.perf_counter()
         self._refuse_closed()
@@ -210,7 +220,8 @@ class RowCheckpointer(Saver):
         return stall
 
     def rebase(self, base: str | Path) -> None:
-        """Goes on over a whole image that was saved meanwhile; deltas newer than it are written anew over it.
+        """Goes on over a whole image that was saved meanwhile; deltas newer than it are written
+        anew over it.
 
         Args:
           base: an image of the directory, from `Checkpointer`.
@@ -224,7 +235,8 @@ class RowCheckpointer(Saver):
         self._begin(self._rebase, tip, newer, Path(base))
 
     def restart(self, base: str | Path) -> None:
-        """Goes on over a whole image of the latest step; the deltas before it, damaged or not, are removed.
+        """Goes on over a whole image of the latest step; the deltas before it, damaged or not, are
+        removed.
 
         Args:
           base: an image of the directory, from `Checkpointer`.

@@ -1,4 +1,5 @@
-"""From a training state to an image and back: any home of the rows, any mesh, any number of shards, value for value.
+"""From a training state to an image and back: any home of the rows, any mesh, any number of shards,
+value for value.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
@@ -24,7 +25,8 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
       state: TrainState.
       extra: JSON values to save along.
       run: id of the run.
-      copy: without it the rows are taken shard by shard while they are written; nobody may change them until then.
+      copy: without it the rows are taken shard by shard while they are written; nobody may change
+        them until then.
 
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.
@@ -68,7 +70,8 @@ def _kind(leaf):
 
 
 def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
-    """What a manifest says of the state it belongs to, see `Image`; its files are added when they are written.
+    """What a manifest says of the state it belongs to, see `Image`; its files are added when they
+    are written.
 
     Raises:
       ValueError: `extra` holds what JSON does not.
@@ -88,7 +91,8 @@ def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents
 
 
 def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray], cast: bool) -> DenseState:
-    """The dense state of an image, each leaf placed as in the template, after comparing paths, shapes and dtypes.
+    """The dense state of an image, each leaf placed as in the template, after comparing paths,
+    shapes and dtypes.
 
     Args:
       image: whose dense state it is; one replica's fills any number of them.
@@ -99,7 +103,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     Raises:
       ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
     """
-    check_dense(image, template, cast)
+    check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(_dense_name(number))
@@ -118,7 +122,7 @@ def _place(saved, old):
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def check_dense(image: Image, template: DenseState, cast: bool = False) -> None:
+def check_saved_dense(image: Image, template: DenseState, cast: bool = False) -> None:
     """Refuses a template whose dense state is not that of an image, see `place_dense`."""
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}
@@ -145,7 +149,8 @@ def leaf_name(stack: str, shard: int, part: str) -> str:
 
 
 def _shard_by_shard(tables: Tables) -> Iterator[dict[str, np.ndarray]]:
-    """{leaf: rows} of one shard of all stacks after the other; of device tables a shard is on the host at a time."""
+    """{leaf: rows} of one shard of all stacks after the other; of device tables a shard is on the
+    host at a time."""
     parts = {name: tables.parts(name) for name in tables.spec.stacks}
     for shard in range(tables.spec.shards):
         yield {
@@ -166,7 +171,8 @@ def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:
 
 
 def refuse_other(image: Image, what: str, wanted, found) -> None:
-    """Raises ValueError, with what differs, if an image was saved with something else than wanted."""
+    """Raises ValueError, with what differs, if an image was saved with something else than
+    wanted."""
     # Tables are compared in order: it decides the row numbers.
     if json.dumps(wanted) != json.dumps(found):
         raise ValueError(

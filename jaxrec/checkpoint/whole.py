@@ -1,7 +1,8 @@
-"""Saving whole images while training goes on; and what both savers share: one job at a time in a thread, one owner.
+"""Saving whole images while training goes on; and what both savers share: one job at a time in a
+thread, one owner.
 
-A directory has one saver of images and one of row deltas at a time, held by a lock that the kernel frees when its
-process dies, and its images are of one run.
+A directory has one saver of images and one of row deltas at a time, held by a lock that the kernel
+frees when its process dies, and its images are of one run.
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.image import (
     DamagedImage,
     Image,
@@ -36,9 +38,10 @@ _RUN = "run.json"  # the run of the savers of a directory, before there is an im
 class Saver:
     """One job at a time in a thread, in a directory that nobody else writes to.
 
-    A save that fails with an OSError (a full disk, say) is warned of and counted, and training goes on: the next one
-    tries again. Any other error is raised by the next call. Leaving the `with` block raises what the last save failed
-    with, or adds it as a note to the exception that is on its way out.
+    A save that fails with an OSError (a full disk, say) is warned of and counted, and training goes
+    on: the next one tries again. Any other error is raised by the next call. Leaving the `with`
+    block raises what the last save failed with, or adds it as a note to the exception that is on
+    its way out.
 
     Attributes:
       run: id of the run, which stands in every manifest.
@@ -74,8 +77,9 @@ class Saver:
             raise error
 
     def _wait_until_idle(self):
-        # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at work for ended, and
-        # in the other can leave its lock held. A save takes much longer than this pause.
+        # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
+        # work for ended, and in the other can leave its lock held. A save takes much longer than
+        # this pause.
         while not self._idle.is_set():
             time.sleep(0.001)
 
@@ -87,7 +91,8 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """Waits as `wait` does, and gives the directory back; a job that is still at work then does so when it ends."""
+        """Waits as `wait` does, and gives the directory back; a job that is still at work then does
+        so when it ends."""
         self._closed = True
         try:
             self.wait()
@@ -100,7 +105,8 @@ class Saver:
                 self._lock.release()
 
     def settle(self) -> bool:
-        """Waits for the last save; whether it is committed. A full disk is warned of, other errors are raised."""
+        """Waits for the last save; whether it is committed. A full disk is warned of, other errors
+        are raised."""
         try:
             self.wait()
         except OSError as error:
@@ -147,11 +153,13 @@ class Saver:
         except BaseException as failed:
             if error is None:
                 raise
-            error.add_note(f"And a save failed: {failed}")  # the error on its way out is told, and this with it
+            # The error on its way out is told, and this with it.
+            error.add_note(f"And a save failed: {failed}")
 
 
 def _run_of(directory):
-    """The run that a directory without images belongs to: that of the saver beside this one, or a new one."""
+    """The run that a directory without images belongs to: that of the saver beside this one, or a
+    new one."""
     if images(directory) or deltas(directory) or not (directory / _RUN).exists():
         return new_run_id()
     try:
@@ -161,7 +169,8 @@ def _run_of(directory):
 
 
 def refuse_other_runs(directory: Path, run: str) -> None:
-    """Raises ValueError if a directory holds an image of another run; one that is damaged or has no id is nobody's."""
+    """Raises ValueError if a directory holds an image of another run; one that is damaged or has no
+    id is nobody's."""
     for path in [*images(directory), *deltas(directory)]:
         try:
             other = read_manifest(path, str).run
@@ -182,11 +191,12 @@ class Checkpointer(Saver):
 
     Args:
       directory: where the images go, as step_N; made if it does not exist.
-      keep: how many images to keep; older ones are removed after a newer one is committed, but for those that row
-        deltas need.
+      keep: how many images to keep; older ones are removed after a newer one is committed, but for
+        those that row deltas need.
       run: id of the run, as `restore` gives it (`image.run`); a new one if None.
-      copy: 'whole' makes training wait for a copy of the state in memory, which is written while training goes on;
-        'shards' makes it wait for the write, with no more than about one shard of extra memory.
+      copy: 'whole' makes training wait for a copy of the state in memory, which is written while
+        training goes on; 'shards' makes it wait for the write, with no more than about one shard of
+        extra memory.
 
     Raises:
       ValueError: the directory holds images of another run, or somebody else saves images there.
@@ -200,8 +210,7 @@ class Checkpointer(Saver):
         run: str | None = None,
         copy: Literal["whole", "shards"] = "whole",
     ):
-        if keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1.")
+        whole_number("keep", keep)
         if copy not in ("whole", "shards"):
             raise ValueError(f"copy={copy!r} must be 'whole' or 'shards'.")
         super().__init__(directory, "images", run)
@@ -211,7 +220,8 @@ class Checkpointer(Saver):
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
         """Copies the state and begins to write it; returns the seconds that training waited.
 
-        A whole image of the same step is left as it is; one that is damaged, or split into other shards, is replaced.
+        A whole image of the same step is left as it is; one that is damaged, or split into other
+        shards, is replaced.
 
         Args:
           state: TrainState.
@@ -241,7 +251,8 @@ class Checkpointer(Saver):
         return self.directory / f"step_{step:08d}"
 
     def _write_in_place(self, path, image):
-        """Training waits, as rows may not change until they are written: what is left early is not committed."""
+        """Training waits, as rows may not change until they are written: what is left early is not
+        committed."""
         left = threading.Event()
         try:
             self._begin(self._write, path, image._replace(later=_unless(left, image.later)))
@@ -251,7 +262,8 @@ class Checkpointer(Saver):
             raise
 
     def refuse_newer(self, step: int) -> None:
-        """Refuses whole images of later steps, which are of a past that this run has left; damaged ones are renamed.
+        """Refuses whole images of later steps, which are of a past that this run has left; damaged
+        ones are renamed.
 
         Raises:
           ValueError: there is a whole image of a later step.
@@ -275,7 +287,8 @@ class Checkpointer(Saver):
 
 
 def _unless(left: threading.Event, pieces):
-    """The pieces of an image, each written before the next is asked for; an error instead once training has gone on."""
+    """The pieces of an image, each written before the next is asked for; an error instead once
+    training has gone on."""
     for piece in pieces:
         yield piece
         if left.is_set():

@@ -1,4 +1,10 @@
-"""CPR: partial recovery of lost embedding shards from checkpoints that save the most used rows first."""
+"""CPR: partial recovery of lost embedding shards from checkpoints that save the most used rows
+first.
+
+`plan_recovery` decides before training whether it pays and how often to save; `Recovery` then
+watches an engine. Read `schedule` first, which has the equations, then `priority`, which rows are
+saved, and then `recovery`.
+"""
 
 from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu

@@ -1,10 +1,10 @@
 """What a recovery is given: an error names what does not fit."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec
 
@@ -31,20 +31,18 @@ def check_shards(spec, shards):
 def checked_failures(spec, failures):
     """{step: shards} of failures, each looked at."""
     for step, shards in failures.items():
-        if not isinstance(step, int | np.integer) or step < 1:
-            raise ValueError(f"failures at step {step!r}: steps are whole numbers from 1.")
+        whole_number("failures: step", step)
         check_shards(spec, shards)
     return dict(failures)
 
 
 def check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
     """Refuses numbers of a schedule that are out of range."""
-    if not (isinstance(save_every_steps, int | float) and 0 < save_every_steps < math.inf) or total_steps < 1:
-        raise ValueError(f"save_every_steps={save_every_steps} must be above 0, total_steps={total_steps} at least 1.")
-    if most_deltas is not None and (not isinstance(most_deltas, int) or most_deltas < 1):
-        raise ValueError(f"most_deltas={most_deltas} must be a whole number from 1.")
-    if not isinstance(pick_ahead_steps, int) or pick_ahead_steps < 0:
-        raise ValueError(f"pick_ahead_steps={pick_ahead_steps} must be a whole number from 0.")
+    real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
+    whole_number("total_steps", total_steps)
+    if most_deltas is not None:
+        whole_number("most_deltas", most_deltas)
+    whole_number("pick_ahead_steps", pick_ahead_steps, 0)
 
 
 def check_scheme(spec, mode, scheme, fraction, whole):

@@ -1,4 +1,5 @@
-"""When failures come and which nodes they take: drawn, placed, or of a trace; and how often they come on n nodes.
+"""When failures come and which nodes they take: drawn, placed, or of a trace; and how often they
+come on n nodes.
 
 All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
 """
@@ -7,6 +8,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxrec.bounds import is_portion, is_positive, real_number, whole_number
 
 
 class Failures(NamedTuple):
@@ -23,9 +26,11 @@ class Failures(NamedTuple):
 def draw_failures(
     mtbf_hours: float, horizon_hours: float, nodes: int, seed: int, shape: float = 1.0, failed_nodes: int = 1
 ) -> Failures:
-    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential law.
+    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential
+    law.
 
-    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon / MTBF failures come.
+    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon /
+    MTBF failures come.
 
     Args:
       mtbf_hours: mean gap.
@@ -36,9 +41,9 @@ def draw_failures(
       failed_nodes: m distinct nodes that each failure takes.
 
     Returns:
-      Failures, m entries of the same hour a failure.
+      Failures, m entries of the same hour per failure.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> draw_failures(mtbf_hours=28, horizon_hours=56, nodes=8, seed=7).hours.round(1).tolist()
@@ -46,8 +51,7 @@ def draw_failures(
     """
     _check_nodes(nodes, failed_nodes)
     for name, value in (("mtbf_hours", mtbf_hours), ("horizon_hours", horizon_hours), ("shape", shape)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite.")
+        real_number(name, value, "above 0 and finite", is_positive)
     rng = np.random.default_rng(seed)
     hours = np.zeros(1)
     while hours[-1] < horizon_hours:
@@ -58,7 +62,8 @@ def draw_failures(
 
 
 def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, failed_nodes: int = 1) -> Failures:
-    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999 does with two.
+    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999
+    does with two.
 
     Args:
       number: of failures.
@@ -68,14 +73,14 @@ def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, fai
       failed_nodes: m distinct nodes that each failure takes.
 
     Returns:
-      Failures, m entries of the same hour a failure.
+      Failures, m entries of the same hour per failure.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
     _check_nodes(nodes, failed_nodes)
-    if number < 0 or not 0 < horizon_hours < math.inf:
-        raise ValueError(f"number={number} must be at least 0 and horizon_hours={horizon_hours} above 0 and finite.")
+    whole_number("number", number, 0)
+    real_number("horizon_hours", horizon_hours, "above 0 and finite", is_positive)
     rng = np.random.default_rng(seed)
     return _on_nodes(rng, np.sort(rng.uniform(0, horizon_hours, number)), nodes, failed_nodes, horizon_hours)
 
@@ -104,7 +109,7 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
     Returns:
       Failures of k nodes, numbered by their place in `chosen`.
 
-    Errors:
+    Raises:
       ValueError: no node, a node twice, or one that there is not.
     """
     distinct = np.unique(chosen)
@@ -118,7 +123,8 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
 
 
 def mtbf_by_cause(failures: Failures) -> dict[str, float]:
-    """Mean hours between failures of each cause, the most frequent first: the span over their number."""
+    """Mean hours between failures of each cause, the most frequent first: the span over their
+    number."""
     count = np.bincount(failures.cause, minlength=len(failures.causes))
     order = [int(c) for c in np.argsort(-count, kind="stable") if count[c]]
     return {failures.causes[c]: float(failures.span_hours / count[c]) for c in order}
@@ -134,17 +140,17 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
     Returns:
       A fraction; it equals the portion if all nodes fail equally often.
 
-    Errors:
+    Raises:
       ValueError: a portion outside (0, 1].
     """
-    if not 0 < portion <= 1:
-        raise ValueError(f"portion={portion} must be above 0 and at most 1.")
+    real_number("portion", portion, "above 0 and at most 1", is_portion)
     count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
     return int(count[: math.ceil(portion * failures.nodes)].sum()) / max(1, int(count.sum()))
 
 
 def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
-    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail = T_node / n.
+    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail =
+    T_node / n.
 
     Args:
       node_mtbf_hours: T_node, above 0.
@@ -153,16 +159,15 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
     Returns:
       Hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
-    if not node_mtbf_hours > 0 or nodes < 1:
-        raise ValueError(f"node_mtbf_hours={node_mtbf_hours} must be above 0 and nodes={nodes} at least 1.")
-    return node_mtbf_hours / nodes
+    return real_number("node_mtbf_hours", node_mtbf_hours, "above 0", lambda x: x > 0) / whole_number("nodes", nodes)
 
 
 def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
-    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 - p)^n).
+    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 -
+    p)^n).
 
     Args:
       chance_per_hour: p, that one node fails within an hour, above 0 and below 1.
@@ -171,17 +176,15 @@ def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
     Returns:
       Hours, at least 1: time is counted in whole hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
-    if not 0 < chance_per_hour < 1 or nodes < 1:
-        raise ValueError(f"chance_per_hour={chance_per_hour} must be between 0 and 1 and nodes={nodes} at least 1.")
-    return -1 / math.expm1(nodes * math.log1p(-chance_per_hour))
+    real_number("chance_per_hour", chance_per_hour, "between 0 and 1", lambda x: 0 < x < 1)
+    return -1 / math.expm1(whole_number("nodes", nodes) * math.log1p(-chance_per_hour))
 
 
 def _check_nodes(nodes, failed_nodes):
-    if not 1 <= failed_nodes <= nodes:
-        raise ValueError(f"failed_nodes={failed_nodes} must be from 1 to nodes={nodes}.")
+    whole_number("failed_nodes", failed_nodes, 1, whole_number("nodes", nodes), ", nodes: a failure takes some of them")
 
 
 def _on_nodes(rng, hours, nodes, failed_nodes, span):

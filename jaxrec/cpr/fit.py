@@ -1,7 +1,9 @@
-"""The laws that the gaps between failures follow, how well they fit, and the rate of failures over age.
+"""The laws that the gaps between failures follow, how well they fit, and the rate of failures over
+age.
 
-All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, which fits a gamma law to the time
-to failure of jobs. numpy alone: digamma and the incomplete gamma function are written out below.
+All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, which fits a
+gamma law to the time to failure of jobs. numpy alone: digamma and the incomplete gamma function are
+written out below.
 """
 
 import math
@@ -27,7 +29,7 @@ class Fit(NamedTuple):
 
 
 def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Failures an hour over the time since the last failure: constant for the exponential law.
+    """Failures per hour over the time since the last failure: constant for the exponential law.
 
     hazard of an age from a to b = gaps that end in it / hours that all gaps together spend in it
 
@@ -36,7 +38,7 @@ def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.n
       edges: f64[k + 1], hours, ascending: ages from edges[i] on and below edges[i + 1].
 
     Returns:
-      f64[k] failures an hour, NaN where no gap is that long; f64[k] hours spent.
+      f64[k] failures per hour, NaN where no gap is that long; f64[k] hours spent.
     """
     spent = (np.clip(gaps[:, None], edges[None, :-1], edges[None, 1:]) - edges[None, :-1]).sum(axis=0)
     place = np.searchsorted(edges, gaps, side="right") - 1
@@ -53,16 +55,18 @@ def fit_exponential(gaps: np.ndarray) -> Fit:
     Returns:
       Fit of shape 1.
 
-    Errors:
+    Raises:
       ValueError: fewer than two gaps; a gap that is not above 0.
     """
     return _fit(_checked(gaps), 1.0)
 
 
 def fit_gamma(gaps: np.ndarray) -> Fit:
-    """Fits the gamma law by maximum likelihood, the law of arXiv 2011.02999 for the time to failure.
+    """Fits the gamma law by maximum likelihood, the law of arXiv 2011.02999 for the time to
+    failure.
 
-    The shape k solves log k - digamma(k) = log(mean gap) - mean(log gap), here by Newton's method; scale = mean / k.
+    The shape k solves log k - digamma(k) = log(mean gap) - mean(log gap), here by Newton's method;
+    scale = mean / k.
 
     Args:
       gaps: f64[n], hours, above 0, not all equal.
@@ -70,14 +74,15 @@ def fit_gamma(gaps: np.ndarray) -> Fit:
     Returns:
       Fit.
 
-    Errors:
+    Raises:
       ValueError: fewer than two gaps; a gap that is not above 0; all gaps equal.
     """
     gaps = _checked(gaps)
     spread = math.log(gaps.mean()) - float(np.log(gaps).mean())
     if not spread > 1e-12:
         raise ValueError(f"all {len(gaps)} gaps are {gaps[0]} hours: a gamma law needs gaps that differ.")
-    shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)  # Minka's start
+    # Minka's start.
+    shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
     for _ in range(20):
         digamma, trigamma = digammas(shape)
         step = (math.log(shape) - digamma - spread) / (1 / shape - trigamma)
@@ -88,9 +93,11 @@ def fit_gamma(gaps: np.ndarray) -> Fit:
 
 
 def gamma_cdf(shape: float, x: np.ndarray) -> np.ndarray:
-    """The chance that a gamma variable of scale 1 is at most x: the regularised incomplete gamma function P(a, x).
+    """The chance that a gamma variable of scale 1 is at most x: the regularised incomplete gamma
+    function P(a, x).
 
-    P(a, x) = x^a e^-x / Gamma(a + 1) (1 + x / (a + 1) + x^2 / ((a + 1)(a + 2)) + ...), Abramowitz and Stegun 6.5.29
+    P(a, x) = x^a e^-x / Gamma(a + 1) (1 + x / (a + 1) + x^2 / ((a + 1)(a + 2)) + ...), Abramowitz
+    and Stegun 6.5.29
 
     Args:
       shape: a, above 0.
@@ -99,7 +106,8 @@ def gamma_cdf(shape: float, x: np.ndarray) -> np.ndarray:
     Returns:
       f64[n].
     """
-    x = np.minimum(x, shape + 12 * math.sqrt(shape) + 60)  # beyond it the chance is 1 to the last digit
+    # Beyond it the chance is 1 to the last digit.
+    x = np.minimum(x, shape + 12 * math.sqrt(shape) + 60)
     term, total, n = np.ones_like(x), np.ones_like(x), 0
     while (term > 1e-17 * total).any():
         n += 1
@@ -110,7 +118,8 @@ def gamma_cdf(shape: float, x: np.ndarray) -> np.ndarray:
 
 
 def digammas(x: float) -> tuple[float, float]:
-    """Digamma and trigamma of a number above 0: recurrence up to 10, then asymptotic series (A. and S. 6.3, 6.4)."""
+    """Digamma and trigamma of a number above 0: recurrence up to 10, then asymptotic series (A. and
+    S. 6.3, 6.4)."""
     digamma, trigamma = 0.0, 0.0
     while x < 10:
         digamma, trigamma, x = digamma - 1 / x, trigamma + 1 / x**2, x + 1

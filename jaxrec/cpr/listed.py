@@ -1,14 +1,15 @@
-"""The list of SSU: a set of at most C rows a shard, into which whole batches are inserted.
+"""The list of SSU: a set of at most C rows per shard, into which whole batches are inserted.
 
-Every row has one bucket of 4 entries, found by a hash; in a full bucket it takes the place of a random one. So the
-list holds each row once without being sorted, and rows that are used often come back and stay. An entry is
+Every row has one bucket of 4 entries, found by a hash; in a full bucket it takes the place of a
+random one. So the list holds each row once without being sorted, and rows that are used often come
+back and stay. An entry is
 
     row >= 0    a row of the shard, r // S          ~row < 0    a row that was picked; its place is free          EMPTY
 
-Insertion looks at the list as it is before the batch, so that numba and jax give the same list to the bit; of two rows
-of a batch with one place the larger stays.
+Insertion looks at the list as it is before the batch, so that numba and jax give the same list to
+the bit; of two rows of a batch with one place the larger stays.
 
-Legend: S shards, C entries a shard, U padded unique rows of a batch, n picked.
+Legend: S shards, C entries per shard, U padded unique rows of a batch, n picked.
 """
 
 import functools
@@ -24,7 +25,7 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
 def entries(budget: int) -> int:
-    """C for a budget of rows a shard: whole buckets, not above it; one bucket at least."""
+    """C for a budget of rows per shard: whole buckets, not above it; one bucket at least."""
     return max(_WAYS, budget - budget % _WAYS)
 
 
@@ -44,6 +45,8 @@ def insert(entry, plan, batch, sampled=True):
         return _insert(entry, plan.unique, plan.count, batch, sampled)
     unique, count = np.asarray(plan.unique), np.asarray(plan.count)
     place = np.empty(unique.shape[1], np.int32)
+    # Places of all rows are found before one is written: a batch inserted row by row would depend
+    # on the order of its rows.
     for shard, mine in enumerate(entry if sampled else ()):
         rows = unique[shard, : count[shard]]
         _find_buckets(rows, len(unique), len(mine), place)
@@ -69,9 +72,11 @@ def _find_buckets(rows, shards, size, place):
 
 @_compiled
 def _find_places(entry, rows, shards, batch, place):
-    """place[u] = where row u goes: whence it was picked, else the first free entry, else any; C if it is there.
+    """place[u] = where row u goes: whence it was picked, else the first free entry, else any; C if
+    it is there.
 
-    Free of branches, which the hardware could not foresee; place holds the first entry of each bucket.
+    Free of branches, which the hardware could not foresee; place holds the first entry of each
+    bucket.
     """
     for u in range(rows.shape[0]):
         row, first = np.int32(rows[u] // shards), np.uint64(place[u])
@@ -106,6 +111,8 @@ def _insert(entry, unique, count, batch, sampled):
         size, turn = len(entry), jnp.arange(_WAYS)[None, :]
         first = (_scramble_u32(rows) % (size // _WAYS)).astype(jnp.int32) * _WAYS
         start = (_scramble_u32(rows ^ (batch + 1)) % _WAYS).astype(jnp.int32)
+        # The bucket is searched from a way of its own for each row and batch, so that in a full one
+        # a random row gives way.
         at = first[:, None] + (start[:, None] + turn) % _WAYS  # [U, ways]
         held, row = entry[at], rows[:, None]
         kind = jnp.select([held == row, held == ~row, held < 0], [3, 2, 1], 0)
@@ -125,20 +132,25 @@ def _scramble_u32(x):
 
 
 def pick(entry, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Takes at most `budget` rows a shard, on the host; rows of a save that failed count as not picked.
+    """Takes at most `budget` rows per shard, on the host; rows of a save that failed count as not
+    picked.
 
     Args:
       entry: i32[S, C].
-      budget: rows a shard.
+      budget: rows per shard.
 
     Returns:
-      The list with what was picked marked, i32[S, C], and the rows of the stack, ascending, one array i32[n] a shard.
+      The list with what was picked marked, i32[S, C], and the rows of the stack, ascending, one
+      array i32[n] a shard.
     """
     marked, rows = np.array(entry), []
     for shard, mine in enumerate(marked):
+        # What is marked still was picked by a save that has not been committed: it may be picked
+        # again.
         mine[:] = np.where((mine < 0) & (mine != EMPTY), ~mine, mine)
         at = np.flatnonzero(mine >= 0)[:budget]
         rows.append(np.sort(mine[at]) * np.int32(len(marked)) + np.int32(shard))
+        # Marked, not taken out: the save may fail, and the row must not lose its place by then.
         mine[at] = ~mine[at]
     return marked, rows
 

@@ -1,22 +1,25 @@
-"""Which rows to save first: MFU, SSU and SCAR of CPR (arXiv 2011.02999), round-robin and random beside them.
+"""Which rows to save first: MFU, SSU and SCAR of CPR (arXiv 2011.02999), round-robin and random
+beside them.
 
-Partial recovery loses what a shard learned since its rows were saved; saving the r V rows that matter most every r T
-instead of all V every T loses less for the same bytes. A tracker watches one stack, shard by shard:
+Partial recovery loses what a shard learned since its rows were saved; saving the r V rows that
+matter most every r T instead of all V every T loses less for the same bytes. A tracker watches one
+stack, shard by shard:
 
     tracker = scheme.init(value, budget)
     tracker = scheme.touch(tracker, plan)                    after every step
-    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows a shard
+    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows per shard
     tracker = scheme.saved(tracker, pick)                    when they are committed; never, if the save failed
     tracker = scheme.restored(tracker, shard, value)         a shard was loaded: it equals what is saved
     tracker = scheme.recall(tracker, scheme.remember(tracker))         what a tracker knows beyond its rows, as JSON
 
-A row is picked only if it was touched (SCAR: if it differs) since it was last saved, and `saved` takes back what the
-pick saw and no more: what is touched between pick and commit stays to be saved. One pick is in flight at a time.
-`value` is f32[V / S, E] a shard in a list (host tables) or a jax array f32[S, V / S, E] (device tables); the tracker
-lives where it does. Trackers in numpy change in place, and picks by counts may run in another thread beside touches;
-trackers in jax are donated, and `touch` may be inside jit.
+A row is picked only if it was touched (SCAR: if it differs) since it was last saved, and `saved`
+takes back what the pick saw and no more: what is touched between pick and commit stays to be saved.
+One pick is in flight at a time. `value` is f32[V / S, E] a shard in a list (host tables) or a jax
+array f32[S, V / S, E] (device tables); the tracker lives where it does. Trackers in numpy change in
+place, and picks by counts may run in another thread beside touches; trackers in jax are donated,
+and `touch` may be inside jit.
 
-| | keeps, bytes a row | picks |
+| | keeps, bytes per row | picks |
 |---|---|---|
 | MFU | accesses since saved, 4 | the most accessed rows |
 | SSU | a list of r V rows of sampled batches, 4 r | the list |
@@ -32,15 +35,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import is_portion, real_number, whole_number
 from jaxrec.cpr import listed, trackers
 from jaxrec.types import Array
 
 
 class Pick(NamedTuple):
-    """Rows to save, and what the tracker saw of them; lists have one array a shard."""
+    """Rows to save, and what the tracker saw of them; lists have one array per shard."""
 
     rows: list[np.ndarray]  # i32[n] rows of the stack, ascending, n <= budget
-    seen: list[np.ndarray]  # accesses i32[n] or values f32[n, E] at the time of the pick; empty for SSU
+    # Accesses i32[n] or values f32[n, E] at the time of the pick; empty for SSU.
+    seen: list[np.ndarray]
 
 
 class Priority(NamedTuple):
@@ -52,13 +57,16 @@ class Priority(NamedTuple):
     pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
     saved: Callable[..., Any]  # (tracker, Pick) -> tracker
     restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
-    remember: Callable[..., dict[str, Any]]  # (tracker) -> JSON: all that a fresh tracker of saved rows lacks
+    # (tracker) -> JSON: all that a fresh tracker of saved rows lacks.
+    remember: Callable[..., dict[str, Any]]
     recall: Callable[..., Any]  # (tracker, JSON) -> tracker
-    by_tracker: bool = True  # `pick` looks at the tracker alone, not at values, and may run while training goes on
+    # `pick` looks at the tracker alone, not at values, and may run while training goes on.
+    by_tracker: bool = True
 
 
 def budget_rows(rows: int, fraction: float) -> int:
-    """Rows a save may write: ceil(r V / S), the budget of a shard; every shard has its own, as every node in CPR.
+    """Rows a save may write: ceil(r V / S), the budget of a shard; every shard has its own, as
+    every node in CPR.
 
     Args:
       rows: V / S.
@@ -70,8 +78,7 @@ def budget_rows(rows: int, fraction: float) -> int:
     >>> budget_rows(1000, 0.125), budget_rows(30, 0.1), budget_rows(7, 0.125)
     (125, 3, 1)
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be above 0 and at most 1: CPR saves r = 0.125 of the rows.")
+    real_number("fraction", fraction, "above 0 and at most 1: CPR saves r = 0.125 of the rows", is_portion)
     return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3
 
 
@@ -83,11 +90,12 @@ class Counts(NamedTuple):
 
 
 def mfu(by_access: bool = True) -> Priority:
-    """Most frequently used: a counter a row; the largest are saved, and then what was counted is taken off.
+    """Most frequently used: a counter per row; the largest are saved, and then what was counted is
+    taken off.
 
     Args:
-      by_access: count a row as often as a batch reads it, as the paper does; else once a batch. Plans that know no
-        accesses (`inverse` empty) count once.
+      by_access: count a row as often as a batch reads it, as the paper does; else once per batch.
+        Plans that know no accesses (`inverse` empty) count once.
     """
     name = "mfu" if by_access else "mfu_by_batch"
     return _counted(name, by_access, lambda count, budget, turn, shard: (trackers.largest(count, budget), turn))
@@ -97,6 +105,7 @@ def round_robin() -> Priority:
     """The next touched rows behind those picked before, in the order of their numbers."""
 
     def choose(count, budget, turn, shard):
+        # From the row behind the last pick on, and round to the first ones.
         rows = np.flatnonzero(count)
         first = int(np.searchsorted(rows, turn))
         picked = rows[(first + np.arange(min(budget, len(rows)))) % max(len(rows), 1)]
@@ -109,14 +118,16 @@ def random(seed: int = 0) -> Priority:
     """Any touched rows, drawn from (seed, pick, shard)."""
 
     def choose(count, budget, turn, shard):
-        draw = 1 - np.random.default_rng([seed, turn, shard]).random(len(count), np.float32)  # above 0
+        # Above 0.
+        draw = 1 - np.random.default_rng([seed, turn, shard]).random(len(count), np.float32)
         return trackers.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
 
     return _counted("random", False, choose)
 
 
 def _counted(name, by_access, choose):
-    """A scheme on access counts; choose(count, budget, turn, shard) -> rows of the shard, ascending; next turn."""
+    """A scheme on access counts; choose(count, budget, turn, shard) -> rows of the shard,
+    ascending; next turn."""
 
     def init(value, budget):
         shards, rows = trackers.shape_of(value)
@@ -126,6 +137,8 @@ def _counted(name, by_access, choose):
         return Counts(trackers.add_accesses(tracker.count, plan, by_access), tracker.turn)
 
     def pick(tracker, budget, value):
+        # The counts stay as they are until the save is committed; what was seen of them goes with
+        # the pick, so that accesses that come meanwhile are kept.
         counts, turn, picked = np.asarray(tracker.count), np.array(tracker.turn), Pick([], [])
         for shard, count in enumerate(counts):
             rows, turn[shard] = choose(count, budget, turn[shard], shard)
@@ -134,6 +147,7 @@ def _counted(name, by_access, choose):
         return picked, Counts(tracker.count, turn)
 
     def saved(tracker, pick):
+        # Subtracted, not set to 0: the row may have been used since it was picked.
         return Counts(trackers.subtract(tracker.count, *pick), tracker.turn)
 
     def restored(tracker, shard, value):
@@ -149,14 +163,15 @@ def _counted(name, by_access, choose):
 
 
 class Listed(NamedTuple):
-    """A set of rows a shard, see `listed.py`."""
+    """A set of rows per shard, see `listed.py`."""
 
     entry: Array  # i32[S, C]
     batch: Array  # i32[] batches seen
 
 
 def ssu(every: int = 2) -> Priority:
-    """Sub-sampled used: the rows of every n-th batch go to a list of r V entries, which is what is saved.
+    """Sub-sampled used: the rows of every n-th batch go to a list of r V entries, which is what is
+    saved.
 
     In a full list a row takes the place of a random one, so that what is used often stays.
 
@@ -166,14 +181,15 @@ def ssu(every: int = 2) -> Priority:
     Raises:
       ValueError: every < 1.
     """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1: 1 samples all batches, 2 every second one.")
+    whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 
     def init(value, budget):
         return Listed(trackers.filled(value, listed.entries(budget), listed.EMPTY), np.int32(0))
 
     def touch(tracker, plan):
         entry, batch = tracker
+        # By the number of the batch, which an image remembers: a run that goes on samples the same
+        # ones.
         sampled = batch % every == 0  # traced under jit
         if not isinstance(sampled, np.bool_) or sampled:
             entry = listed.insert(entry, plan, batch, sampled)
@@ -185,6 +201,7 @@ def ssu(every: int = 2) -> Priority:
         return Pick(rows, nothing), tracker._replace(entry=trackers.replaced(tracker.entry, entry))
 
     def saved(tracker, pick):
+        # Only now: until the save is committed its rows keep their places.
         return tracker._replace(entry=listed.drop_picked(tracker.entry))
 
     def restored(tracker, shard, value):
@@ -206,7 +223,8 @@ class Saved(NamedTuple):
 
 
 def scar() -> Priority:
-    """The rows that changed most since they were saved, by the L2 norm of the change (SCAR, arXiv 1810.07354)."""
+    """The rows that changed most since they were saved, by the L2 norm of the change (SCAR, arXiv
+    1810.07354)."""
 
     def init(value, budget):
         return Saved(trackers.copy(value))
@@ -216,11 +234,13 @@ def scar() -> Priority:
 
     def pick(tracker, budget, value):
         picked = []
+        # Shard by shard: each has a budget of its own, as every node in CPR.
         for shard, change in enumerate(trackers.changes(value, tracker.value)):
             picked.append((trackers.largest(change, budget) * len(value) + shard).astype(np.int32))
         return Pick(picked, trackers.rows_of(value, picked)), tracker
 
     def saved(tracker, pick):
+        # With the values of the pick, not those of now, which the image does not hold.
         return Saved(trackers.overwrite(tracker.value, *pick))
 
     def restored(tracker, shard, value):

@@ -1,14 +1,17 @@
-"""Partial recovery at work: it tracks rows, saves them on schedule, and brings a lost shard back alone.
+"""Partial recovery at work: it tracks rows, saves them on schedule, and brings a lost shard back
+alone.
 
-A shard is what CPR calls an embedding node. When one fails, the others and the dense parameters (which every trainer
-has) go on as they are; the lost one takes its rows from the newest image of each: a whole base, deltas over it, initial
-rows for what was never saved. With full recovery all goes back to the newest whole image, the data position too.
+A shard is what CPR calls an embedding node. When one fails, the others and the dense parameters
+(which every trainer has) go on as they are; the lost one takes its rows from the newest image of
+each: a whole base, deltas over it, initial rows for what was never saved. With full recovery all
+goes back to the newest whole image, the data position too.
 
 The schedule, in steps:   every save_every_steps a regular save, of everything without a scheme ("vanilla");
                           with one, every fraction * save_every_steps the rows that it picks, at most that fraction, and
                           at regular saves all rows of the tables named in `whole`.
 
-Every save holds the dense state and the figures of the recovery too, so that a run also survives its own process:
+Every save holds the dense state and the figures of the recovery too, so that a run also survives
+its own process:
 
     state, image = restore(directory, state)                    # base + deltas + the dense state saved last
     with Serial(state, train_step) as engine:
@@ -30,9 +33,8 @@ from typing import Literal
 from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import set_aside, warn_skipped
 from jaxrec.cpr.arguments import check_numbers, check_scheme, check_shards, checked_failures, spec_of
-from jaxrec.cpr.clock import Clock
 from jaxrec.cpr.priority import Priority
-from jaxrec.cpr.saves import Saves, at_step
+from jaxrec.cpr.saves import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.watch import Watch, ranges_of
 from jaxrec.embedding import Tables
@@ -44,15 +46,17 @@ _FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with 
 
 
 class Recovery:
-    """Saves a run's embedding rows and restores lost shards; watches an engine, serial or OAC's pipeline.
+    """Saves a run's embedding rows and restores lost shards; watches an engine, serial or OAC's
+    pipeline.
 
         with Serial(state, train_step) as engine:
             recovery = engine.enter(Recovery(engine, directory, save_every_steps=1000, total_steps=9000, scheme=mfu()))
             train(engine, stream, hooks=[recovery.hook])        # or, between two steps, recovery.recover([3])
 
-    Entering it saves the state as a base, unless its rows are initial ones, which need none; with full recovery, which
-    has dense parameters to go back to, always. Between two steps it saves at cuts of the engine. When the engine finds
-    shards lost, it calls `recover` after the step and its cut.
+    Entering it saves the state as a base, unless its rows are initial ones, which need none; with
+    full recovery, which has dense parameters to go back to, always. Between two steps it saves at
+    cuts of the engine. When the engine finds shards lost, it calls `recover` after the step and its
+    cut.
 
     Args:
       engine: whose run it is, see `jaxrec.engine.Engine`.
@@ -62,29 +66,33 @@ class Recovery:
       mode: 'partial' or 'full', as from `plan_recovery`.
       scheme: which rows go first, from `priority`; None saves everything at regular saves.
       fraction: r, of the rows that a scheme may save each r T_save.
-      whole: tables that no scheme watches: all their rows are saved at regular saves. CPR's are all but the 7 largest.
+      whole: tables that no scheme watches: all their rows are saved at regular saves. CPR's are all
+        but the 7 largest.
       failures: {step: shards} that fail right after a step, for emulation.
-      image: what `restore` returned with the engine's state, if the run goes on: the figures are taken from it, and
-        what the mosaic of rows has lost against its step counts as lost by all shards. Scheme, fraction and number of
-        shards may be others than before.
-      most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging them costs at most a sixteenth of the bytes
-        that saving everything at regular saves would write.
-      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training; less than the steps
-        between saves, whatever is given. Batches trained meanwhile are tracked at the save, except for the picked
-        rows, which it saves as they are then. Always 0 for schemes that look at values (SCAR).
+      image: what `restore` returned with the engine's state, if the run goes on: the figures are
+        taken from it, and what the mosaic of rows has lost against its step counts as lost by all
+        shards. Scheme, fraction and number of shards may be others than before.
+      most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging them costs at most a
+        sixteenth of the bytes that saving everything at regular saves would write.
+      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training;
+        less than the steps between saves, whatever is given. Batches trained meanwhile are tracked
+        at the save, except for the picked rows, which it saves as they are then. Always 0 for
+        schemes that look at values (SCAR).
       copy: of whole images, as for `Checkpointer`.
 
     Attributes:
-      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there, as in the paper.
+      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there,
+        as in the paper.
       failed: shards lost so far. lost_steps: steps trained again, with full recovery.
 
     Raises:
-      ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with `whole`. On entering:
-        the directory holds images, and `image` is not the newest whole one of them; somebody else saves there.
+      ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
+        `whole`. On entering: the directory holds images, and `image` is not the newest whole one of
+        them; somebody else saves there.
       OSError: on entering, a base cannot be written.
 
-    A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved (SSU's as far as its
-    list has room). Leaving the recovery raises what the last save failed with.
+    A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved
+    (SSU's as far as its list has room). Leaving the recovery raises what the last save failed with.
     """
 
     def __init__(
@@ -141,8 +149,10 @@ class Recovery:
     def __enter__(self) -> "Recovery":
         state, image = self._engine.state, self._image
         step = self._engine.step
+        # Before anything is opened: a directory of another run stays as it is.
         self._check_enter(step)
         with self._saves.open(step, image) as opened:
+            # Within the block: if the base cannot be written, the directory is given back.
             self._begin(state, step)
             self._open = opened.pop_all()
         self._announce(step)
@@ -183,11 +193,13 @@ class Recovery:
             self._saves.save_first(state)
 
     def _take_figures(self, known, step):
-        """Goes on with the figures of an image; rows of before its step that it lacks are lost in all shards."""
+        """Goes on with the figures of an image; rows of before its step that it lacks are lost in
+        all shards."""
         self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
         self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
         regular = known.get("regular", step)
-        if regular < step:  # and no more of it later: a shard that fails next comes back with what was restored now
+        # And no more of it later: a shard that fails next comes back with what was restored now.
+        if regular < step:
             self.pls += lost_portion(step, regular, max(self._total, step), self.spec.shards, self.spec.shards)
 
     def _figures(self, regular):
@@ -197,9 +209,11 @@ class Recovery:
         return {"cpr": {name: getattr(self, name) for name in _FIGURES} | more}
 
     def __exit__(self, kind, error, trace) -> None:
+        # First, so that a hook that runs late is refused and picks nothing more.
         self._closed = True
         try:
             if self._watch:
+                # Before the savers: the thread that picks may wait for one of their saves.
                 self._watch.close()
                 if error is None:
                     self._watch.drop_picks()  # which tells what went wrong in the thread
@@ -209,7 +223,8 @@ class Recovery:
     # ---- at each step
 
     def hook(self, state: TrainState, step: int, plans: dict[str, Plan], metrics) -> TrainState:
-        """Tracks the batch, and tells the engine when the next save and the next emulated failure are.
+        """Tracks the batch, and tells the engine when the next save and the next emulated failure
+        are.
 
         Raises:
           ValueError: it was not entered; the step is not the engine's.
@@ -217,16 +232,24 @@ class Recovery:
         self._refuse_closed()
         if step != self._engine.step:
             raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
+        # Whether the state of this very step is saved: the engine runs hooks first and takes the
+        # cut then.
         cut_here = step in self._announced
         if self._watch:
             if cut_here:
+                # Before this batch is told, which then waits for the save: that one tracks it, but
+                # for the rows that it holds.
                 self._watch.begin_cut(step)
+            # Before a pick begins, which is to know this batch.
             self._watch.tell(step, plans)
             if self._ahead and self._clock.due(step + self._ahead):
                 self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
+        # The next cut is announced a step ahead, also where two saves follow each other.
         self._announced.discard(step)
         self._announce(step)
         if step in self._failures:
+            # The engine calls `recover` behind the cut. Taken off, as a rollback may come to this
+            # step again, and a failure happens once.
             self._engine.lose(self._failures.pop(step))
         return state
 
@@ -245,9 +268,11 @@ class Recovery:
     # ---- recovering
 
     def recover(self, shards: Sequence[int], without: Collection[str] = ()) -> None:
-        """Brings lost shards back: partial recovery restores them alone, full recovery raises `RolledBack`.
+        """Brings lost shards back: partial recovery restores them alone, full recovery raises
+        `RolledBack`.
 
-        Where an image is damaged, the newest one that is whole is used, with a warning; its step decides the PLS.
+        Where an image is damaged, the newest one that is whole is used, with a warning; its step
+        decides the PLS.
 
         Args:
           shards: the ones that are lost, of all stacks.
@@ -256,12 +281,16 @@ class Recovery:
         Raises:
           RolledBack: with full recovery; `train` goes on by itself.
           DamagedImage: no image is whole; nothing has changed.
-          ValueError: there is no such shard; it was not entered; within a hook (there, use `engine.lose`).
+          ValueError: there is no such shard; it was not entered; within a hook (there, use
+            `engine.lose`).
         """
         self._refuse_closed()
         check_shards(self.spec, shards)
         if self.mode == "full":
+            # Raised, not done here: the engine is in the middle of a run, whose state cannot be
+            # replaced.
             raise RolledBack(lambda: self._roll_back(len(shards)))
+        # Alone with the tables: no other thread may read a row of a shard that is half restored.
         dense, step = self._engine.state.dense, self._engine.step
         self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards, without))
 
@@ -276,28 +305,32 @@ class Recovery:
 
     def _recovered(self, state, step, shards, without) -> Tables:
         self._settle_all(step)
+        # Behind `_settle_all`: a save that was being written is among the sources now, or has
+        # failed.
         every, tables = self._saves.sources(without), state.tables
         known: dict = {}
         # All is read, verified and counted before the first row changes.
         sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
         lost = [self._lost_by(step, source, bool(damaged or without), without) for source, damaged in sources]
+        # Once, for the shard that had to go back furthest.
         warn_skipped(max((damaged for _, damaged in sources), key=len))
         for shard, (source, _) in zip(shards, sources, strict=True):
             tables, _ = restore_shard(source, tables, shard, without)
             if self._watch:
                 self._watch.restored(tables, shard)
+        # Counted when all shards are back: a restore that raises has changed no figure.
         self.pls, self.failed = self.pls + sum(lost), self.failed + len(shards)
         skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
         if (skipped or without) and self._watch:
-            self._saves.save_base(
-                at_step(state._replace(tables=tables), step)
-            )  # nothing more goes over a damaged chain
+            # Nothing more goes over a damaged chain.
+            self._saves.save_base(at_step(state._replace(tables=tables), step))
         for path in () if self._watch else skipped:
             set_aside(path)  # it does not count among the images to keep
         return tables
 
     def _lost_by(self, step, source, older, without):
-        """What a shard adds to the PLS that comes back from a source; an older one if the newest is not whole."""
+        """What a shard adds to the PLS that comes back from a source; an older one if the newest is
+        not whole."""
         found = chain(source, without) if older and source is not None else []
         saved = _regular_of(found) if found else self._first if older else self._saves.regular
         return lost_portion(step, saved, max(self._total, step), self.spec.shards)
@@ -308,7 +341,9 @@ class Recovery:
         self._settle_all(step)
         state, image = restore(self.directory, self._engine.state)
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
+        # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
+        # The engine forgets its cuts when it is reset; the first is announced again behind it.
         self._announced.clear()
         self._engine.reset(state)
         self._announce(image.step)

@@ -1,21 +1,46 @@
 """What a recovery saves: rows that are picked, all rows, a base; and what of it is committed.
 
-Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 5. Legend: S shards, V rows of a stack.
+Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 5. Legend: S shards, V rows of a
+stack.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
-from jaxrec.cpr.clock import Clock
 from jaxrec.cpr.watch import Watch, shard_rows
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import TrainState
+
+
+class Clock(NamedTuple):
+    """The schedule of a run's saves, in steps, which need not be whole.
+
+    >>> clock = Clock(every=10, mini=2.5)
+    >>> [step for step in range(1, 13) if clock.due(step)], clock.regular_due(12, since=0)
+    ([3, 5, 8, 10], True)
+    """
+
+    every: float  # T_save: from one regular save to the next
+    mini: float  # r T_save with a scheme, else T_save: from one save to the next
+
+    def due(self, step: int) -> bool:
+        """Whether a save falls on a step."""
+        return _between(self.mini, step - 1, step)
+
+    def regular_due(self, step: int, since: int) -> bool:
+        """Whether a regular save has fallen due since a step: one that failed stays due."""
+        return _between(self.every, since, step)
+
+
+def _between(every, since, step):
+    """Whether a multiple of `every` lies in (since, step]."""
+    return int(step / every + 1e-9) > int(since / every + 1e-9)
 
 
 class Saves:
@@ -62,12 +87,14 @@ class Saves:
           ValueError: somebody else saves there; there is a whole image of a later step.
         """
         with contextlib.ExitStack() as opened:
+            # Whole images and row deltas take the directory under one run id.
             run, base = (image.run, image.path) if image else (None, None)
             whole = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
             whole.refuse_newer(step)  # else a save of its step would be left as it is
             if self._watch:
                 deltas = RowCheckpointer(self.directory, base, self._most, whole.run)
                 self._deltas = opened.enter_context(deltas)
+            # Last: `opened` is true only of a directory that is taken as a whole.
             self._whole, self.regular, self._coming = whole, step, step
             return opened.pop_all()
 
@@ -90,12 +117,15 @@ class Saves:
         return [saver for saver in (self._whole, self._deltas) if saver is not None]
 
     def at_cut(self, cut_step: int, state: TrainState) -> None:
-        """The save of a step's cut; its state is of a later step if lost shards kept it from being saved before."""
+        """The save of a step's cut; its state is of a later step if lost shards kept it from being
+        saved before."""
         start = time.perf_counter()
         try:
             self.save(state, int(state.dense.step))
         finally:
             if self._watch:
+                # Also after an error: batches of later steps wait to be tracked until this cut is
+                # over.
                 self._watch.end_cut(cut_step)
             self.stall_seconds += time.perf_counter() - start
 
@@ -117,13 +147,19 @@ class Saves:
             self._coming = step
 
     def _save_rows(self, state, step, watch):
-        """Saves what is picked, and at a regular save, which is due until one is committed, the tables in `whole`."""
+        """Saves what is picked, and at a regular save, which is due until one is committed, the
+        tables in `whole`."""
+        # Before `touch`, which tracks for the next save: batches up to this step, but for picked
+        # rows.
         picked = watch.picked_ahead(step)
         watch.touch(step, picked)
         if picked is None:
-            self.settle()  # first, so that a row of the save before, once committed, is not picked again unchanged
+            # First, so that a row of the save before, once committed, is not picked again
+            # unchanged.
+            self.settle()
             picked = watch.pick(state.tables)
         regular = self._clock.regular_due(step, self.regular)  # only now is the last save settled
+        # Rows of the tables in `whole` are in no pick, and so in no mini-save.
         rows = self._with_whole(picked, watch.whole) if regular else _rows_of(picked)
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
@@ -141,8 +177,11 @@ class Saves:
 
     def settle(self) -> None:
         """Waits for the save that is being written; only what is committed counts as saved."""
+        # Taken off first: whatever the save has come to, it is settled once.
         picked, self._picked = self._picked, {}
         coming, self._coming = self._coming, self.regular
+        # A list, so that each saver is settled even if one before it has failed. After a failure
+        # nothing counts as saved: its rows keep their counts, and are picked again.
         if not all([saver.settle() for saver in self._savers()]):
             return
         if self._watch:
@@ -150,13 +189,16 @@ class Saves:
         self.regular = self._coming = coming
 
     def save_first(self, state: TrainState) -> None:
-        """Saves the base of a run that begins; nothing has been lost yet, so that what goes wrong is raised."""
+        """Saves the base of a run that begins; nothing has been lost yet, so that what goes wrong
+        is raised."""
         self._write_base(state)
         self._whole.wait()
         self._go_on_over_base(state)
 
     def save_base(self, state: TrainState) -> None:
-        """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next save tries again."""
+        """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next
+        save tries again."""
+        # Before the write: if it fails, the next save knows that deltas have nothing to stand on.
         self._base_wanted = True
         self._write_base(state)
         if self._whole.settle():
@@ -168,6 +210,8 @@ class Saves:
     def _go_on_over_base(self, state):
         step = int(state.dense.step)
         if self._watch:
+            # Only when the base is committed: until then the old chain is what a shard would come
+            # back from.
             self._deltas.restart(self._whole.path_of(step))
             self._watch.begin(state.tables, self._watch.remember())
         self._base_wanted = False
@@ -178,7 +222,9 @@ class Saves:
         self.regular = self._coming = step
 
     def sources(self, without: Collection[str]) -> list[Path]:
-        """What a shard may come back from, newest first: the chain, link by link, then older images."""
+        """What a shard may come back from, newest first: the chain, link by link, then older
+        images."""
+        # The chain before older images: its last link holds the newest rows.
         mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._watch else []
         every = [*mine, *(path for path in images(self.directory) if path not in mine)]
         return [path for path in every if path.name not in without]

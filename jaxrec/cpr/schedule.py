@@ -1,12 +1,15 @@
 """When to save and how to recover: the overhead model of CPR in plain floats.
 
-All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the mean useful time
-between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999. The equations are
-reconstructed from its abstract and from what cites it: check them against the PDF before quoting them as the paper's.
+All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the
+mean useful time between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv
+2011.02999. The equations are reconstructed from its abstract and from what cites it: check them
+against the PDF before quoting them as the paper's.
 """
 
 import math
 from typing import Literal, NamedTuple
+
+from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
 
 Mode = Literal["full", "partial"]
 
@@ -46,8 +49,9 @@ class RecoveryPlan(NamedTuple):
     expected_pls: float  # by eq. (5); 0 with full recovery
 
 
-# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of 0.1; not the paper's
-# own numbers. Only the sum of loading and rescheduling can be solved for: it stands under load.
+# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of
+# 0.1; not the paper's own numbers. Only the sum of loading and rescheduling can be solved for: it
+# stands under load.
 SETTING_A = Costs(5.619 / 60, 5.392 / 60, 0.0, 28.0, 56.0, 8)
 SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 
@@ -55,7 +59,8 @@ SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     """The overhead when all nodes go back to the last save (eq. 1, arXiv 2011.02999).
 
-    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail, here over T_total
+    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail, here over
+    T_total
 
     Args:
       costs: of the job.
@@ -64,7 +69,7 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     Returns:
       Overhead, fractions of T_total.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{100 * full_overhead(SETTING_A, full_interval(SETTING_A)).total:.2f} %")
@@ -75,7 +80,8 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
 
 def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when the failed nodes alone go back and no work is done again (eq. 2, arXiv 2011.02999).
+    """The overhead when the failed nodes alone go back and no work is done again (eq. 2, arXiv
+    2011.02999).
 
     O_part = O_save T_total / T_save + (O_load + O_res) T_total / T_fail, here over T_total
 
@@ -86,19 +92,20 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     Returns:
       Overhead, fractions of T_total.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{100 * partial_overhead(SETTING_A, partial_interval(SETTING_A, 0.1)).total:.2f} %")
     0.53 %
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     load, reschedule = costs.load_hours / costs.mtbf_hours, costs.reschedule_hours / costs.mtbf_hours
     return Overhead(costs.save_hours / save_every_hours, load, 0.0, reschedule)
 
 
 def full_interval(costs: Costs) -> float:
-    """The hours between saves that make full recovery cheapest (eq. 3, arXiv 2011.02999; Young, 1974).
+    """The hours between saves that make full recovery cheapest (eq. 3, arXiv 2011.02999; Young,
+    1974).
 
     T_save = sqrt(2 O_save T_fail), where the derivative of eq. (1) is 0
 
@@ -108,15 +115,16 @@ def full_interval(costs: Costs) -> float:
     Returns:
       Useful hours; it may be longer than the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
-    check(costs)
+    check_costs(costs)
     return math.sqrt(2 * costs.save_hours * costs.mtbf_hours)
 
 
 def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nodes: int = 1) -> float:
-    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4, arXiv 2011.02999).
+    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4, arXiv
+    2011.02999).
 
     PLS += m (S_i - S_last_save) / (S_total N_emb), from 0 at the start
 
@@ -130,7 +138,7 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: not 0 <= saved <= seen <= total, or not 1 <= m <= N_emb.
 
     >>> lost_portion(seen=600, saved=200, total=1000, nodes=8)
@@ -145,7 +153,8 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
 
 
 def expected_pls(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5, arXiv 2011.02999).
+    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5, arXiv
+    2011.02999).
 
     E[PLS] = m T_save / (2 T_fail N_emb)
 
@@ -156,18 +165,20 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     return costs.failed_nodes * save_every_hours / (2 * costs.mtbf_hours * costs.nodes)
 
 
 def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of a job of any length, at a constant rate of failures; derived here, not in the paper.
+    """The PLS to expect of a job of any length, at a constant rate of failures; derived here, not
+    in the paper.
 
-    E[PLS] = m / (T_total N_emb T_fail) times the integral of t - (last save before t) over the job. It is below eq. (5)
-    unless the job is a whole number of intervals, because the last interval is cut short.
+    E[PLS] = m / (T_total N_emb T_fail) times the integral of t - (last save before t) over the job.
+    It is below eq. (5) unless the job is a whole number of intervals, because the last interval is
+    cut short.
 
     Args:
       costs: of the job.
@@ -176,21 +187,22 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> plan = plan_recovery(SETTING_A, target_pls=0.1)
     >>> print(f"{plan.expected_pls:.3f} {expected_pls_of_job(SETTING_A, plan.save_every_hours):.3f}")
     0.100 0.085
     """
-    check(costs, save_every_hours=save_every_hours)
+    check_costs(costs, save_every_hours=save_every_hours)
     whole, rest = divmod(costs.total_hours, save_every_hours)
     area = (whole * save_every_hours**2 + rest**2) / 2
     return costs.failed_nodes * area / (costs.total_hours * costs.nodes * costs.mtbf_hours)
 
 
 def partial_interval(costs: Costs, target_pls: float) -> float:
-    """The hours between saves at which partial recovery has the target PLS (eq. 6, arXiv 2011.02999).
+    """The hours between saves at which partial recovery has the target PLS (eq. 6, arXiv
+    2011.02999).
 
     T_save = 2 PLS N_emb T_fail / m
 
@@ -201,20 +213,19 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
     Returns:
       Useful hours; it may be longer than the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
     """
-    check(costs)
-    if not 0 < target_pls <= 1:
-        raise ValueError(f"target_pls={target_pls} must be above 0 and at most 1: it is a portion of the samples.")
+    check_costs(costs)
+    real_number("target_pls", target_pls, "above 0 and at most 1: it is a portion of the samples", is_portion)
     return 2 * target_pls * costs.nodes * costs.mtbf_hours / costs.failed_nodes
 
 
 def break_even_pls(costs: Costs) -> float:
     """The target PLS above which partial recovery is the cheaper one; derived from eqs. (1) to (6).
 
-    With F of eq. (3) and T = min(F, T_total), eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 + T^2). That is F / 2
-    where the job is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
+    With F of eq. (3) and T = min(F, T_total), eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 +
+    T^2). That is F / 2 where the job is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
 
     Args:
       costs: of the job.
@@ -222,7 +233,7 @@ def break_even_pls(costs: Costs) -> float:
     Returns:
       A fraction of the samples of the job.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> print(f"{break_even_pls(SETTING_A):.6f} {break_even_pls(SETTING_B):.6f}")
@@ -234,10 +245,11 @@ def break_even_pls(costs: Costs) -> float:
 
 
 def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
-    """Chooses partial recovery where it is cheaper than full recovery at its best, each with its own interval.
+    """Chooses partial recovery where it is cheaper than full recovery at its best, each with its
+    own interval.
 
-    The policy of arXiv 2011.02999. Intervals are cut to the length of the job, which must begin with a save or with
-    rows that can be made again.
+    The policy of arXiv 2011.02999. Intervals are cut to the length of the job, which must begin
+    with a save or with rows that can be made again.
 
     Args:
       costs: of the job.
@@ -246,7 +258,7 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     Returns:
       RecoveryPlan.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range.
 
     >>> plan = plan_recovery(SETTING_B, target_pls=0.1)
@@ -261,7 +273,7 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     return RecoveryPlan("full", full_every, full, 0.0)
 
 
-def check(costs: Costs, mode: str = "full", **positive: float) -> None:
+def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
     """Refuses costs, a mode or other numbers outside their range.
 
     Args:
@@ -269,19 +281,15 @@ def check(costs: Costs, mode: str = "full", **positive: float) -> None:
       mode: of recovery.
       positive: further numbers that must be above 0, by name.
 
-    Errors:
+    Raises:
       ValueError: names the number, the rule and the remedy.
     """
     above = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive
     for name, value in above.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite: give hours.")
+        real_number(name, value, "above 0 and finite: give hours", is_positive)
     for name in ("load_hours", "reschedule_hours"):
-        if not 0 <= getattr(costs, name) < math.inf:
-            raise ValueError(f"{name}={getattr(costs, name)} must not be negative: give hours, 0 if it costs none.")
-    if not 1 <= costs.failed_nodes <= costs.nodes:
-        raise ValueError(
-            f"failed_nodes={costs.failed_nodes} must be from 1 to nodes={costs.nodes}: a failure takes some of them."
-        )
+        real_number(name, getattr(costs, name), "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
+    nodes = whole_number("nodes", costs.nodes)
+    whole_number("failed_nodes", costs.failed_nodes, 1, nodes, ", nodes: a failure takes some of them")
     if mode not in ("full", "partial"):
         raise ValueError(f"mode={mode!r} must be 'full' or 'partial'.")

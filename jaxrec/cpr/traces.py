@@ -24,7 +24,8 @@ _LANL_COLUMNS = ("System", "nodes", "nodenumz", "Prob Started", *_LANL_CAUSES)
 
 
 def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
-    """Reads the fault trace of InfiniteHBD (SIGCOMM 2025): a JSON array of events; a `fault_start` is a failure.
+    """Reads the fault trace of InfiniteHBD (SIGCOMM 2025): a JSON array of events; a `fault_start`
+    is a failure.
 
     Args:
       path: of the file, as published or packed.
@@ -33,9 +34,9 @@ def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
     Returns:
       Failures in hours from day 0 of the trace to its last event; a cause is 'Level: Class'.
 
-    Errors:
-      ValueError: the file is missing or damaged; an event lacks a field or has a bad one; there are more nodes than
-        given. Names the file and the line.
+    Raises:
+      ValueError: the file is missing or damaged; an event lacks a field or has a bad one; there are
+        more nodes than given. Names the file and the line.
     """
     path = Path(path)
     days, node, cause, last = array("d"), array("i"), array("i"), 0.0
@@ -68,19 +69,22 @@ def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
 
 
 def load_lanl(path: Path | str, system: int) -> Failures:
-    """Reads the failures of one system from the records of Los Alamos National Laboratory, 1996-2005 (LA-UR-05-7318).
+    """Reads the failures of one system from the records of Los Alamos National Laboratory,
+    1996-2005 (LA-UR-05-7318).
 
     Args:
       path: of the CSV file, as published or packed.
       system: its number.
 
     Returns:
-      Failures in hours of local time from the system's first failure to its last; node -1 and nodes 0 where the records
-      do not say; a cause is one of the six of the records, or 'Unknown' where none is marked.
+      Failures in hours of local time from the system's first failure to its last; node -1 and nodes
+      0 where the records do not say; a cause is one of the six of the records, or 'Unknown' where
+      none is marked.
 
-    Errors:
-      ValueError: the file is missing or damaged; a line has too many or too few fields; a field of the system has no
-        number or time in it; the system has no failure. Names the file and the line.
+    Raises:
+      ValueError: the file is missing or damaged; a line has too many or too few fields; a field of
+        the system has no number or time in it; the system has no failure. Names the file and the
+        line.
     """
     path = Path(path)
     minutes, node, cause, nodes = array("q"), array("i"), array("i"), 0

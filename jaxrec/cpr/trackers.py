@@ -1,9 +1,11 @@
-"""Arrays of row trackers in both homes: numpy ones change in place, compiled by numba; jax ones are donated.
+"""Arrays of row trackers in both homes: numpy ones change in place, compiled by numba; jax ones are
+donated.
 
-The first axis of every array is the shards, and row r of the stack is at [r % S, r // S]. On devices, padding rows V
-lie just past the end, where scatters drop them.
+The first axis of every array is the shards, and row r of the stack is at [r % S, r // S]. On
+devices, padding rows V lie just past the end, where scatters drop them.
 
-Legend: S shards, V rows of the stack, E embedding width, U padded unique rows of a batch, n rows of a pick.
+Legend: S shards, V rows of the stack, E embedding width, U padded unique rows of a batch, n rows of
+a pick.
 """
 
 import functools
@@ -16,11 +18,13 @@ import numba
 import numpy as np
 
 _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
-_summed = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})  # sums in any order: twice as fast
+# Sums in any order: twice as fast.
+_summed = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
 
 
 def on_host(array) -> bool:
-    """Whether a tracker's array, or a list of shards' rows, is in host memory; under jit none is."""
+    """Whether a tracker's array, or a list of shards' rows, is in host memory; under jit none
+    is."""
     return isinstance(array, (np.ndarray, list, tuple))
 
 
@@ -68,6 +72,8 @@ def add_accesses(count, plan, by_access: bool):
     if not on_host(count):
         return _add_accesses(count, plan.unique, inverse)
     unique, used = np.asarray(plan.unique), np.asarray(plan.count)
+    # In two passes: the batch is counted by its own few rows first, and only these are looked up
+    # among all rows of the tables.
     hits = np.full(unique.size + 1, not inverse, np.int32)  # one more, for missing ids
     for positions in inverse.values():
         _count_positions(np.asarray(positions).reshape(-1), hits)
@@ -98,7 +104,8 @@ def _add_accesses(count, unique, inverse):
 
 
 def subtract(count, rows: Sequence[np.ndarray], seen: Sequence[np.ndarray]):
-    """Takes the counts that a pick saw, i32[n] a shard, from those of its rows, i32[n] of the stack a shard."""
+    """Takes the counts that a pick saw, i32[n] per shard, from those of its rows, i32[n] of the
+    stack per shard."""
     if not on_host(count):
         return _subtract(count, *_padded(rows, seen, count.shape))
     for shard, (mine, counted) in enumerate(zip(rows, seen, strict=True)):
@@ -130,9 +137,11 @@ def largest(weight: np.ndarray, budget: int) -> np.ndarray:
     >>> largest(np.array([5, 0, 9, 9, 3], np.int32), 3).tolist()
     [0, 2, 3]
     """
+    # One order for counts and for norms, so that both are picked by the same code.
     bits = weight.view(np.int32)  # floats >= 0 order as their bits do
     keys = np.empty(len(bits) + 1, np.int64)
     n = _fill_keys(bits, keys)
+    # The edge alone is wanted, for which a partition needs no sorted rows.
     edge = np.partition(keys[:n], n - budget)[n - budget] if n > budget else np.int64(0)
     out = np.empty(min(n, budget) + 1, np.int32)
     return out[: _fill_rows(bits, edge, out)]
@@ -168,7 +177,8 @@ def copy(value):
 
 
 def changes(new, old):
-    """L2 norm of the change of every row, f32[S, V / S] in numpy, of rows f32[S, V / S, E]; 0 where it is NaN."""
+    """L2 norm of the change of every row, f32[S, V / S] in numpy, of rows f32[S, V / S, E]; 0 where
+    it is NaN."""
     if not on_host(new):
         return np.asarray(_changes(new, old))
     change = np.empty(shape_of(new), np.float32)
@@ -182,6 +192,7 @@ def _row_norms(new, old, out):
     for row in range(new.shape[0]):
         square = 0.0
         for c in range(new.shape[1]):
+            # The square in float64: that of a large difference would overflow in float32.
             difference = np.float64(new[row, c] - old[row, c])
             square += difference * difference
         norm = math.sqrt(square)
@@ -189,7 +200,8 @@ def _row_norms(new, old, out):
 
 
 def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Values f32[n, E] of rows i32[n] of the stack, both one array a shard, copied to the host."""
+    """Values f32[n, E] of rows i32[n] of the stack, both one array per shard, copied to the
+    host."""
     if on_host(value):
         return [value[shard][mine // len(value)] for shard, mine in enumerate(rows)]
     padded, _ = _padded(rows, rows, value.shape)
@@ -197,7 +209,8 @@ def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
-    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array a shard."""
+    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array per
+    shard."""
     if not on_host(value):
         return _overwrite(value, *_padded(rows, new, value.shape))
     for shard, (mine, values) in enumerate(zip(rows, new, strict=True)):
@@ -206,7 +219,8 @@ def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
 
 
 def _padded(rows, values, shape):
-    """[S, K] rows, V behind them, and [S, K, ...] values; K is a power of two, so that few shapes are compiled."""
+    """[S, K] rows, V behind them, and [S, K, ...] values; K is a power of two, so that few shapes
+    are compiled."""
     size = 1 << max(0, max(map(len, rows)) - 1).bit_length()
     out = np.full((shape[0], size), shape[0] * shape[1], np.int32)
     padded = np.zeros((shape[0], size, *values[0].shape[1:]), values[0].dtype)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.types import Batch
 
 Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
@@ -26,10 +27,12 @@ class BlockSource(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight': f32[n].
+        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight':
+        f32[n].
 
-        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are a last axis:
-        [n, F, H]. All blocks have the same columns, of the same types and shapes of a row.
+        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are
+        a last axis: [n, F, H]. All blocks have the same columns, of the same types and shapes of a
+        row.
         """
         ...
 
@@ -37,10 +40,11 @@ class BlockSource(Protocol):
 class Loader:
     """Batches of any size out of blocks, in a seeded order, from any position.
 
-    Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks, then the rows within
-    windows of consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 whose
-    ids are missing. Iterating starts at `position()`; an iterator ends with an error if it is asked for more after
-    another one began or `seek` was called.
+    Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks,
+    then the rows within windows of consecutive blocks of that order. The last batch of an epoch is
+    padded with examples of weight 0 whose ids are missing. Iterating starts at `position()`; an
+    iterator ends with an error if it is asked for more after another one began or `seek` was
+    called.
 
     Args:
       source: the blocks.
@@ -51,7 +55,8 @@ class Loader:
       lookup: the name of the ids in `Batch.ids`, where blocks hold one array of them.
 
     Raises:
-      ValueError: a size below 1, or a source without rows; while iterating, a block that does not fit the others.
+      ValueError: a size below 1, or a source without rows; while iterating, a block that does not
+        fit the others.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]
@@ -72,17 +77,18 @@ class Loader:
         epochs: int | None = 1,
         lookup: str = "sparse",
     ):
-        self._batch_size = _integer("batch_size", batch_size, 1)
-        self._window_blocks = _integer("window_blocks", window_blocks, 1)
-        self._seed = None if shuffle_seed is None else _integer("shuffle_seed", shuffle_seed, 0)
-        self._epochs = None if epochs is None else _integer("epochs", epochs, 1)
+        self._batch_size = whole_number("batch_size", batch_size)
+        self._window_blocks = whole_number("window_blocks", window_blocks)
+        self._seed = None if shuffle_seed is None else whole_number("shuffle_seed", shuffle_seed, 0)
+        self._epochs = None if epochs is None else whole_number("epochs", epochs)
         self._source, self._lookup = source, lookup
         self._rows = np.asarray(source.rows, np.int64)
         if self._rows.sum() == 0:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
         self._position, self._turn = 0, object()
-        self._first: tuple[int, dict[Column, tuple]] | None = None  # the block read first, and its layout
+        # The block read first, and its layout.
+        self._first: tuple[int, dict[Column, tuple]] | None = None
 
     def __len__(self) -> int:
         if self._epochs is None:
@@ -94,8 +100,9 @@ class Loader:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Makes the next iteration begin with batch `position`; costs no more than reading one window."""
-        position = _integer("position", position, 0)
+        """Makes the next iteration begin with batch `position`; costs no more than reading one
+        window."""
+        position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
         self._position, self._turn = position, object()
@@ -176,7 +183,8 @@ class Loader:
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
-    """The columns of a block by name, always in the same order; refuses what is no column of so many rows."""
+    """The columns of a block by name, always in the same order; refuses what is no column of so
+    many rows."""
     names = list(block)
     for name in ("label", "dense", "ids"):
         if name not in names:
@@ -229,12 +237,6 @@ def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
     return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
 
 
-def _integer(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-    return int(value)
-
-
 class _Failure:
     def __init__(self, error: BaseException):
         self.error = error
@@ -247,18 +249,18 @@ def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
     """Iterates in a thread, up to `depth` items ahead.
 
     Args:
-      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs ahead of what the
-        caller has seen, so resume from the caller's own count of batches.
+      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs
+        ahead of what the caller has seen, so resume from the caller's own count of batches.
       depth: items made before they are asked for.
 
     Yields:
-      The items in their order; an exception of the iterable is raised here, in its place. Closing the generator
-      stops and joins the thread.
+      The items in their order; an exception of the iterable is raised here, in its place. Closing
+      the generator stops and joins the thread.
 
     >>> list(prefetch(range(3)))
     [0, 1, 2]
     """
-    return _consume(iterable, queue.Queue(_integer("depth", depth, 1)), threading.Event())
+    return _consume(iterable, queue.Queue(whole_number("depth", depth)), threading.Event())
 
 
 def _consume(iterable, items, stop):
@@ -271,7 +273,8 @@ def _consume(iterable, items, stop):
             yield item
     finally:
         stop.set()
-        while thread.is_alive():  # a producer that waits for room must find some, see `stop` and end
+        # A producer that waits for room must find some, see `stop` and end.
+        while thread.is_alive():
             try:
                 items.get(timeout=0.01)
             except queue.Empty:

@@ -1,7 +1,8 @@
-"""A synthetic click log: power-law ids, a planted teacher, any number of examples in constant memory.
+"""A synthetic click log: power-law ids, a planted teacher, any number of examples in constant
+memory.
 
-The teacher that draws the labels is known, so its own AUC and normalised entropy say how far a run is from the best
-possible. Batch i depends on the seed and i alone.
+The teacher that draws the labels is known, so its own AUC and normalised entropy say how far a run
+is from the best possible. Batch i depends on the seed and i alone.
 
 Legend: B batch, N dense features, F fields, L latent width.
 """
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.types import Batch
 
-# Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with DLRM.
+# Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with
+# DLRM.
 CRITEO_KAGGLE_CARDINALITIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
     2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -27,7 +30,8 @@ _TRAIN, _TEST = 0, 1
 
 
 def scaled_cardinalities(rows: int) -> tuple[int, ...]:
-    """The Criteo Kaggle cardinalities brought to `rows` in all: the largest cut to a common cap, or all stretched.
+    """The Criteo Kaggle cardinalities brought to `rows` in all: the largest cut to a common cap, or
+    all stretched.
 
     Args:
       rows: of all tables together, at least 78.
@@ -38,7 +42,7 @@ def scaled_cardinalities(rows: int) -> tuple[int, ...]:
     >>> sum(scaled_cardinalities(1_000_000))
     1000000
     """
-    _check_integer("rows", rows, 3 * len(CRITEO_KAGGLE_CARDINALITIES))
+    whole_number("rows", rows, 3 * len(CRITEO_KAGGLE_CARDINALITIES))
     cardinalities = np.array(CRITEO_KAGGLE_CARDINALITIES)
     cardinalities = np.maximum(cardinalities, cardinalities * rows // int(cardinalities.sum()))
     low, high = 0.0, float(cardinalities.max())
@@ -58,16 +62,19 @@ class SyntheticClicks:
     """The click log as pure functions of a batch index.
 
     Attributes:
-      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first; below 2**31.
+      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first;
+        below 2**31.
       dense_features: N.
-      exponent: of the power law of the ids; 0 is uniform. Default 1.05, measured on production traces.
+      exponent: of the power law of the ids; 0 is uniform. Default 1.05, measured on production
+        traces.
       seed: of teacher and examples.
       signal: standard deviation of the teacher's logit.
       bias: of the teacher's logit; -1.2 gives about 25 % clicks.
       lookup: name of the lookup in `Batch.ids`.
 
     Raises:
-      ValueError: no field, a size or number out of range, or one that is not finite; in `batch` and `stream` as well.
+      ValueError: no field, a size or number out of range, or one that is not finite; in `batch` and
+        `stream` as well.
     """
 
     cardinalities: tuple[int, ...]
@@ -82,14 +89,12 @@ class SyntheticClicks:
         if not self.cardinalities:
             raise ValueError(f"cardinalities={self.cardinalities}: give at least one field.")
         for cardinality in self.cardinalities:
-            _check_integer("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
-        _check_integer("dense_features", self.dense_features, 0)
-        _check_integer("seed", self.seed, 0)
-        for name, least in (("exponent", 0), ("signal", 0), ("bias", -math.inf)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                rule = "finite" if least else "finite and at least 0"
-                raise ValueError(f"{name}={value} must be {rule}.")
+            whole_number("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
+        whole_number("dense_features", self.dense_features, 0)
+        whole_number("seed", self.seed, 0)
+        for name in ("exponent", "signal"):
+            real_number(name, getattr(self, name), "finite and 0 or more", is_not_negative)
+        real_number("bias", self.bias, "finite", math.isfinite)
 
     def batch(self, index: int, batch_size: int, test: bool = False) -> Batch:
         """Draws batch `index`; test batches are a stream of their own.
@@ -100,10 +105,11 @@ class SyntheticClicks:
           test: from the test stream.
 
         Returns:
-          Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight 1.
+          Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight
+          1.
         """
-        _check_integer("index", index, 0)
-        _check_integer("batch_size", batch_size, 1)
+        whole_number("index", index, 0)
+        whole_number("batch_size", batch_size, 1)
         rng = np.random.default_rng([self.seed, _TEST if test else _TRAIN, index])
         ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
         dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
@@ -114,8 +120,9 @@ class SyntheticClicks:
     def teacher_logit(self, batch: Batch) -> np.ndarray:
         """The logit that the labels of a batch are drawn from, f32[B].
 
-        A bias, a weight for each id, a linear term of the dense features, and the dot products of latent vectors
-        (width L) of each field and the next: half of the variance is first order, half is second order.
+        A bias, a weight for each id, a linear term of the dense features, and the dot products of
+        latent vectors (width L) of each field and the next: half of the variance is first order,
+        half is second order.
         """
         ids = batch.ids[self.lookup]
         fields = ids.shape[1]
@@ -131,23 +138,20 @@ class SyntheticClicks:
         return (self.bias + self.signal * mixed).astype(np.float32)
 
     def stream(self, batch_size: int, start: int = 0, batches: int | None = None, test=False) -> Iterator[Batch]:
-        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index `batches`."""
-        # Checked here, not at the first batch: a generator would tell nothing before somebody iterates.
+        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
+        `batches`."""
+        # Checked here, not at the first batch: a generator would tell nothing before somebody
+        # iterates.
         for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("batches", batches, 0)):
             if value is not None:
-                _check_integer(name, value, least)
+                whole_number(name, value, least)
         indices = itertools.count(start) if batches is None else range(start, batches)
         return (self.batch(index, batch_size, test) for index in indices)
 
 
-def _check_integer(name: str, value: int, least: int, most: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-        rule = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name}={value!r} must be an integer {rule}.")
-
-
 def _power_law(uniform, cardinalities, exponent):
-    """Ids i32[B, F] with P(id) ~ (id + 1)^-exponent, by the inverse of the continuous distribution."""
+    """Ids i32[B, F] with P(id) ~ (id + 1)^-exponent, by the inverse of the continuous
+    distribution."""
     n = np.asarray(cardinalities, np.float64)
     if exponent == 1:
         x = np.exp(uniform * np.log(n + 1))

@@ -1,10 +1,11 @@
-"""Knowledge graphs as triples: files, batches with shared negatives, and the known tails of filtered ranking.
+"""Knowledge graphs as triples: files, batches with shared negatives, and the known tails of
+filtered ranking.
 
-Every triple (h, r, t) is also learned and asked as its reciprocal (t, r + R, h), so that a model ranks tails only
-(Lacroix et al., arXiv 1806.07297, section 3.2).
+Every triple (h, r, t) is also learned and asked as its reciprocal (t, r + R, h), so that a model
+ranks tails only (Lacroix et al., arXiv 1806.07297, section 3.2).
 
-Legend: n triples, N entities, R relations (2 R with their reciprocals), B batch, G groups of a batch, K negatives of a
-group.
+Legend: n triples, N entities, R relations (2 R with their reciprocals), B batch, G groups of a
+batch, K negatives of a group.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ class Triples(NamedTuple):
 
 
 def load_triples(directory: Path | str, entities: int | None = None, relations: int | None = None) -> Triples:
-    """Reads DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`, as OpenKE writes them.
+    """Reads DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`, as
+    OpenKE writes them.
 
     Args:
       directory: where the three files are.
@@ -46,8 +48,9 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
       Triples, in the order of the files.
 
     Raises:
-      ValueError: a file is missing, cannot be unpacked or is empty; a line is not of three integers; there are more or
-        fewer triples than the first line says; an id is negative or too large. Names the file and the line.
+      ValueError: a file is missing, cannot be unpacked or is empty; a line is not of three
+        integers; there are more or fewer triples than the first line says; an id is negative or too
+        large. Names the file and the line.
     """
     files = {split: _find(Path(directory), split) for split in _SPLITS}
     parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
@@ -68,7 +71,8 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
 def generate_triples(
     entities: int = 400, relations: int = 8, clusters: int = 20, tails: int = 4, seed: int = 0
 ) -> Triples:
-    """Draws a small graph that can be learned: relation r links the entities of cluster c to those of cluster p_r(c).
+    """Draws a small graph that can be learned: relation r links the entities of cluster c to those
+    of cluster p_r(c).
 
     Args:
       entities: N; entity e is of cluster e % clusters.
@@ -111,11 +115,13 @@ def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TripleBatches:
-    """Training batches, a pure function of (seed, index), with uniform negatives that many examples share.
+    """Training batches, a pure function of (seed, index), with uniform negatives that many examples
+    share.
 
-    The examples of a batch are cut into G groups of B / G in their order, and each group has K negatives of its own: a
-    batch then means the same on any number of devices that divides G, each with whole groups. The last batch of an
-    epoch is padded with examples of weight 0 whose ids are missing.
+    The examples of a batch are cut into G groups of B / G in their order, and each group has K
+    negatives of its own: a batch then means the same on any number of devices that divides G, each
+    with whole groups. The last batch of an epoch is padded with examples of weight 0 whose ids are
+    missing.
 
     Attributes:
       triples: i32[n, 3], with reciprocals if they are to be learned.
@@ -126,7 +132,8 @@ class TripleBatches:
       seed: of the order of each epoch and of the negatives.
 
     Raises:
-      ValueError: no triples, a size below 1, groups that do not divide the batch, or relations too many for a float.
+      ValueError: no triples, a size below 1, groups that do not divide the batch, or relations too
+        many for a float.
     """
 
     triples: np.ndarray
@@ -159,8 +166,8 @@ class TripleBatches:
           index: 0, 1, ...
 
         Returns:
-          Batch with ids {'head': i32[B], 'tail': i32[B], 'negative': i32[G, K]}, dense f32[B, 1] the relation (see
-          `relation_of`), label f32[B] ones, weight f32[B].
+          Batch with ids {'head': i32[B], 'tail': i32[B], 'negative': i32[G, K]}, dense f32[B, 1]
+          the relation (see `relation_of`), label f32[B] ones, weight f32[B].
         """
         epoch, position = divmod(index, self.batches_per_epoch)
         start, size = position * self.batch_size, self.batch_size
@@ -175,7 +182,8 @@ class TripleBatches:
         return Batch(ids, relation, np.ones(size, np.float32), real.astype(np.float32))
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
-        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index `batches`."""
+        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
+        `batches`."""
         index = start
         while batches is None or index < batches:
             yield self.batch(index)
@@ -184,7 +192,8 @@ class TripleBatches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownTails:
-    """All tails that a graph knows of each query (h, r), reciprocals included: the filter of filtered ranking.
+    """All tails that a graph knows of each query (h, r), reciprocals included: the filter of
+    filtered ranking.
 
     Attributes:
       relations: 2 R.
@@ -216,7 +225,8 @@ class KnownTails:
           relation: i32[n], below 2 R.
 
         Returns:
-          (position of the query i32[m], tail i32[m]), in the order of the queries; a query never seen has none.
+          (position of the query i32[m], tail i32[m]), in the order of the queries; a query never
+          seen has none.
         """
         wanted = head.astype(np.int64) * self.relations + relation
         place = np.minimum(np.searchsorted(self.queries, wanted), len(self.queries) - 1)
@@ -254,8 +264,8 @@ def _read(path: Path) -> np.ndarray:
         raise ValueError(f"{path}, line 1: {lines[:1]} is not the number of triples: write it there.")
     if int(lines[0]) != len(lines) - 1 or len(lines) == 1:
         raise ValueError(
-            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one line a triple, "
-            "and at least one. Fetch the file again or correct the number."
+            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one "
+            "line per triple, and at least one. Fetch the file again or correct the number."
         )
     digits_only = not data.translate(None, b"0123456789 \t\r\n")
     if not digits_only or any(len(line.split()) != 3 for line in lines[1:]):

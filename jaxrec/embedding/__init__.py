@@ -1,13 +1,16 @@
-"""Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live (`Tables`).
+"""Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live
+(`Tables`).
 
-`DeviceTables` and `HostTables` are two homes of one interface, whose verbs are `read`, `put` and `add`.
+Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one
+interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling` turns them
+into activations, and `optimizers` step them.
 """
 
-from jaxrec.embedding.activations import activations
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables
 from jaxrec.embedding.optimizers import adagrad, rowwise_adagrad, sgd
 from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.embedding.pooling import activations
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables
 

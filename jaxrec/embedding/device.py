@@ -1,6 +1,8 @@
-"""Tables on the devices: a pytree of arrays [S, V / S, E] split over the mesh, with pure read, put and add.
+"""Tables on the devices: a pytree of arrays [S, V / S, E] split over the mesh, with pure read, put
+and add.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot
+width.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.planning import bucket
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import RowIds, empty_parts, fill_initial
-from jaxrec.sharding import SPLIT, as_mesh, check_shards, shardings
+from jaxrec.sharding import SPLIT, as_mesh, check_split, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
 
@@ -51,15 +53,17 @@ class DeviceTables:
           mesh: from `jaxrec.sharding.make_mesh`; one device if None.
 
         Raises:
-          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a mesh.
+          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a
+            mesh.
         """
         mesh, layout = as_mesh(mesh), spec.layout(row_optimizer)
-        check_shards(spec.shards, mesh)
+        check_split(spec.shards, mesh)
         make = functools.partial(_initial, spec, layout)
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots; padding reads zero. Plans of another spec are refused by `ValueError`."""
+        """Gathers the planned rows and slots; padding reads zero. Plans of another spec are refused
+        by `ValueError`."""
 
         def gather(name, plan):
             where = self._where(name, plan)
@@ -93,7 +97,8 @@ class DeviceTables:
         return {"value": self.value[stack], **self.slots[stack]}
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are on the devices."""
+        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are on
+        the devices."""
         return {
             (name, shard): function(name, shard, {part: rows[shard] for part, rows in self.parts(name).items()}, *args)
             for name in self.spec.stacks
@@ -101,7 +106,8 @@ class DeviceTables:
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows to the host; those of a stack in one gather, padded to one of few sizes."""
+        """Copies picked rows to the host; those of a stack in one gather, padded to one of few
+        sizes."""
         taken = {}
         for name in dict.fromkeys(stack for stack, _ in rows):
             mine = [rows.get((name, shard), np.zeros(0, np.int32)) for shard in range(self.spec.shards)]
@@ -113,7 +119,8 @@ class DeviceTables:
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "DeviceTables":
-        """Tables with other rows in one shard: the first ones, as many as are given; these tables are donated."""
+        """Tables with other rows in one shard: the first ones, as many as are given; these tables
+        are donated."""
         new = {part: _set_shard(rows, shard, parts[part], rows.sharding) for part, rows in self.parts(stack).items()}
         value = {**self.value, stack: new.pop("value")}
         return dataclasses.replace(self, value=value, slots={**self.slots, stack: new})
@@ -145,7 +152,8 @@ class DeviceTables:
                 f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
                 f"{self.spec.shards}: plan with their own spec."
             )
-        # Padding ids are V: their row V // S lies just past the end, where scatters drop and gathers fill.
+        # Padding ids are V: their row V // S lies just past the end, where scatters drop and
+        # gathers fill.
         return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.spec.shards
 
 

@@ -1,6 +1,7 @@
 """Tables in host memory or in mapped files.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot
+width.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import kernels, mapped
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import RowIds, fill_initial
@@ -23,15 +25,16 @@ _THREADS = 4  # that copy rows while training waits for a save
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostTables:
-    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file a shard.
+    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file per shard.
 
-    Reads and writes release the GIL and take no lock. `put` is for one writer in batch order; writers that do not
-    take turns use `add`.
+    Reads and writes release the GIL and take no lock. `put` is for one writer in batch order;
+    writers that do not take turns use `add`.
 
-    Mapped files know where they stand: each `put` counts itself in them as begun and as done, so that after a kill -9
-    `attach` finds torn tables and refuses them. `add` does not count: its writers come from several processes without
-    a lock, no row of theirs belongs to a step, and each sum is whole by itself. A power cut is another matter, as pages
-    reach the disk in any order: after one, only tables that nobody has changed since `flush` are what they say.
+    Mapped files know where they stand: each `put` counts itself in them as begun and as done, so
+    that after a kill -9 `attach` finds torn tables and refuses them. `add` does not count: its
+    writers come from several processes without a lock, no row of theirs belongs to a step, and each
+    sum is whole by itself. A power cut is another matter, as pages reach the disk in any order:
+    after one, only tables that nobody has changed since `flush` are what they say.
 
     Attributes:
       spec: the tables.
@@ -57,7 +60,8 @@ class HostTables:
     def create(
         cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: str | Path | None = None
     ) -> "HostTables":
-        """Makes initial tables in RAM, or as files under a directory (best on tmpfs) that others can attach.
+        """Makes initial tables in RAM, or as files under a directory (best on tmpfs) that others
+        can attach.
 
         Args:
           spec: the tables.
@@ -65,8 +69,8 @@ class HostTables:
           directory: where to put one file a (stack, shard); must not hold tables yet.
 
         Raises:
-          ValueError: the directory holds tables already, or another process is making some there; a URL; not a row
-            optimizer.
+          ValueError: the directory holds tables already, or another process is making some there; a
+            URL; not a row optimizer.
           OSError: there is no room, or no right to write; what was begun is removed.
         """
         layout = spec.layout(row_optimizer)
@@ -95,12 +99,12 @@ class HostTables:
           spec: the tables.
           row_optimizer: that created them.
           directory: where the files are.
-          torn: 'refuse' tables that a process was killed in the middle of writing; 'accept' them if all rows will be
-            overwritten, within `overwriting`.
+          torn: 'refuse' tables that a process was killed in the middle of writing; 'accept' them if
+            all rows will be overwritten, within `overwriting`.
 
         Raises:
-          ValueError: no complete tables are there; a file is missing, damaged, cut short or too long; they were made
-            for another spec or row optimizer; they are torn.
+          ValueError: no complete tables are there; a file is missing, damaged, cut short or too
+            long; they were made for another spec or row optimizer; they are torn.
         """
         if torn not in ("refuse", "accept"):
             raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
@@ -110,33 +114,35 @@ class HostTables:
 
     @property
     def step(self) -> int | None:
-        """How many puts all shards have seen, which is the step of training where each step is one put; None if torn.
+        """How many puts all shards have seen, which is the step of training where each step is one
+        put; None if torn.
 
         >>> from jaxrec.embedding import Lookup, Table, sgd
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
         >>> HostTables.create(spec, sgd(0.1)).step
         0
         """
-        return int(self.steps[0, 0]) if mapped.is_whole(self.steps) else None
+        return int(self.steps[0, 0]) if mapped.is_untorn(self.steps) else None
 
     @contextlib.contextmanager
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["HostTables"]:
-        """Within it the caller fills whole shards through `shards`; until it is left without an error they are torn.
+        """Within it the caller fills whole shards through `shards`; until it is left without an
+        error they are torn.
 
             with tables.overwriting(step=image.step):
                 ...  # all rows and slots
 
         Args:
           shards: which ones will be filled; all if None.
-          step: where they will stand; if None, where the furthest of all shards stands, so that one lost shard comes
-            back beside the others.
+          step: where they will stand; if None, where the furthest of all shards stands, so that one
+            lost shard comes back beside the others.
 
         Raises:
           ValueError: there is no such shard, or a negative step; nothing was marked.
         """
         chosen = self._chosen(shards)
-        if step is not None and step < 0:
-            raise ValueError(f"step={step} must be 0 or more.")
+        if step is not None:
+            whole_number("step", step, 0)
         self.steps[chosen, 0] = self.steps[chosen, 1] + 1
         yield self
         self.steps[chosen] = self.steps[:, 1].max() if step is None else step
@@ -181,7 +187,8 @@ class HostTables:
         old: dict[str, Rows],
         shards: Sequence[int] | None = None,
     ) -> "HostTables":
-        """Adds rows - old to what the tables hold now, in place and without a lock; returns the same tables.
+        """Adds rows - old to what the tables hold now, in place and without a lock; returns the
+        same tables.
 
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
@@ -205,7 +212,8 @@ class HostTables:
         return {part: [mine[part] for mine in shards] for part in self.layout[stack]}
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are the rows themselves."""
+        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are the
+        rows themselves."""
         return {
             (name, shard): function(name, shard, parts, *args)
             for name, shards in self.shards.items()
@@ -213,7 +221,8 @@ class HostTables:
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows, in threads: who saves rows makes training wait, so that its cores are free."""
+        """Copies picked rows, in threads: who saves rows makes training wait, so that its cores are
+        free."""
         shards = self.shards
         # Allocated on this thread, to which glibc gives back what it freed (see `keep_memory`).
         taken = {
@@ -231,13 +240,15 @@ class HostTables:
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
-        """Overwrites the first rows of one shard, as many as are given, in place; returns the same tables."""
+        """Overwrites the first rows of one shard, as many as are given, in place; returns the same
+        tables."""
         for part, rows in self.shards[stack][shard].items():
             rows[: len(parts[part])] = parts[part]
         return self
 
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
-        """Gives all rows of one shard their initial values and slots, as if never touched; returns the same tables."""
+        """Gives all rows of one shard their initial values and slots, as if never touched; returns
+        the same tables."""
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
 
@@ -247,7 +258,8 @@ class HostTables:
             mapped.flush(self.directory, self.spec, self.layout)
 
     def _used(self, name, plan):
-        """Row numbers i32[S, U] and rows in use i32[S] of a plan, on the host; kernels follow them unchecked."""
+        """Row numbers i32[S, U] and rows in use i32[S] of a plan, on the host; kernels follow them
+        unchecked."""
         if name not in self.shards:
             raise ValueError(f"a plan for {name!r}, but the tables have {list(self.shards)}: plan with their own spec.")
         unique, rows = np.asarray(plan.unique), self.spec.stacks[name].rows

@@ -1,4 +1,5 @@
-"""Initial rows as an integer hash of (seed, row, column), so that a row can always be made again."""
+"""Initial rows as an integer hash of (seed, row, column), so that a row can always be made
+again."""
 
 import numpy as np
 
@@ -17,8 +18,8 @@ def _mix(h):
 def initial_rows(row, width, scale, seed, xp=np):
     """Draws the initial embedding rows, uniform in [-scale, scale), from (seed, row, column) alone.
 
-    Written once for numpy and jax.numpy: all steps are exact in f32 except the last product, so that both
-    give the same bits.
+    Written once for numpy and jax.numpy: all steps are exact in f32 except the last product, so
+    that both give the same bits.
 
     Args:
       row: i32[n] row numbers within the stack.

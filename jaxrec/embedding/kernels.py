@@ -11,7 +11,8 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 @_compiled
 def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, position):
-    """Numbers the rows of one lookup by first appearance, shard by shard, continuing an open-addressing hash.
+    """Numbers the rows of one lookup by first appearance, shard by shard, continuing an
+    open-addressing hash.
 
     Args:
       ids: i32[N], row-major over columns and hots.
@@ -59,7 +60,8 @@ def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, po
 
 @_compiled
 def flatten_positions(position, capacity, missing, inverse):
-    """Turns shard * 2**32 + rank into shard * U + rank, i32[N]; `missing` where there is none or rank >= U."""
+    """Turns shard * 2**32 + rank into shard * U + rank, i32[N]; `missing` where there is none or
+    rank >= U."""
     for i in range(position.shape[0]):
         rank = position[i] & 0xFFFFFFFF
         if position[i] < 0 or rank >= capacity:
@@ -94,7 +96,8 @@ def misplaced(ids, hots, offset, limit, unique, inverse):
 
 @_compiled
 def outside(unique, count, rows):
-    """How many of the rows in use, i32[S, U] up to count i32[S], are none of a stack's V: no kernel may follow them."""
+    """How many of the rows in use, i32[S, U] up to count i32[S], are none of a stack's V: no kernel
+    may follow them."""
     wrong = 0
     for shard in range(unique.shape[0]):
         for u in range(count[shard]):
@@ -104,7 +107,8 @@ def outside(unique, count, rows):
 
 @_compiled
 def gather(table, rows, shards, count, out):
-    """out[u] = table[rows[u] // S] for u < count, 0 behind; table f32[V / S, C], rows i32[U], out f32[U, C]."""
+    """out[u] = table[rows[u] // S] for u < count, 0 behind; table f32[V / S, C], rows i32[U], out
+    f32[U, C]."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -115,7 +119,8 @@ def gather(table, rows, shards, count, out):
 
 @_compiled
 def scatter(table, rows, shards, count, values):
-    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values f32[U, C]."""
+    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values
+    f32[U, C]."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -125,7 +130,8 @@ def scatter(table, rows, shards, count, values):
 
 @_compiled
 def scatter_add(table, rows, shards, count, values, old):
-    """table[rows[u] // S] += values[u] - old[u] for u < count, on the row as it is now, without a lock."""
+    """table[rows[u] // S] += values[u] - old[u] for u < count, on the row as it is now, without a
+    lock."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -135,14 +141,18 @@ def scatter_add(table, rows, shards, count, values, old):
 
 @_compiled
 def last_writers(rows, shards, count, number, window, depth, writer, place, source):
-    """Where the ring holds each row of a batch of one shard, and that this batch is now their last writer.
+    """Where the ring holds each row of a batch of one shard, and that this batch is now their last
+    writer.
 
-    source[u] = w % depth * U + place of the row in batch w, if its last writer w >= number - window; else -1.
+    source[u] = w % depth * U + place of the row in batch w, if its last writer w >= number -
+    window; else -1.
 
     Args:
       rows: i32[U].
-      shards, count, number, window, depth: S, rows in use, the batch, and the sizes of pipeline and ring.
-      writer, place: i32[V / S], the last batch of each row, and where the row was in it; changed in place.
+      shards, count, number, window, depth: S, rows in use, the batch, and the sizes of pipeline and
+        ring.
+      writer, place: i32[V / S], the last batch of each row, and where the row was in it; changed in
+        place.
       source: i32[U], out.
     """
     source[:] = -1

@@ -1,8 +1,10 @@
-"""Table files: one a (stack, shard), a manifest that says what they hold, and the puts that each shard has seen.
+"""Table files: one a (stack, shard), a manifest that says what they hold, and the puts that each
+shard has seen.
 
-`steps` holds i64[S, 2], for each shard the puts begun and the puts done: the first is written before the first row of
-a put, the second after its last. What a killed process has written stays in the page cache, in its order, so that files
-whose numbers are not all equal are torn, and files whose numbers are equal stand after that many puts.
+`steps` holds i64[S, 2], for each shard the puts begun and the puts done: the first is written
+before the first row of a put, the second after its last. What a killed process has written stays in
+the page cache, in its order, so that files whose numbers are not all equal are torn, and files
+whose numbers are equal stand after that many puts.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width.
 """
@@ -23,7 +25,8 @@ from jaxrec.files import Lock, make_directory, sync, write_json
 from jaxrec.types import Part
 
 _MANIFEST, _STEPS, _LOCK = "tables.json", "steps", "tables.lock"
-Shards = dict[str, list[dict[str, np.ndarray]]]  # {stack: one {'value': f32[V / S, E], slot: f32[V / S, K]} a shard}
+# {stack: one {"value": f32[V / S, E], slot: f32[V / S, K]} per shard}
+Shards = dict[str, list[dict[str, np.ndarray]]]
 
 
 def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
@@ -37,7 +40,8 @@ def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
 
 @contextlib.contextmanager
 def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
-    """Makes files for the caller to fill; on leaving without an error a manifest names them complete.
+    """Makes files for the caller to fill; on leaving without an error a manifest names them
+    complete.
 
     Raises:
       ValueError: the directory holds tables already, or somebody is making some there.
@@ -87,13 +91,13 @@ def flush(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
         sync(path)
 
 
-def is_whole(steps: np.ndarray) -> bool:
+def is_untorn(steps: np.ndarray) -> bool:
     """Whether all shards stand after the same put, and none within one."""
     return bool((steps == steps[0, 0]).all())
 
 
 def _check_whole(directory, steps):
-    if not is_whole(steps):
+    if not is_untorn(steps):
         begun, done = steps.T
         within = np.flatnonzero(begun != done).tolist()
         stands = ", ".join(

@@ -1,7 +1,8 @@
 """Row optimizers: pure (init, update) pairs that step only the rows a batch touched.
 
-Duplicate ids are reduced before they arrive here, so that a row takes one step a batch. All leave a row with zero
-gradient unchanged. `learning_rate` is a float or a function of the step, i32[] -> f32[].
+Duplicate ids are reduced before they arrive here, so that a row takes one step per batch. All leave
+a row with zero gradient unchanged. `learning_rate` is a float or a function of the step, i32[] ->
+f32[].
 
 Legend: E embedding width; gradients, values and slots have any leading shape.
 """
@@ -26,12 +27,13 @@ def sgd(learning_rate) -> RowOptimizer:
     return RowOptimizer(lambda width: {}, update)
 
 
-def adagrad(learning_rate, initial_accumulator=0.0, eps=1e-8) -> RowOptimizer:
-    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator an element (Duchi et al., JMLR 2011).
+def adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
+    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator per element (Duchi et al.,
+    JMLR 2011).
 
     Args:
       learning_rate: lr, a float or a function of the step.
-      initial_accumulator: value of a for a row never touched.
+      initial_accumulator_value: value of a for a row never touched.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
 
@@ -39,17 +41,18 @@ def adagrad(learning_rate, initial_accumulator=0.0, eps=1e-8) -> RowOptimizer:
         accumulator = slots["accumulator"] + gradient * gradient
         return value - _adagrad_step(learning_rate, gradient, accumulator, eps, step), {"accumulator": accumulator}
 
-    return RowOptimizer(lambda width: {"accumulator": Slot(width, initial_accumulator)}, update)
+    return RowOptimizer(lambda width: {"accumulator": Slot(width, initial_accumulator_value)}, update)
 
 
-def rowwise_adagrad(learning_rate, initial_accumulator=0.0, eps=1e-8) -> RowOptimizer:
-    """Row-wise Adagrad, a += mean(g^2); v -= lr * g / (sqrt(a) + eps), one accumulator a row.
+def rowwise_adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
+    """Row-wise Adagrad, a += mean(g^2); v -= lr * g / (sqrt(a) + eps), one accumulator per row.
 
-    The optimizer of DLRM (arXiv 1906.00091) and of FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state a row.
+    The optimizer of DLRM (arXiv 1906.00091) and of FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state
+    per row.
 
     Args:
       learning_rate: lr, a float or a function of the step.
-      initial_accumulator: value of a for a row never touched.
+      initial_accumulator_value: value of a for a row never touched.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
 
@@ -57,7 +60,7 @@ def rowwise_adagrad(learning_rate, initial_accumulator=0.0, eps=1e-8) -> RowOpti
         accumulator = slots["accumulator"] + jnp.mean(gradient * gradient, axis=-1, keepdims=True)
         return value - _adagrad_step(learning_rate, gradient, accumulator, eps, step), {"accumulator": accumulator}
 
-    return RowOptimizer(lambda width: {"accumulator": Slot(1, initial_accumulator)}, update)
+    return RowOptimizer(lambda width: {"accumulator": Slot(1, initial_accumulator_value)}, update)
 
 
 def _adagrad_step(learning_rate, gradient, accumulator, eps, step):

@@ -1,7 +1,8 @@
-"""Which rows a batch touches, numbered by first appearance: on the host or on the devices, bitwise the same.
+"""Which rows a batch touches, numbered by first appearance: on the host or on the devices, bitwise
+the same.
 
-Plans depend on ids alone, never on parameters, so any number of threads can plan ahead.
-Legend: N ids of one stack in the batch, S shards, U capacity, V rows of the stack (and the mark of "no row").
+Plans depend on ids alone, never on parameters, so any number of threads can plan ahead. Legend: N
+ids of one stack in the batch, S shards, U capacity, V rows of the stack (and the mark of "no row").
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from jaxrec.types import Plan
 def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
     """Plans which rows a batch touches; nothing is ever dropped.
 
-    Numpy ids are planned on the host, jax arrays on their device, with the same result. Both give plans of static
-    shape [S, U]: U is the given capacity if the batch fits; else (an overflow) the plan is made again with the next
-    bucket; without a capacity it is the need of this batch x 1.25, bucketed.
+    Numpy ids are planned on the host, jax arrays on their device, with the same result. Both give
+    plans of static shape [S, U]: U is the given capacity if the batch fits; else (an overflow) the
+    plan is made again with the next bucket; without a capacity it is the need of this batch x 1.25,
+    bucketed.
 
     Args:
       spec: the tables and lookups.
@@ -32,8 +34,9 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
       {stack: Plan}.
 
     Raises:
-      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not one positive number
-        for each stack, or none under jit, where the caller must check `count <= U` and `invalid == 0` of the plan.
+      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not
+        one positive number for each stack, or none under jit, where the caller must check `count <=
+        U` and `invalid == 0` of the plan.
 
     >>> from jaxrec.embedding import Lookup, Table
     >>> spec = EmbeddingSpec({'item': Table(1000, 4)}, {'item': Lookup('item')}, shards=1)
@@ -99,14 +102,16 @@ def _refuse_invalid(plans):
 
 
 def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
-    """Numbers the rows of a batch by first appearance, shard by shard, in one pass over a hash of 2 N entries.
+    """Numbers the rows of a batch by first appearance, shard by shard, in one pass over a hash of 2
+    N entries.
 
     Stateless, so any number of threads can plan at once; bitwise equal to `device_plan`.
 
     Args:
       spec: the tables and lookups.
       ids: {lookup: integers [B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows a shard; the exact need of the batch for stacks that it lacks.
+      capacity: {stack: U}, padded unique rows per shard; the exact need of the batch for stacks
+        that it lacks.
 
     Returns:
       {stack: Plan} of numpy arrays. Where count > U the plan has dropped rows and must not be used.
@@ -120,7 +125,8 @@ def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None)
 
 
 def _as_int32(ids):
-    """Row-major i32; what does not fit stays outside every table instead of wrapping around into one."""
+    """Row-major i32; what does not fit stays outside every table instead of wrapping around into
+    one."""
     ids = np.asarray(ids)
     if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
         ids = np.clip(ids, -2, np.iinfo(np.int32).max)
@@ -177,12 +183,12 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
     Args:
       plan: of one stack.
       keep: bool[S, U], which rows to keep.
-      size: C, padded rows a shard, at least the kept rows of any shard.
+      size: C, padded rows per shard, at least the kept rows of any shard.
       rows: V.
 
     Returns:
-      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row of U is,
-      i32[S, U], 0 if not kept.
+      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row
+      of U is, i32[S, U], 0 if not kept.
     """
     rows_of = np.asarray(plan.unique)
     unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
@@ -199,18 +205,19 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
 def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, Plan]:
     """Numbers the rows of a batch by first appearance, shard by shard.
 
-    Without a pass over the table: the cost depends on N, not on V. First appearances are found by a scatter-min of
-    positions into N slots, the slot of an id being its rank in the sorted ids.
+    Without a pass over the table: the cost depends on N, not on V. First appearances are found by a
+    scatter-min of positions into N slots, the slot of an id being its rank in the sorted ids.
 
     Args:
       spec: the tables and lookups.
       ids: {lookup: i32[B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows a shard.
-      sharded: True inside a shard_map over the mesh, where ids are the device's own part: the plan then holds the rows
-        of the device's own shards and the positions of its own ids.
+      capacity: {stack: U}, padded unique rows per shard.
+      sharded: True inside a shard_map over the mesh, where ids are the device's own part: the plan
+        then holds the rows of the device's own shards and the positions of its own ids.
 
     Returns:
-      {stack: Plan}. Where count > U the plan has dropped rows and must not be used: plan again with more capacity.
+      {stack: Plan}. Where count > U the plan has dropped rows and must not be used: plan again with
+      more capacity.
     """
     plans = {}
     for name, stack in spec.stacks.items():
@@ -222,7 +229,8 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, 
 
 
 def _stack_rows(spec, stack, lookups, sharded):
-    """Row numbers i32[N] of all ids of all devices, V where missing; and how many ids are outside their table."""
+    """Row numbers i32[N] of all ids of all devices, V where missing; and how many ids are outside
+    their table."""
     parts, invalid = [], jnp.zeros((), jnp.int32)
     for key, local in lookups.items():
         hots = spec.lookups[key].hots
@@ -238,7 +246,8 @@ def _stack_rows(spec, stack, lookups, sharded):
 
 
 def _number(rows, stack, capacity, sharded):
-    """unique i32[S', U] and count i32[S'] of the local shards, position i32[N] in the flattened [S * U]."""
+    """unique i32[S', U] and count i32[S'] of the local shards, position i32[N] in the flattened [S
+    * U]."""
     n, shards = rows.shape[0], stack.shards
     here = shards // jax.lax.axis_size(AXES) if sharded else shards
     first_shard = device_index() * here if sharded else 0
@@ -251,7 +260,8 @@ def _number(rows, stack, capacity, sharded):
     count = order[-1]
     mine = (shard >= 0) & (shard < here)
     local = jnp.clip(shard, 0, here - 1)
-    rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1  # meant at first appearances
+    # Meant at first appearances.
+    rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1
     unique = jnp.full((here, capacity), stack.rows, jnp.int32)
     target = jnp.where(mine & (first == index), rank, capacity)
     unique = unique.at[local, target].set(rows, mode="drop")

@@ -1,23 +1,23 @@
 """What is embedded: tables, the lookups that read them, and the stacks that store them.
 
-A stack is all tables of one width in one array of V rows; row r lives on shard r % S at r // S, so that each shard
-holds an equal share of every table.
+A stack is all tables of one width in one array of V rows; row r lives on shard r % S at r // S, so
+that each shard holds an equal share of every table.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import math
-import operator
 from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.types import Part, RowOptimizer, Slot
 
-ARRAYS = (np.ndarray, jax.Array)  # what a batch is made of; others (lists, pandas, torch) end up elsewhere as they are
+# What a batch is made of; others (lists, pandas, torch) end up elsewhere as they are.
+ARRAYS = (np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,12 @@ class Table:
     Attributes:
       rows: number of rows; ids run from 0 to rows - 1.
       width: embedding width E.
-      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv 1906.00091).
+      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv
+        1906.00091).
 
     Raises:
-      ValueError: rows or width are no whole numbers of at least 1; a scale that is negative or not finite.
+      ValueError: rows or width are no whole numbers of at least 1; a scale that is negative or not
+        finite.
     """
 
     rows: int
@@ -39,11 +41,11 @@ class Table:
 
     def __post_init__(self):
         for name in ("rows", "width"):
-            object.__setattr__(self, name, _whole(getattr(self, name), f"{self}: {name}"))
-        if self.rows < 1 or self.width < 1:
-            raise ValueError(f"{self}: rows and width must be at least 1.")
-        if self.scale is not None and not 0 <= self.scale < math.inf:
-            raise ValueError(f"{self}: scale must be 0 or more and finite, or None for 1 / sqrt(rows).")
+            why = ", such as 1_000_000 instead of 1e6"
+            object.__setattr__(self, name, whole_number(f"{self}: {name}", getattr(self, name), why=why))
+        if self.scale is not None:
+            rule = "0 or more and finite, or None for 1 / sqrt(rows)"
+            real_number(f"{self}: scale", self.scale, rule, is_not_negative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,11 @@ class Lookup:
     """How ids of one feature group turn into activations.
 
     Attributes:
-      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one a column, for ids of
-        shape [B, F].
+      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per
+        column, for ids of shape [B, F].
       hots: ids of one bag; if above 1, ids have a last axis of that size, which pooling removes.
-      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads zero.
+      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads
+        zero.
     """
 
     tables: str | tuple[str, ...]
@@ -66,9 +69,9 @@ class Lookup:
             raise ValueError(f"{self}: tables must be the name of one table, or a tuple of names.")
         if not isinstance(self.tables, str):
             object.__setattr__(self, "tables", tuple(self.tables))
-        object.__setattr__(self, "hots", _whole(self.hots, f"{self}: hots"))
-        if self.hots < 1 or self.pooling not in ("sum", "mean"):
-            raise ValueError(f"{self}: hots must be at least 1 and pooling 'sum' or 'mean'.")
+        object.__setattr__(self, "hots", whole_number(f"{self}: hots", self.hots))
+        if self.pooling not in ("sum", "mean"):
+            raise ValueError(f"{self}: pooling must be 'sum' or 'mean'.")
         if not self.tables:
             raise ValueError(f"{self}: a lookup names at least one table.")
 
@@ -126,8 +129,8 @@ class EmbeddingSpec:
       seed: of the initial rows.
 
     Raises:
-      ValueError: no table; a lookup names an unknown table or tables of several widths; a table without a lookup; a
-        stack of 2**31 rows or more.
+      ValueError: no table; a lookup names an unknown table or tables of several widths; a table
+        without a lookup; a stack of 2**31 rows or more.
 
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
@@ -149,10 +152,8 @@ class EmbeddingSpec:
             object.__setattr__(self, field, dict(given))
         if not self.tables:
             raise ValueError("a spec without tables: give at least one, tables={'item': Table(rows, width)}.")
-        for field in ("shards", "seed"):
-            object.__setattr__(self, field, _whole(getattr(self, field), field))
-        if self.shards < 1 or not 0 <= self.seed < 2**32:
-            raise ValueError(f"shards={self.shards}, seed={self.seed}: need shards >= 1 and 0 <= seed < 2**32.")
+        object.__setattr__(self, "shards", whole_number("shards", self.shards))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**32 - 1))
         for name, lookup in self.lookups.items():
             unknown = [t for t in lookup.columns if t not in self.tables]
             if unknown:
@@ -171,7 +172,8 @@ class EmbeddingSpec:
         return hash(self.digest)
 
     def __eq__(self, other):
-        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the same object.
+        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the
+        # same object.
         if self is other:
             return True
         if not isinstance(other, EmbeddingSpec):
@@ -210,7 +212,8 @@ class EmbeddingSpec:
         return offset, np.array([self.tables[t].rows for t in columns], np.int32)
 
     def layout(self, row_optimizer: RowOptimizer) -> "Layout":
-        """What the rows of each stack consist of with a row optimizer; raises as `check_row_optimizer`.
+        """What the rows of each stack consist of with a row optimizer; raises as
+        `check_row_optimizer`.
 
         >>> from jaxrec.embedding import rowwise_adagrad
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
@@ -254,14 +257,16 @@ class EmbeddingSpec:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A short hash of what decides the content and place of a row: tables in order, shards, seed."""
+        """A short hash of what decides the content and place of a row: tables in order, shards,
+        seed."""
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
         text = json.dumps([tables, self.shards, self.seed])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Layout(Mapping[str, dict[str, Part]]):
-    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry it through jit."""
+    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry
+    it through jit."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Part]]):
         self._parts = {stack: dict(mine) for stack, mine in parts.items()}
@@ -298,8 +303,9 @@ def check_row_optimizer(optimizer) -> RowOptimizer:
     """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
 
     Raises:
-      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
-        need a gradient of the size of the table; only optimizers that leave untouched rows alone can be exact here.
+      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's
+        moments), which would need a gradient of the size of the table; only optimizers that leave
+        untouched rows alone can be exact here.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(
@@ -307,11 +313,3 @@ def check_row_optimizer(optimizer) -> RowOptimizer:
             "did not touch. Use sgd, adagrad or rowwise_adagrad, or write a RowOptimizer(init, update)."
         )
     return optimizer
-
-
-def _whole(value, what: str) -> int:
-    """A whole number as int, also from numpy; refuses floats, which would end up in file sizes and hashes."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{what}={value!r} must be a whole number, such as 1_000_000 instead of 1e6.") from None

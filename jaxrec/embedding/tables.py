@@ -1,6 +1,8 @@
-"""Tables: the one interface of all homes of the rows. What a technique does to rows where they are, it does through it.
+"""Tables: the one interface of all homes of the rows. What a technique does to rows where they are,
+it does through it.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n rows picked.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n rows
+picked.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,20 +18,24 @@ from jaxrec.types import Array, Part, Plan, Rows
 _CHUNK_ROWS = 1 << 14
 
 Parts = dict[str, Array]  # {'value': [V / S, E], slot: [V / S, K]} of one shard of one stack
-RowIds = Mapping[tuple[str, int], np.ndarray]  # {(stack, shard): i32[n] rows of the stack, all of that shard}
+# {(stack, shard): i32[n] rows of the stack, all of that shard}
+RowIds = Mapping[tuple[str, int], np.ndarray]
 
 
 class Tables(Protocol):
     """Embedding rows and their optimizer slots, wherever they live.
 
-    Device tables are immutable: what changes them donates them and returns new ones. Host tables change in place and
-    return themselves. Code for any home therefore always goes on with what is returned.
+    Device tables are immutable: what changes them donates them and returns new ones. Host tables
+    change in place and return themselves. Code for any home therefore always goes on with what is
+    returned.
 
     Attributes:
       spec: the tables.
       layout: what a row consists of.
-      step: how many puts all shards have seen; None for a home that does not count, or for torn tables.
-      in_place: whether what is written changes these tables themselves, so that several threads can.
+      step: how many puts all shards have seen; None for a home that does not count, or for torn
+        tables.
+      in_place: whether what is written changes these tables themselves, so that several threads
+        can.
     """
 
     @property
@@ -54,13 +60,16 @@ class Tables(Protocol):
         """Adds rows - old to the rows as they are now, for writers that do not take turns."""
 
     def parts(self, stack: str) -> Mapping[str, Any]:
-        """{part: the rows of each shard, [S] arrays [V / S, width]} of a stack, as they are now and where they are."""
+        """{part: the rows of each shard, [S] arrays [V / S, width]} of a stack, as they are now and
+        where they are."""
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack, where its rows live.
+        """Runs function(stack, shard, parts, *args) for every shard of every stack, where its rows
+        live.
 
         Args:
-          function: pure, and picklable, as a home may be another process; parts are {part: [V / S, width]}.
+          function: pure, and picklable, as a home may be another process; parts are {part: [V / S,
+            width]}.
           args: picklable.
 
         Returns:
@@ -71,13 +80,15 @@ class Tables(Protocol):
         """Copies picked rows to the host: {(stack, shard): {part: [n, width]}}."""
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
-        """Tables with other rows in one shard: the first ones, as many as are given; the rest stay."""
+        """Tables with other rows in one shard: the first ones, as many as are given; the rest
+        stay."""
 
     def reset_shard(self, stack: str, shard: int) -> Self:
         """Tables whose rows of one shard are initial ones, with slots as if never touched."""
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
-        """Within it whole shards are replaced; a home whose rows outlive the process says so on its files."""
+        """Within it whole shards are replaced; a home whose rows outlive the process says so on its
+        files."""
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
@@ -114,7 +125,8 @@ def fill_initial(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, pa
 def initial_chunks(
     spec: EmbeddingSpec, layout: Layout, stack: str, shard: int
 ) -> Iterator[tuple[slice, dict[str, np.ndarray]]]:
-    """Yields (slice of the rows of one shard, their initial parts): in chunks, as drawing takes far more memory."""
+    """Yields (slice of the rows of one shard, their initial parts): in chunks, as drawing takes far
+    more memory."""
     rows = spec.stacks[stack].rows_per_shard
     for start in range(0, rows, _CHUNK_ROWS):
         chunk = slice(start, min(start + _CHUNK_ROWS, rows))
@@ -122,7 +134,8 @@ def initial_chunks(
 
 
 def is_initial(tables: Tables) -> bool:
-    """Whether all rows have their initial values: then nothing need be saved for them to come back."""
+    """Whether all rows have their initial values: then nothing need be saved for them to come
+    back."""
     return all(tables.on_shards(_shard_is_initial, tables.spec, tables.layout).values())
 
 

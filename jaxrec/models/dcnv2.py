@@ -1,4 +1,5 @@
-"""DCNv2: cross layers, full or low rank, and a deep tower, stacked or parallel (Wang et al., arXiv 2008.13535).
+"""DCNv2: cross layers, full or low rank, and a deep tower, stacked or parallel (Wang et al., arXiv
+2008.13535).
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, r rank.
 """
@@ -48,7 +49,8 @@ class DCNv2(nn.Module):
 
 
 class Cross(nn.Module):
-    """One cross layer, x_{l+1} = x_0 * (W x_l + b) + x_l, with W = U V^T of rank r if there is one (eqs. 1 and 2).
+    """One cross layer, x_{l+1} = x_0 * (W x_l + b) + x_l, with W = U V^T of rank r if there is one
+    (eqs. 1 and 2).
 
     Attributes:
       rank: r, or None for a full matrix.

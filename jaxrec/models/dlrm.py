@@ -15,7 +15,8 @@ from jaxrec.models.tower import Tower
 
 
 class DLRM(nn.Module):
-    """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+    """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit
+    f32[B].
 
     Reference: Naumov et al., arXiv 1906.00091, section 2. Weights are normal with variance 2 / (fan
     in + fan out), biases normal with variance 1 / fan out, as in the reference code.

@@ -1,4 +1,5 @@
-"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with the N3 penalty, filtered ranks.
+"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with the N3 penalty,
+filtered ranks.
 
 A relation turns a head into a query, and a tail scores by its dot product with that. Rows of
 ComplEx are f32[2 C]: C real parts, then C imaginary ones.
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number
 from jaxrec.types import Batch
 
 
@@ -46,7 +48,8 @@ COMPLEX = Model(_complex_query, _complex_cube)
 
 
 def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Scores every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1).
+    """Scores every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575,
+    section 3.1).
 
     Args:
       head, relation: f32[B, E].
@@ -62,7 +65,8 @@ def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array
 
 
 def complex_(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Scores every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357).
+    """Scores every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al.,
+    arXiv 1606.06357).
 
     Args:
       head, relation: f32[B, 2 C], real parts before imaginary ones.
@@ -88,7 +92,8 @@ def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -
 
 @jax.custom_vjp
 def _products(query, tail):
-    """query tail^T, f32[B, E] and f32[K, E] -> f32[B, K]; gradients contract last axes too (see models/tower.py)."""
+    """query tail^T, f32[B, E] and f32[K, E] -> f32[B, K]; gradients contract last axes too (see
+    models/tower.py)."""
     return jax.lax.dot_general(query, tail, (((1,), (1,)), ((), ())))
 
 
@@ -107,7 +112,8 @@ def relation_of(batch: Batch) -> jax.Array:
 
 
 def make_loss(model: Model, n3: float = 0.0) -> Callable:
-    """Makes the loss of an example (h, r, t): softmax cross-entropy against shared negatives, and the N3 penalty.
+    """Makes the loss of an example (h, r, t): softmax cross-entropy against shared negatives, and
+    the N3 penalty.
 
     -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3),
     where k runs over the negatives of the example's group without t itself. The paper's penalty has
@@ -125,8 +131,7 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
     Raises:
       ValueError: a negative weight; when called, groups that do not divide the batch.
     """
-    if n3 < 0:
-        raise ValueError(f"n3={n3} must be 0 or more: the weight of a penalty.")
+    real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)
 
     def loss(params, activations, batch):
         head, tail, negative = (activations[name] for name in ("head", "tail", "negative"))
@@ -150,7 +155,8 @@ def _groups(batch_size, groups):
 
 
 def _cross_entropy(positive, negatives, batch, rows, group):
-    """log(1 + sum_k exp(s_k - s)), f32[B / G]; a negative that is the tail, or missing, does not count."""
+    """log(1 + sum_k exp(s_k - s)), f32[B / G]; a negative that is the tail, or missing, does not
+    count."""
     ids = batch.ids["negative"][group][None, :]
     counts = (ids != batch.ids["tail"][rows][:, None]) & (ids >= 0)
     negatives = jnp.where(counts, negatives, -jnp.inf)
@@ -167,7 +173,8 @@ def filtered_ranks(
     known: Callable,
     chunk: int = 512,
 ) -> np.ndarray:
-    """Ranks the true tail of each query among all entities that are not known to be true themselves.
+    """Ranks the true tail of each query among all entities that are not known to be true
+    themselves.
 
     rank = 1 + #{higher} + #{equal} / 2: ties give the mean of their ranks, so that equal scores
     gain nothing; a score that is not a number counts as higher. The filter is that of Bordes et
@@ -205,7 +212,8 @@ def filtered_ranks(
 
 @jax.jit(static_argnums=0)
 def _ranks_of_chunk(model, entities, relations, queries, query, known):
-    """Ranks f32[q] of queries i32[q, 3], with known tails i32[m] of queries i32[m], q where there is none."""
+    """Ranks f32[q] of queries i32[q, 3], with known tails i32[m] of queries i32[m], q where there
+    is none."""
     head, relation, tail = queries.T
     scores = score(model, entities[head], relations[relation], entities)
     own = jnp.take_along_axis(scores, tail[:, None], axis=1)  # f32[q, 1]

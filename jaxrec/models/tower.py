@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 
 class Tower(nn.Module):
-    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters as those of `nn.Dense`.
+    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters as those of
+    `nn.Dense`.
 
     Attributes:
       sizes: O of each layer, at least one.
@@ -89,7 +90,8 @@ def _contract_last(a, b):
 
 
 def _in_turn(first, operand):
-    """Makes what uses the operand wait for the first product: two at once push each other out of the caches."""
+    """Makes what uses the operand wait for the first product: two at once push each other out of
+    the caches."""
     return jax.lax.optimization_barrier((first, operand))
 
 

@@ -42,7 +42,9 @@ class Committing(Leaving):
         try:
             with uninterrupted(again=False) as asked:
                 metrics = self._commit(number)
-            try:  # a Ctrl-C in the commit waits for the hooks of its step, in which another one is not put off
+            # A Ctrl-C in the commit waits for the hooks of its step, in which another one is not
+            # put off.
+            try:
                 self._run_hooks(hooks, plans, metrics)
                 # Before the cut, which could not save rows that are really gone.
                 self._recover_lost()
@@ -114,7 +116,8 @@ class Committing(Leaving):
             self.flow.wait_for_cut()  # which writes the same rest
             self._refuse_unsaved()
         with uninterrupted():
-            if not self._left:  # else it was written, and others may have trained over the tables since
+            # Else it was written, and others may have trained over the tables since.
+            if not self._left:
                 self._stages.write_rest(self._steps.ring, self.flow)
             self._standing.settle()
         return self.tables
@@ -225,7 +228,8 @@ class Committing(Leaving):
         before = self.flow.epoch
         for watcher in watchers:
             watcher.recover(tuple(sorted(shards)))
-        if self.flow.epoch == before:  # nobody was alone with the tables: what was parked has to be gathered anew
+        # Nobody was alone with the tables: what was parked has to be gathered anew.
+        if self.flow.epoch == before:
             self.exclusive(lambda tables: tables)
         # Behind the restart: until then, those who were gathering have told of the same loss.
         self.flow.tell_recovered(shards)

@@ -1,5 +1,4 @@
-"""What ends a run of a pipeline or keeps it from going on: its threads, what failed, shards that
-are lost.
+"""What ends a run of a pipeline or keeps it from going on: its threads, what failed, lost shards.
 
 `flow` adds the order of the batches. Both have one lock, and whoever waits for anything is woken by
 any change.
@@ -7,9 +6,52 @@ any change.
 
 import collections
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from jaxrec import interrupts
+
+
+def caught(function: Callable):
+    """What a function returns, or what it raised."""
+    try:
+        return function()
+    except BaseException as error:
+        return error
+
+
+def first(failures: Sequence[BaseException]) -> BaseException:
+    """The first of some failures, which tells of the others."""
+    note(failures[0], failures[1:])
+    return failures[0]
+
+
+def note(error: BaseException, failures: Sequence[BaseException]) -> None:
+    """Lets an error tell of failures of the pipeline beside it: a note each, and the failures in
+    its context."""
+    for failure in failures:
+        if _among(failure, _behind(error)):
+            continue
+        said = " ".join([f"{type(failure).__name__}: {failure!s:.300}", *getattr(failure, "__notes__", [])])
+        error.add_note(f"the pipeline had a failure of its own: {said}")
+        if not _among(error, _behind(failure)):
+            last, seen = error, [error]
+            while last.__context__ is not None and not _among(last.__context__, seen):
+                last = last.__context__
+                seen.append(last)
+            last.__context__ = failure
+
+
+def _behind(error):
+    """An error, and all causes and contexts behind it."""
+    found = [error]
+    for known in found:  # it grows
+        more = [other for other in (known.__cause__, known.__context__) if other is not None]
+        found += [other for other in more if not _among(other, found)]
+    return found
+
+
+def _among(error, errors):
+    return any(other is error for other in errors)
 
 
 class Ends:
@@ -18,16 +60,19 @@ class Ends:
     def __init__(self):
         self._changed = threading.Condition()
         self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
-        self.end: int | None = None  # number behind the last batch to commit: of the stream, or of one that failed
+        # Number behind the last batch to commit: of the stream, or of one that failed.
+        self.end: int | None = None
         self.stopped = self.finished = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
         self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
-        self.lost: BaseException | None = None  # behind the commit: rows are gone, of batches from here on:
+        # Behind the commit: rows are gone, of batches from `lost_from` on.
+        self.lost: BaseException | None = None
         self.lost_from = 2**63
         self.dense_gone = False
         self.unsaved: BaseException | None = None  # of a cut
-        self.gone: frozenset[int] = frozenset()  # shards that their home has lost, and nobody has brought back
+        # Shards that their home has lost, and nobody has brought back.
+        self.gone: frozenset[int] = frozenset()
 
     @property
     def broken(self) -> bool:
@@ -37,7 +82,8 @@ class Ends:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Waits, on the committing thread, until something holds that only this thread can undo;
         Ctrl-C ends it."""
-        if not ready():  # nobody undoes it: so without the lock first, and without the handler, which takes 20 us
+        # Nobody undoes it: so without the lock first, and without the handler, which takes 20 us.
+        if not ready():
             interrupts.wait(self._changed, ready, by_the_clock=True)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:

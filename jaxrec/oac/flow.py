@@ -73,6 +73,7 @@ class Flow(Ends):
         """A batch is planned; `store` keeps it, while nothing is committed and `floor` stays."""
         with self._changed:
             store()
+            # Behind `store`: whoever sees the number finds the batch.
             self.planned += 1
             self._changed.notify_all()
 
@@ -175,7 +176,10 @@ class Flow(Ends):
 
         def ready():
             read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
-            read = read or bool(self.gone)  # the batch behind it cannot be gathered, and will be gathered anew
+            # The batch behind it cannot be gathered, and will be gathered anew.
+            read = read or bool(self.gone)
+            # A batch behind the hold belongs to no cut: its rows would be newer than the dense
+            # state saved.
             return number in self.fetched and read and (self.hold is None or number < self.hold)
 
         with self._changed:
@@ -210,6 +214,8 @@ class Flow(Ends):
     def pause(self) -> None:
         """Stops gathering, and waits until nobody gathers."""
         with uninterrupted(), self._changed:
+            # Under the lock: every gather was admitted before, and is waited for, or comes behind
+            # `restart`.
             self.paused = True
         self.wait(lambda: self.broken or not self.gathering)
 
@@ -233,6 +239,7 @@ class Flow(Ends):
     def hold_writes(self) -> int:
         """Lets writers go up to what is committed now, and no further; after `wait_for_release`."""
         with uninterrupted(), self._changed:
+            # What is committed by now is part of the cut, and nothing behind it.
             self.hold = self.committed
             return self.hold
 

@@ -41,14 +41,12 @@ import jax
 
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac import turns
-from jaxrec.oac.cuts import Cuts
-from jaxrec.oac.failures import caught, first, note
+from jaxrec.oac.ends import caught, first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
-from jaxrec.oac.view import Standing
-from jaxrec.oac.workers import Workers
+from jaxrec.oac.threads import Cuts, Workers
+from jaxrec.oac.view import Standing, check_alone, end_run, pipelines_in_a_run
 from jaxrec.types import ShardsLost, TrainState
 
 Entered = TypeVar("Entered")
@@ -59,7 +57,8 @@ class Leaving:
     """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed
     here."""
 
-    patience_seconds = 10.0  # how long leaving waits before it says what it waits for, and `run` for an iterator in use
+    # How long leaving waits before it says what it waits for, and `run` for an iterator in use.
+    patience_seconds = 10.0
 
     tables: HostTables
     flow: Flow
@@ -75,8 +74,10 @@ class Leaving:
     def __init__(self):
         self._watchers: list = []  # in the order in which they were entered
         self._entered = contextlib.ExitStack()  # what leaves them
-        self._generator: Callable = lambda: None  # weak: who drops the iterator of a run has left it
-        self._within = 0  # how many `with` blocks and `close` will raise what leaving a run has found
+        # Weak: who drops the iterator of a run has left it.
+        self._generator: Callable = lambda: None
+        # How many `with` blocks and `close` will raise what leaving a run has found.
+        self._within = 0
         self._untold: list[BaseException] = []
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
@@ -103,11 +104,13 @@ class Leaving:
         """
         flow, workers = self.flow, self._workers
         with uninterrupted() as asked:
-            if self._left or workers.process != os.getpid():  # a fork has the run without its threads
+            # A fork has the run without its threads.
+            if self._left or workers.process != os.getpid():
                 return
             if threading.current_thread() in workers.threads:
                 flow.finish()
-                return  # the collector has dropped the run in here: the next call waits for the threads
+                # The collector has dropped the run in here: the next call waits for the threads.
+                return
             # Before the threads are told that no more will come: of the last step, if its hooks
             # were interrupted.
             failed = caught(lambda: self._cuts.begin(self.step, workers))
@@ -119,7 +122,7 @@ class Leaving:
                 if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
                     flow.tell_dense_gone()
             # The tables are free for others only when all is written.
-            turns.end(flow)
+            end_run(flow)
             self.compilations += self._steps.compiled() - self._compiled_before
             self._left = True
             unrecovered = ShardsLost(flow.gone, REMEDY) if flow.gone and not recovers else None
@@ -153,7 +156,7 @@ class Leaving:
         self._standing.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        turns.refuse(self.tables, self.flow)
+        check_alone(self.tables, self.flow)
 
     def close(self) -> None:
         """Ends a run: what is committed is written, what is not comes first when the same iterator
@@ -293,7 +296,7 @@ class Leaving:
 def _leave_all():
     """Interpreters end in the middle of threads: what is committed is written first, and what went
     wrong is said."""
-    for pipeline in turns.pipelines():
+    for pipeline in pipelines_in_a_run():
         try:
             pipeline.leave_at_exit()
         except Exception:

@@ -7,7 +7,7 @@ after the other.
 The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather
 when all but the last W batches are written (`flow`, the only throttle). The caller's thread commits
 in batch order: replay what is stale, update, append to the ring (`steps`). Writers put final rows
-in batch order, each its own shards. `stages` say what is done to a batch, `workers` are the threads
+in batch order, each its own shards. `stages` say what is done to a batch, `threads` has the threads
 that do it, and `leaving` is how a run ends.
 
 Legend: W window.
@@ -21,17 +21,16 @@ from typing import Any, Literal
 import jax
 
 from jaxrec.announced import Cut
+from jaxrec.bounds import whole_number
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac import turns
-from jaxrec.oac.arguments import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
 from jaxrec.oac.committing import Committing
-from jaxrec.oac.cuts import Cuts
-from jaxrec.oac.failures import first, note
+from jaxrec.oac.ends import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
-from jaxrec.oac.view import Standing
-from jaxrec.oac.workers import Workers
+from jaxrec.oac.threads import Cuts, Workers
+from jaxrec.oac.view import Standing, begin_run, check_alone
+from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.stream import Stream, Streams
 from jaxrec.types import ShardsLost, TrainState
@@ -61,7 +60,7 @@ class Pipeline(Committing):
 
     Args:
       state: TrainState with HostTables; its dense half is donated.
-      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`; not
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not
         jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync
@@ -147,7 +146,7 @@ class Pipeline(Committing):
             is committed, and copied. An iterator that an earlier run has left begins with what was
             taken from it and not trained; what was taken from one that cannot be watched (`map`,
             `zip`) is kept as long as the pipeline.
-          hooks: (state, step, plan, metrics) -> state, run in batch order by the thread that
+          hooks: (state, step, plans, metrics) -> state, run in batch order by the thread that
             iterates; they may change the values of the dense state.
           check_every_steps: how often the losses are fetched and checked; they are, too, at the end
             of a run.
@@ -167,7 +166,7 @@ class Pipeline(Committing):
         """
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
-        check_every_steps = whole_number("check_every_steps", check_every_steps, 1)
+        check_every_steps = whole_number("check_every_steps", check_every_steps)
         once = check_hooks(hooks)
         self._refuse()
         return self._hold(self._iterate(self._streams.of(batches, self.patience_seconds), once, check_every_steps))
@@ -206,7 +205,7 @@ class Pipeline(Committing):
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
             self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
-            self._standing.turn = turns.begin(self.tables, self.flow, self)
+            self._standing.turn = begin_run(self.tables, self.flow, self)
             self._workers.start_all()
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
@@ -256,7 +255,7 @@ class Pipeline(Committing):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        turns.refuse(state.tables, self.flow)
+        check_alone(state.tables, self.flow)
         self._cuts.warn(self.step)
         self._cuts.forget()
         self.tables, self._view = state.tables, state.tables

@@ -13,9 +13,9 @@ xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derive
     admission: A_t >= t - 1 - W, so a stale row's writer is one of the last W batches
         the ring holds all of these
 
-Every leaf has the shards as its first axis, one ring a shard, so all functions work under
+Every leaf has the shards as its first axis, one ring per shard, so all functions work under
 `shard_map` unchanged.
-Legend: S shards, W slots of the ring, U padded unique rows a shard, E embedding width, K slot
+Legend: S shards, W slots of the ring, U padded unique rows per shard, E embedding width, K slot
 width, V rows of a stack.
 """
 
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrec.bounds import whole_number
 from jaxrec.types import Array, Plan, Rows
 
 
@@ -44,13 +45,12 @@ def init(rows: dict[str, Rows], depth: int) -> Ring:
       depth: W, at least the window of the pipeline and at least 1.
 
     Returns:
-      A Ring of 4 W S U (E + K + 1) bytes a stack.
+      A Ring of 4 W S U (E + K + 1) bytes per stack.
 
     Raises:
       ValueError: depth < 1.
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth} must be at least 1 (and at least the window).")
+    depth = whole_number("depth", depth, why=" (and at least the window)")
     slots = lambda leaf: jnp.zeros((leaf.shape[0], depth, *leaf.shape[1:]), leaf.dtype)
     shards = next(iter(rows.values())).value.shape[0]
     return Ring(
@@ -61,7 +61,7 @@ def init(rows: dict[str, Rows], depth: int) -> Ring:
 
 
 def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
-    """Widens the slots to U = capacity[stack] rows a shard; places within a slot stay.
+    """Widens the slots to U = capacity[stack] rows per shard; places within a slot stay.
 
     Args:
       ring: of at most that width.
@@ -82,12 +82,12 @@ def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
     )
 
 
-def validate(ring: Ring, plan: dict[str, Plan], read_version) -> dict[str, Array]:
+def validate(ring: Ring, plans: dict[str, Plan], read_version) -> dict[str, Array]:
     """Checks every row of a batch against its last writer, on the device.
 
     Args:
       ring: after all batches before this one.
-      plan: {stack: Plan} of the batch.
+      plans: {stack: Plan} of the batch.
       read_version: i32[], A_t: all batches up to it had been written when the rows were gathered.
         -1 - W or less replaces every row that the ring holds, which gives the same values.
 
@@ -100,7 +100,7 @@ def validate(ring: Ring, plan: dict[str, Plan], read_version) -> dict[str, Array
         name: jax.vmap(_validate_shard, in_axes=(0, 0, 0, 0, 0, None))(
             ring.unique[name], ring.version, newest_last, p.unique, p.count, read_version
         )
-        for name, p in plan.items()
+        for name, p in plans.items()
     }
 
 
@@ -112,7 +112,8 @@ def _validate_shard(held, version, newest_last, unique, count, read_version):
     candidates = held[newest_last]  # [W, U], oldest slot first
     found = jnp.minimum(jnp.searchsorted(ordered, candidates.reshape(-1)), size - 1).reshape(depth, width)
     live = (version > read_version)[newest_last]
-    hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]  # padding is not a row
+    # Padding is not a row.
+    hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]
     target = jnp.where(hit, place[found], size)
     age = jnp.arange(depth * width, dtype=jnp.int32).reshape(depth, width)
     newest = jnp.full(size, -1, jnp.int32).at[target].max(age, mode="drop")
@@ -160,15 +161,15 @@ def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) 
     return Ring(version, jax.tree.map(write, ring.unique, unique), jax.tree.map(write, ring.rows, rows))
 
 
-def commit(update: Callable, dense, ring: Ring, rows, plan, batch, number, *, source=None, read_version=None):
+def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, source=None, read_version=None):
     """Validates, replays, updates and appends one batch: the step of OAC.
 
     Args:
-      update: (dense, rows, plan, batch) -> dense', rows', metrics, as from `make_update`.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`.
       dense: DenseState after batch number - 1.
       ring: Ring after batch number - 1.
       rows: {stack: Rows} as gathered, perhaps stale.
-      plan: {stack: Plan} of the batch.
+      plans: {stack: Plan} of the batch.
       batch: Batch.
       number: i32[], of the batch.
       source: {stack: i32[S, U]} planned on the host; else `read_version` decides, on the device.
@@ -177,27 +178,25 @@ def commit(update: Callable, dense, ring: Ring, rows, plan, batch, number, *, so
     Returns:
       dense', ring', rows' (final values, to be written back), metrics with 'patched_rows' i32[].
     """
-    unique = {name: p.unique for name, p in plan.items()}
-    source = validate(ring, plan, read_version) if source is None else source
-    dense, new, metrics = update(dense, replay(ring, rows, source), plan, batch)
+    unique = {name: p.unique for name, p in plans.items()}
+    source = validate(ring, plans, read_version) if source is None else source
+    dense, new, metrics = update(dense, replay(ring, rows, source), plans, batch)
     patched = sum(jnp.sum(where >= 0) for where in source.values())
     return dense, append(ring, unique, new, number), new, {**metrics, "patched_rows": patched}
 
 
-def spread(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
-    """Puts rows that travelled without gaps, f32[S, C, E], to their places of a batch.
+def rows_at(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
+    """The rows at given places: of those that travelled without gaps, and of a batch those to
+    return.
 
     Args:
-      rows: {stack: Rows} of C rows a shard.
+      rows: {stack: Rows} of C rows per shard.
       place: {stack: i32[S, U]}, which of the C each place takes; any where the ring will patch.
 
     Returns:
       {stack: Rows}, f32[S, U, E].
     """
     return {name: jax.tree.map(lambda leaf, at=place[name]: _take(leaf, at), r) for name, r in rows.items()}
-
-
-pick = spread  # rows f32[S, U, E] and the C places to return i32[S, C] -> f32[S, C, E]: the same gather
 
 
 def _take(leaf, place):

@@ -3,9 +3,9 @@
     plan -> send inputs -> gather, send rows -> COMMIT -> fetch -> write back
     Planned     Inputs          Loaded          Committed  Fetched
 
-Nothing in here waits for another batch: `flow` says when a stage may begin, and `workers` ask it.
+Nothing in here waits for another batch: `flow` says when a stage may begin, and `threads` ask it.
 
-Legend: W window, S shards, U padded unique rows a shard, C rows that travel.
+Legend: W window, S shards, U padded unique rows per shard, C rows that travel.
 """
 
 import collections
@@ -21,11 +21,10 @@ import numpy as np
 from jaxrec import boundary
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.planning import without_gaps
-from jaxrec.oac.arguments import Way
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.ring import Ring
-from jaxrec.oac.sizes import Travelling, nbytes
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
+from jaxrec.oac.ways import Travelling, Way, nbytes
 from jaxrec.types import Array, Batch, Plan, Rows, ShardsLost
 
 
@@ -35,8 +34,10 @@ class Planned(NamedTuple):
     number: int
     batch: Batch
     plans: dict[str, Plan]
-    source: dict[str, np.ndarray]  # i32[S, U] where the ring holds each row, -1 where the gather will be right
-    keep: dict[str, np.ndarray]  # bool[S, U] the rows to write back; later batches clear those that they will write
+    # i32[S, U] where the ring holds each row, -1 where the gather will be right.
+    source: dict[str, np.ndarray]
+    # bool[S, U] the rows to write back; later batches clear those that they will write.
+    keep: dict[str, np.ndarray]
 
 
 class Inputs(NamedTuple):
@@ -51,7 +52,8 @@ class Loaded(NamedTuple):
 
     rows: dict[str, Rows]  # f32[S, U, E] on the device; [S, C, E] if only some were sent
     source: dict[str, Array]  # of `Planned`, on the device
-    place: dict[str, Array]  # i32[S, U] which of the C rows each place takes; empty if all were sent
+    # i32[S, U] which of the C rows each place takes; empty if all were sent.
+    place: dict[str, Array]
     watermark: int  # all batches before it were written when the gather began
     stale: int  # rows whose last writer was not written by then
     patched: int  # rows that the ring gives
@@ -253,7 +255,8 @@ class Stages:
 
     def _count(self, planned, committed):
         rows = sum(int(p.count.sum()) for p in planned.plans.values())
-        stale, patched = int(committed.stale), int(committed.patched)  # before the lock: they may be on the device
+        # Before the lock: they may be on the device.
+        stale, patched = int(committed.stale), int(committed.patched)
         with self._lock:
             self.counters.update(rows=rows, stale_rows=stale, patched_rows=patched, batches=1)
 

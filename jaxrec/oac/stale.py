@@ -1,7 +1,7 @@
 """What is stale, known from row numbers alone: last writers, rows that will be rewritten, the
 newest of a ring.
 
-Legend: W window, S shards, U padded unique rows a shard, V rows of a stack.
+Legend: W window, S shards, U padded unique rows per shard, V rows of a stack.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxrec.types import Plan, Rows
 
 
 class LastWriters:
-    """The last batch of every row and where the row was in it: 8 bytes a row of host memory.
+    """The last batch of every row and where the row was in it: 8 bytes per row of host memory.
 
     Args:
       spec: the tables.
@@ -83,7 +83,8 @@ def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, 
     """The newest value of every row in a ring, from batches from the floor on, as plans and rows to
     `put`."""
     ring = jax.tree.map(np.asarray, ring)
-    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]  # newest first
+    # Newest first.
+    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]
     plans, rows = {}, {}
     for name, unique in ring.unique.items():
         flat = unique[:, slots].reshape(len(unique), -1)

@@ -4,7 +4,7 @@ are compiled once.
 The programs are four, not one: `update` is then the same compiled program in every mode and in a
 loop without a pipeline, so that equality to the last bit is no accident of fusion.
 
-Legend: W window, S shards, U padded unique rows a shard.
+Legend: W window, S shards, U padded unique rows per shard.
 """
 
 import functools
@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.oac import ring as rings
-from jaxrec.oac.arguments import Way
 from jaxrec.oac.stages import Committed, Inputs, Item, Loaded
 from jaxrec.oac.stale import found
+from jaxrec.oac.ways import Way
 from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.step import check_finite
 from jaxrec.types import DenseState
@@ -26,14 +26,14 @@ from jaxrec.types import DenseState
 
 @functools.lru_cache
 def programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, Callable]:
-    """The functions of `ring`, compiled once a mesh, however many pipelines there are."""
+    """The functions of `ring`, compiled once per mesh, however many pipelines there are."""
     plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return {
         "replay": jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
         "append": jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
         "validate": jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
-        "take": jax.jit(on_mesh(rings.spread, SPLIT, SPLIT)),
+        "take": jax.jit(on_mesh(rings.rows_at, SPLIT, SPLIT)),
         # Made where it stays: no device ever holds the rings of all shards.
         "init": jax.jit(rings.init, static_argnums=1, out_shardings=split),
         "widen": jax.jit(
@@ -46,7 +46,7 @@ class Steps:
     """The steps of a pipeline, one batch after the other: dense state, ring and losses.
 
     Args:
-      update: (dense, rows, plan, batch) -> dense', rows', metrics; not jitted.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
       way: how the batches are run.
       spec: the tables.
       mesh: of all programs.
@@ -67,7 +67,7 @@ class Steps:
         return sum(program._cache_size() for program in jitted if hasattr(program, "_cache_size"))
 
     def take(self, rows: dict, place: dict) -> dict:
-        """Rows in other places, on the device: see `ring.spread`."""
+        """Rows in other places, on the device: see `ring.rows_at`."""
         return self._programs["take"](rows, place)
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
@@ -102,7 +102,8 @@ class Steps:
             # them.
             unique = {name: p.unique for name, p in inputs.plans.items()}
             self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
-            if not self.way.plans_sources:  # the device has found what the gather could not see, and no more
+            # The device has found what the gather could not see, and no more.
+            if not self.way.plans_sources:
                 stale = patched = found(source)
             metrics = {**metrics, "stale_rows": stale, "patched_rows": patched}
         return Committed(new, stale, patched, loaded.read), metrics
@@ -175,7 +176,7 @@ def check_hooks(hooks: Any) -> tuple[Callable, ...]:
     """
     once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
     if not all(map(callable, once)):
-        raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
+        raise ValueError("hooks must be a list of functions (state, step, plans, metrics) -> state: hooks=[hook].")
     return once
 
 

@@ -1,15 +1,91 @@
-"""Where a pipeline's tables stand, and the tables that a yielded state carries: they refuse while
-they lag.
+"""Which run has the tables, where they stand beside the dense state, and the tables that a yielded
+state carries: they refuse while they lag. Tables are in one run at a time, whatever objects and
+attached files lead to them.
 
 Legend: S shards.
 """
 
 import contextlib
+import gc
+import itertools
+import os
+import threading
+import weakref
+from typing import Any
 
 import numpy as np
 
 from jaxrec.embedding import HostTables
-from jaxrec.oac import turns
+from jaxrec.oac.flow import Flow
+
+# {key of tables: (flow of the run, weak reference to its pipeline)}, and the number of the last run
+# of each.
+_running: dict[Any, tuple[Flow, weakref.ref]] = {}
+_last: dict[Any, int] = {}
+_numbers = itertools.count(1)
+_lock = threading.RLock()  # the collector may leave a run, which comes in here, at any line
+
+
+def _keys(tables):
+    """What is the same for all that lead to the same rows: views share the counters, attached
+    tables the directory."""
+    files = [] if tables.directory is None else [os.path.realpath(tables.directory)]
+    return [id(tables.steps), *files]
+
+
+def begin_run(tables: HostTables, flow: Flow, pipeline: Any) -> int:
+    """A run begins; returns its number.
+
+    Raises:
+      ValueError: another run goes on.
+    """
+    with _lock:
+        check_alone(tables, flow)
+        number, entry = next(_numbers), (flow, weakref.ref(pipeline))
+        for key in _keys(tables):
+            _running[key], _last[key] = entry, number
+        return number
+
+
+def end_run(flow: Flow) -> None:
+    """A run has ended, and all that it committed is written."""
+    with _lock:
+        for key in [key for key, (user, _) in list(_running.items()) if user is flow]:
+            _running.pop(key, None)
+
+
+def check_alone(tables: HostTables, flow: Flow) -> None:
+    """Raises if another run than that of this flow goes on over the tables.
+
+    Raises:
+      ValueError: it says what to do.
+    """
+    if _others(tables, flow) and any(user.over() for user in _others(tables, flow)):
+        gc.collect()  # a pipeline that nobody holds any more may wait to be collected
+    if _others(tables, flow):
+        raise ValueError(
+            "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
+        )
+
+
+def _others(tables, flow):
+    with _lock:
+        found = [_running[key] for key in _keys(tables) if key in _running]
+    # Whoever was collected by one of its own threads has ended without saying so.
+    return [user for user, owner in found if user is not flow and not (user.over() and owner() is None)]
+
+
+def last_run(tables: HostTables) -> int:
+    """The number of the last run that has begun over the tables."""
+    with _lock:
+        return max(_last.get(key, 0) for key in _keys(tables))
+
+
+def pipelines_in_a_run() -> list[Any]:
+    """Those that are in a run."""
+    with _lock:
+        owners = [owner() for _, owner in list(_running.values())]
+    return list({id(owner): owner for owner in owners if owner is not None}.values())
 
 
 class BrokenPipeline(RuntimeError):
@@ -62,7 +138,7 @@ class Standing:
         self.half: set[int] = set()  # shards that a write was cut short in
         self.puts = self.tables.steps[:, 1].copy()  # of each shard, when its last batch was written
         self.settled = step  # where tables and dense state stood together last
-        self.turn = turns.last(self.tables)  # whoever begins a run later changes the tables
+        self.turn = last_run(self.tables)  # whoever begins a run later changes the tables
 
     @property
     def step(self) -> int:
@@ -90,7 +166,8 @@ class Standing:
         for shard in range(len(puts)):
             written = self.first_step + flow.written[shard % len(flow.written)] - flow.first
             torn = shard in self.half or puts[shard, 0] != puts[shard, 1] or not self.whole
-            ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0  # a writer failed behind this shard
+            # A writer failed behind this shard.
+            ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0
             steps.append(None if torn else written + ahead)
         return steps
 
@@ -112,7 +189,7 @@ class Standing:
                 f"these tables stood at step {step}, and the pipeline is at step {self.step}: use the newest state, "
                 "and call pipeline.drain() before reading, evaluating or saving."
             )
-        if turns.last(self.tables) != self.turn:
+        if last_run(self.tables) != self.turn:
             raise ValueError(
                 f"these tables stood at step {step}, and another run has begun over these tables since: use the state "
                 "of that one."

@@ -1,4 +1,5 @@
-"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the foreground.
+"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the
+foreground.
 
     group = SyncGroup(easgd(), params, trainers=4)      # its docstring has an example to copy
     with group.trainer(i) as sync:                      # in the thread of trainer i
@@ -6,17 +7,18 @@
         params = sync.finish(params)                    # after the last one
 
 `train_freely` runs such trainers on shared host tables, and `Emulation` any number of them on one
-device, in a seeded order. `Shadow` and `Foreground` are what a group hands out, over an `AllToAll`
-or a `Centre`: for who brings a transport of his own.
+device, in a seeded order. Read `rules` first, which has the equations, then `shadow`. `Shadow` and
+`Foreground` are what a group hands out, over an `AllToAll` or a `Centre`: for who brings a
+transport of his own.
 """
 
-from jaxrec.shadowsync.foreground import Foreground
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
-from jaxrec.shadowsync.live import replica_spread
+from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.shadow import Shadow
+from jaxrec.shadowsync.synchroniser import Foreground
 from jaxrec.shadowsync.trainers import Figures, train_freely
 from jaxrec.shadowsync.transport import AllToAll, Centre
 

@@ -7,11 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxrec.shadowsync.foreground import Foreground
 from jaxrec.shadowsync.meeting import Transport
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.shadow import Shadow
-from jaxrec.shadowsync.synchroniser import Synchroniser
+from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import AllToAll, Centre
 from jaxrec.types import PyTree
 

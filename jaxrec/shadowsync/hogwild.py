@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.rules import Rule, checked_number, is_synchronised, mean_of
+from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
 from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
@@ -219,7 +220,8 @@ def make_events(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
-    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to parameters."""
+    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to
+    parameters."""
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}
@@ -237,7 +239,8 @@ def make_events(
 
 
 class _Rounds:
-    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at once."""
+    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at
+    once."""
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
@@ -263,7 +266,8 @@ class _Rounds:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones, which do not count, as those of a user."""
+        """Ends the rounds under way and plays the last ones, which do not count, as those of a
+        user."""
         rounds = self.rounds
         for group in self._groups:
             if self._before[group[0]] is not None:
@@ -301,13 +305,13 @@ def _most_rows(spec, stack, ids):
 
 def _check(spec, trainers, workers, script):
     for name, number in (("trainers", trainers), ("workers", workers)):
-        checked_number(name, number, "1 or more", lambda n: n >= 1, whole=True)
+        whole_number(name, number)
     if spec.shards != 1:
         raise ValueError(f"the spec has {spec.shards} shards: the emulation wants `EmbeddingSpec(shards=1)`.")
     if script == ALL_REDUCE and workers != 1:
         raise ValueError(f"all_reduce waits for every worker in every step: workers={workers} must be 1.")
     if not isinstance(script, Script):
         return
-    every = checked_number("every_ticks", script.every_ticks, "1 or more", lambda n: n >= 1, whole=True)
-    in_turn = f"between 0 and every_ticks={every}, as the rounds of a trainer do not overlap,"
-    checked_number("latency_ticks", script.latency_ticks, in_turn, lambda n: 0 <= n <= every, whole=True)
+    every = whole_number("every_ticks", script.every_ticks)
+    why = f", every_ticks={every}, as the rounds of a trainer do not overlap"
+    whole_number("latency_ticks", script.latency_ticks, 0, every, why)

@@ -1,4 +1,5 @@
-"""Who takes part in a training: trainers join, are heard of, are done or leave; none waits for ever.
+"""Who takes part in a training: trainers join, are heard of, are done or leave; none waits for
+ever.
 
 Who is awaited and has not been heard of for longer than `timeout_s` is overdue. A trainer is heard
 of by its rounds, by each call of `exchange`, and while it is in a transfer. With
@@ -14,11 +15,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
-
+from jaxrec.bounds import real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import Template, initial_leaves
-from jaxrec.shadowsync.rules import Rule, checked_number
+from jaxrec.shadowsync.rules import Rule
 from jaxrec.types import PyTree
 
 LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
@@ -53,7 +53,8 @@ class Transport(Protocol):
         """Takes a trainer's place, once."""
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it ended.
+        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it
+        ended.
 
         A trainer that is done goes on to meet until it is told that it was the last time. With a
         centre it brings nothing any more then, waits for the others, and gets the centre's
@@ -139,13 +140,8 @@ class Meeting:
         return self._member(trainer).why
 
     def _member(self, trainer):
-        is_number = isinstance(trainer, int | np.integer) and not isinstance(trainer, bool)
-        if not is_number or not 0 <= trainer < len(self._members):
-            raise ValueError(
-                f"trainer={trainer!r} must be a whole number from 0 to {len(self._members) - 1}: there are "
-                f"trainers={len(self._members)}."
-            )
-        return self._members[trainer]
+        trainers = len(self._members)
+        return self._members[whole_number("trainer", trainer, 0, trainers - 1, f": there are trainers={trainers}")]
 
     def _present(self, trainer):
         """The member, which must be taking part."""
@@ -185,6 +181,7 @@ class Meeting:
     def _count(self, trainer):
         with uninterrupted(), self._changed:
             member = self._members[trainer]
+            # A round that has ended is a sign of life, like a call of its trainer.
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
     def _wait(
@@ -211,7 +208,8 @@ class Meeting:
 
     def _due(self, trainer, since, awaited):
         """In how many seconds each of the others that are awaited is overdue."""
-        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was seen.
+        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was
+        # seen.
         due = since + self.timeout_s - time.monotonic()
         return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
 
@@ -222,6 +220,7 @@ class Meeting:
         self._present(trainer)
         self._raise_failure(trainer)
         self._members[trainer].seen = now = time.monotonic()
+        # Whoever waits is alive, and has just said so: only others can be overdue.
         overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
         if not overdue:
             return False
@@ -245,8 +244,8 @@ def _check(rule, parameters, trainers, timeout_s, on_failure):
             f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
             f"trainers, as in SyncGroup(rule, params, trainers={parameters})."
         )
-    checked_number("trainers", trainers, "1 or more", lambda n: n >= 1, whole=True)
+    whole_number("trainers", trainers)
     fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
-    checked_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
+    real_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
     if on_failure not in ("raise", "drop"):
         raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")

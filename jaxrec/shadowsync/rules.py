@@ -22,7 +22,6 @@ its own.
 """
 
 import functools
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrec.bounds import is_portion, is_positive, real_number
 from jaxrec.types import PyTree
 
 
@@ -37,9 +37,11 @@ class Rule(NamedTuple):
     """A way to synchronise, as pure functions."""
 
     name: str
-    has_centre: bool  # combine takes one trainer's parameters at a time; else the mean over all of them
+    # Combine takes one trainer's parameters at a time; else the mean over all of them.
+    has_centre: bool
     init: Callable[[PyTree], Any]  # initial parameters -> shared
-    combine: Callable[[Any, PyTree], tuple[Any, PyTree]]  # shared, one trainer's or the mean -> shared', target
+    # Shared, one trainer's or the mean -> shared', target.
+    combine: Callable[[Any, PyTree], tuple[Any, PyTree]]
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
     settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers
 
@@ -128,8 +130,8 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
     Raises:
       ValueError: a number outside its range; another form.
     """
-    alpha, eta = _checked_alpha(alpha), float(checked_number("eta", eta, "above 0", lambda x: 0 < x < float("inf")))
-    momentum = float(checked_number("momentum", momentum, "from 0 to below 1", lambda x: 0 <= x < 1))
+    alpha, eta = _checked_alpha(alpha), float(real_number("eta", eta, "above 0", is_positive))
+    momentum = float(real_number("momentum", momentum, "from 0 to below 1", lambda x: 0 <= x < 1))
 
     def init(parameters):
         return Block(_copy(parameters), _map(lambda x: 0 * x, parameters))
@@ -170,21 +172,6 @@ def _is_floating(dtype):
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def checked_number(name: str, value, rule: str, fits: Callable[[Any], bool], whole: bool = False):
-    """A number given as an argument; refuses one that does not fit its rule, and what is no number.
-
-    >>> checked_number("every_steps", 5, "1 or more", lambda x: x >= 1, whole=True)
-    5
-
-    Raises:
-      ValueError: names the argument, its value and the rule.
-    """
-    kind = numbers.Integral if whole else numbers.Real
-    if isinstance(value, bool | np.bool_) or not isinstance(value, kind) or not fits(value):
-        raise ValueError(f"{name}={value!r:.80} must be {rule}{', a whole number' if whole else ''}.")
-    return value
-
-
 def wide(dtype) -> np.dtype:
     """What floats of a dtype are computed in: float32, or float64 if they are that wide."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize > 4 else np.float32)
@@ -219,7 +206,7 @@ def _towards(alpha, form):
 
 def _checked_alpha(alpha):
     # A scalar of NumPy would widen what it multiplies.
-    return float(checked_number("alpha", alpha, "above 0 and at most 1", lambda x: 0 < x <= 1))
+    return float(real_number("alpha", alpha, "above 0 and at most 1", is_portion))
 
 
 def _map(function, first, *rest):

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrec.bounds import is_not_negative, real_number
 from jaxrec.interrupts import uninterrupted, wait
-from jaxrec.shadowsync.live import Live, copied, with_leaves
+from jaxrec.shadowsync.leaves import Live, copied, with_leaves
 from jaxrec.shadowsync.meeting import Left, Transport
-from jaxrec.shadowsync.rules import checked_number
 from jaxrec.shadowsync.synchroniser import Round, Synchroniser
 
 
@@ -27,7 +27,7 @@ class Shadow(Synchroniser):
 
         with Shadow(transport) as shadow:
             for batch in batches:
-                state, metrics = step(state, plan, batch)
+                state, metrics = step(state, plans, batch)
                 state = shadow.exchange(state)          # never waits
             state = shadow.finish(state)                # goes on until all trainers are done
 
@@ -45,7 +45,7 @@ class Shadow(Synchroniser):
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
-        checked_number("pace_seconds", pace_seconds, "0 or more", lambda x: 0 <= x < float("inf"))
+        real_number("pace_seconds", pace_seconds, "0 or more", is_not_negative)
         super().__init__(transport, trainer)
         self._pace = pace_seconds
         self._changed = threading.Condition()  # guards all that follows
@@ -180,6 +180,7 @@ class Shadow(Synchroniser):
         self._raise_failure()
         if self._stopped:
             raise Left(f"trainer {self._trainer} has left while it finished.")
+        # Only now: an error on the way leaves a phase that says so.
         self._phase = "finished"
         return with_leaves(state, live.from_host(self._final))
 
@@ -198,6 +199,8 @@ class Shadow(Synchroniser):
             while (handed := self._next()) is not None:
                 self._round(handed)
             if self._at_end is not None and not self._stopped:
+                # A result that came behind the last exchange counts, before the last rounds compare
+                # replicas.
                 self._fold_late(self._at_end)
                 self._final = self._last_rounds(self._final)
         except BaseException as error:
@@ -208,6 +211,7 @@ class Shadow(Synchroniser):
                 self._leave_transport(error)
         finally:
             with self._changed:
+                # Last of all, and whatever was raised: who leaves waits for it.
                 self._ended = True
                 self._changed.notify_all()
 
@@ -227,13 +231,17 @@ class Shadow(Synchroniser):
             self._changed.wait_for(lambda: self._handed is not None or self._done or self._stopped)
             if self._done or self._stopped:
                 return None
+            # In one breath: an exchange in between would take the thread for free, and hand over a
+            # second copy.
             handed, self._handed, self._busy = self._handed, None, True
             return handed
 
     def _round(self, handed):
         start = time.monotonic()
+        # Without the lock, as it may wait for all others: training goes on meanwhile.
         result = self._round_of(handed)
         with self._changed:
+            # Together: an exchange that finds the thread free finds its result, too.
             self._result, self._busy = result, False
             self._changed.notify_all()
             left = start + self._pace - time.monotonic()
@@ -244,7 +252,8 @@ class Shadow(Synchroniser):
                 self._busy = False
 
     def _fold_late(self, live):
-        """Folds in a result that came after the last exchange; on the host: no program from here."""
+        """Folds in a result that came after the last exchange; on the host: no program from
+        here."""
         if (late := self._result) is not None:
             before, target = (live._replace(leaves=part).to_host() for part in (late.before, late.target))
             self._final = self._rule.merge(self._final, before, target)

@@ -25,12 +25,12 @@ import jax
 import numpy as np
 import optax
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
-from jaxrec.shadowsync.live import replica_spread
+from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left
-from jaxrec.shadowsync.rules import checked_number
 from jaxrec.shadowsync.synchroniser import Synchroniser
 from jaxrec.shadowsync.workers import Shared, Trainer
 from jaxrec.sharding import make_mesh
@@ -51,7 +51,8 @@ class Figures(NamedTuple):
     average_sync_gap: list[float]  # steps of the trainer per round; inf without one
     average_sync_gap_per_worker: list[float]  # the same, divided by m
     replica_spread: float  # of the replicas at the end, without dropped ones
-    failures: dict[int, BaseException]  # why a trainer was dropped; always empty if a failure stops all
+    # Why a trainer was dropped; always empty if a failure stops all.
+    failures: dict[int, BaseException]
 
 
 def train_freely(
@@ -134,7 +135,7 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
         raise ValueError(f"streams is a {type(streams).__name__}: give a list with one stream for each trainer.")
     if not streams:
         raise ValueError("there are 0 streams, which must be 1 or more: each is a trainer.")
-    checked_number("workers_per_trainer", workers, "1 or more", lambda m: m >= 1, whole=True)
+    whole_number("workers_per_trainer", workers)
     iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
     if len(set(iterators)) < len(iterators):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
@@ -145,8 +146,7 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
             f"synchroniser is a {type(synchroniser).__name__}: give a function of the trainer's number, as "
             "`group.trainer` of a SyncGroup."
         )
-    finite = lambda seconds: 0 <= seconds < float("inf")
-    checked_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", finite)
+    real_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", is_not_negative)
     if hook is not None and not callable(hook):
         raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
 
@@ -156,8 +156,11 @@ def _run(shared, trainers, leave_timeout_s):
     try:
         try:
             for trainer in trainers:
+                # All of them before one trains: who cannot enter is known before any row has
+                # changed.
                 trainer.enter()
-            with uninterrupted() as asked:  # Ctrl-C ends the loop, and can at no instant skip the leaving
+            # Ctrl-C ends the loop, and can at no instant skip the leaving.
+            with uninterrupted() as asked:
                 try:
                     for trainer in trainers:
                         shared.start(trainer.run, trainer.name)
@@ -182,6 +185,7 @@ def _leave(shared, trainers):
     shared.stopped = True  # first
     if shared.left_at is not None:
         return
+    # From here on the time-out runs, whoever comes next to leave.
     shared.left_at = time.monotonic()
     for trainer in trainers:
         trainer.leave()
@@ -191,6 +195,8 @@ def _leave(shared, trainers):
 
 def _wait(shared, seconds, asked):
     """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
+    # A thread that hangs in a stream or a hook of the user cannot be ended: it is left behind, and
+    # the caller is told.
     while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
         _pause()
     for thread in shared.threads:

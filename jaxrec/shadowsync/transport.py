@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.bounds import real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
 from jaxrec.shadowsync.meeting import Meeting
-from jaxrec.shadowsync.rules import Rule, checked_number, mean_of, wide
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
 from jaxrec.types import PyTree
 
 
@@ -67,13 +68,17 @@ class AllToAll(Meeting):
             with uninterrupted(), self._changed:
                 self._present(trainer)
                 self._raise_failure(trainer)
+                # Checked and brought under one lock: a trainer that is dropped in between brings
+                # nothing.
                 self._brought[trainer] = leaves, done
                 self._settle()
             self._wait(trainer, time.monotonic(), lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
+                # Taken before the next round can end, which needs this trainer.
                 target, last = self._target, self._last
-                if self._round == round_:  # an error or an interrupt: what it has brought goes with it
+                # An error or an interrupt: what it has brought goes with it.
+                if self._round == round_:
                     self._brought.pop(trainer, None)
         self._count(trainer)
         return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
@@ -96,7 +101,8 @@ class AllToAll(Meeting):
 
 
 class Centre(Meeting):
-    """Synchronisation parameter servers in this process, for EASGD: each trainer comes when it likes.
+    """Synchronisation parameter servers in this process, for EASGD: each trainer comes when it
+    likes.
 
     The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers
     to and from it take turns, and their time is waited for.
@@ -131,9 +137,9 @@ class Centre(Meeting):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        checked_number("servers", servers, "1 or more", lambda x: x >= 1, whole=True)
+        whole_number("servers", servers)
         if bytes_per_s is not None:
-            checked_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
+            real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
         self._told_to_ask_again: set[int] = set()
         self._centre = [rule.init(leaf) for leaf in self._initial]
@@ -150,7 +156,8 @@ class Centre(Meeting):
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other: all of it, or nothing.
+        """Moves the centre towards every replica brought, one after the other: all of it, or
+        nothing.
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
@@ -158,7 +165,8 @@ class Centre(Meeting):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
-            # The others may have come to their end after it was told to ask again, and before it did.
+            # The others may have come to their end after it was told to ask again, and before it
+            # did.
             last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
             self._told_to_ask_again.discard(trainer)
             if not last:
@@ -175,7 +183,8 @@ class Centre(Meeting):
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
     def _move(self, trainer, leaves, rows):
-        """The targets of each replica; the centre moves when all is computed, by one who takes part."""
+        """The targets of each replica; the centre moves when all is computed, by one who takes
+        part."""
         # A lock of its own: rules compute for long, and the others must be heard of meanwhile.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
@@ -186,7 +195,8 @@ class Centre(Meeting):
             with self._changed:
                 self._present(trainer)
                 self._raise_failure(trainer)
-                # One assignment of new arrays: who reads the centre without the lock sees one version.
+                # One assignment of new arrays: who reads the centre without the lock sees one
+                # version.
                 self._centre = centre
         return targets
 
@@ -194,7 +204,8 @@ class Centre(Meeting):
         return [np.array(leaf) for leaf in self._centre]
 
     def _wait_for_the_others(self, trainer):
-        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes on."""
+        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes
+        on."""
         with uninterrupted(), self._changed:
             member, now = self._present(trainer), time.monotonic()
             if member.state == "here":  # the first time that it says so
@@ -220,6 +231,7 @@ class Centre(Meeting):
             return
         with uninterrupted(), self._changed:
             self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
+            # The slowest server decides, as a round needs all tensors.
             until = max(self._free_at)
         while (left := until - time.monotonic()) > 0:
             wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
@@ -257,6 +269,7 @@ def pack(sizes: list[int], bins: int) -> list[int]:
     load, place = [0] * bins, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         place[number] = load.index(min(load))
+        # The largest first: what is left for the end is small, and fills up what is uneven.
         load[place[number]] += sizes[number]
     return place
 

@@ -18,9 +18,8 @@ import optax
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.shadowsync.foreground import Foreground
 from jaxrec.shadowsync.meeting import Left
-from jaxrec.shadowsync.synchroniser import Synchroniser
+from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.step import gradients, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Array, Batch, DenseState, Plan, RowOptimizer, TrainState
 
@@ -152,7 +151,8 @@ class Trainer:
         try:
             self.entered.__exit__(None, None, None)
         except Exception as error:
-            echo = self.failed and isinstance(error, Left)  # its thread has heard that this trainer was left
+            # Its thread has heard that this trainer was left.
+            echo = self.failed and isinstance(error, Left)
             if not echo and not any(error is known for _, known in self.shared.failures):
                 self._fail(error, f"in the synchronisation of trainer {self.number}")
 
@@ -163,6 +163,7 @@ class Trainer:
             self.end = time.perf_counter()
             if not self.over and self.synchroniser is not None:
                 self.dense = self.synchroniser.finish(TrainState(self.dense, self.shared.tables)).dense
+            # A trainer that was left while it finished has not come to its end.
             self.ended = not self.over
         except BaseException as error:
             self._stop(error, f"in trainer {self.number}")
@@ -214,15 +215,19 @@ class Trainer:
     def _step(self, batch):
         shared = self.shared
         plans = shared.plan(batch.ids)
+        # Without any lock: rows of other trainers' updates may come in between, as Hogwild has it.
         rows = shared.tables.read(plans)
-        with self.lock:  # a later step donates these parameters; once dispatched, the program keeps them
+        # A later step donates these parameters; once dispatched, the program keeps them.
+        with self.lock:
             gradient, new, metrics = shared.differentiate(self.dense, rows, plans, batch)
         new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
         if self.over:  # training was left meanwhile, and its tables may be somebody else's by now
             return
+        # Added, not put: what others have written between this read and this write stays.
         shared.tables.add(plans, new, rows)
         with self.lock:
             self.dense = shared.apply(self.dense, gradient)
+            # Under the same lock as the step: an exchange sees parameters between two steps.
             due = self._exchange()
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
@@ -234,7 +239,8 @@ class Trainer:
             shared.hook(self.number, step, metrics)
 
     def _exchange(self) -> Foreground | None:
-        """Under the lock: a shadow's exchange; returns a foreground that it is time for a round of."""
+        """Under the lock: a shadow's exchange; returns a foreground that it is time for a round
+        of."""
         sync = self.synchroniser
         if isinstance(sync, Foreground):
             return sync if sync.due() else None
@@ -247,6 +253,8 @@ class Trainer:
         with self.turns:
             with self.lock:
                 before = self.shared.copy(self.dense.params)  # a later step donates them
+            # Without the lock of the parameters, as it waits for the other trainers.
             fold = foreground.meet(before)
             with self.lock:
+                # Folded into what they are by now: other workers have stepped on during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))

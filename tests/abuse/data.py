@@ -180,12 +180,12 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("hash_cap as a fraction", ValueError, "hash_cap .*=1000.5 must be an integer")
+@situation("hash_cap as a fraction", ValueError, "hash_cap .*=1000.5 must be a whole number")
 def _(directory):
     prepare([raw(directory)], directory / "out", hash_cap=1000.5)
 
 
-@situation("min_count as text", ValueError, "min_count .*='6' must be an integer")
+@situation("min_count as text", ValueError, "min_count .*='6' must be a whole number")
 def _(directory):
     prepare([raw(directory)], directory / "out", min_count="6")
 
@@ -195,7 +195,7 @@ def _(directory):
     prepare([raw(directory)], directory / "out", hash_cap=7, train_fraction=float("nan"))
 
 
-@situation("seed as a fraction", ValueError, "seed .*=0.5 must be an integer")
+@situation("seed as a fraction", ValueError, "seed .*=0.5 must be a whole number")
 def _(directory):
     prepare([raw(directory)], directory / "out", hash_cap=7, seed=0.5)
 
@@ -490,22 +490,22 @@ class Rows:
         return block | {name: make(n) for name, make in self.columns.items()}
 
 
-@situation("batches of none", ValueError, "batch_size=0 must be an integer of at least 1")
+@situation("batches of none", ValueError, "batch_size=0 must be a whole number from 1")
 def _(directory):
     Loader(Rows(), 0)
 
 
-@situation("batches of two and a half", ValueError, "batch_size=2.5 must be an integer")
+@situation("batches of two and a half", ValueError, "batch_size=2.5 must be a whole number")
 def _(directory):
     Loader(Rows(), 2.5)
 
 
-@situation("no epochs", ValueError, "epochs=0 must be an integer of at least 1")
+@situation("no epochs", ValueError, "epochs=0 must be a whole number from 1")
 def _(directory):
     Loader(Rows(), 2, epochs=0)
 
 
-@situation("a negative seed", ValueError, "shuffle_seed=-1 must be an integer of at least 0")
+@situation("a negative seed", ValueError, "shuffle_seed=-1 must be a whole number from 0")
 def _(directory):
     Loader(Rows(), 2, shuffle_seed=-1)
 
@@ -571,7 +571,7 @@ def _(directory):
     list(zip(loader, loader, strict=True))
 
 
-@situation("a prefetch of half an item", ValueError, "depth=0.5 must be an integer")
+@situation("a prefetch of half an item", ValueError, "depth=0.5 must be a whole number")
 def _(directory):
     prefetch([], 0.5)
 
@@ -584,32 +584,32 @@ def _(directory):
 # The synthetic log.
 
 
-@situation("synthetic: batches of none", ValueError, "batch_size=0 must be an integer of at least 1")
+@situation("synthetic: batches of none", ValueError, "batch_size=0 must be a whole number from 1")
 def _(directory):
     CLICKS.batch(0, 0)
 
 
-@situation("synthetic: a stream of negative batches", ValueError, "batch_size=-4 must be an integer of at least 1")
+@situation("synthetic: a stream of negative batches", ValueError, "batch_size=-4 must be a whole number from 1")
 def _(directory):
     CLICKS.stream(-4)
 
 
-@situation("synthetic: a negative index", ValueError, "index=-1 must be an integer of at least 0")
+@situation("synthetic: a negative index", ValueError, "index=-1 must be a whole number from 0")
 def _(directory):
     CLICKS.batch(-1, 4)
 
 
-@situation("synthetic: a negative start", ValueError, "start=-1 must be an integer of at least 0")
+@situation("synthetic: a negative start", ValueError, "start=-1 must be a whole number from 0")
 def _(directory):
     CLICKS.stream(4, start=-1)
 
 
-@situation("synthetic: fewer batches than none", ValueError, "batches=-1 must be an integer of at least 0")
+@situation("synthetic: fewer batches than none", ValueError, "batches=-1 must be a whole number from 0")
 def _(directory):
     CLICKS.stream(4, batches=-1)
 
 
-@situation("synthetic: an exponent that is NaN", ValueError, "exponent=nan must be finite and at least 0")
+@situation("synthetic: an exponent that is NaN", ValueError, "exponent=nan must be finite and 0 or more")
 def _(directory):
     SyntheticClicks((5,), exponent=float("nan"))
 
@@ -629,7 +629,7 @@ def _(directory):
     SyntheticClicks((5,), bias=float("nan"))
 
 
-@situation("synthetic: negative dense features", ValueError, "dense_features=-1 must be an integer of at least 0")
+@situation("synthetic: negative dense features", ValueError, "dense_features=-1 must be a whole number from 0")
 def _(directory):
     SyntheticClicks((5,), dense_features=-1)
 
@@ -639,21 +639,21 @@ def _(directory):
     assert SyntheticClicks((50, 5), dense_features=0).batch(0, 4).dense.shape == (4, 0)
 
 
-@situation("synthetic: a negative seed", ValueError, "seed=-1 must be an integer of at least 0")
+@situation("synthetic: a negative seed", ValueError, "seed=-1 must be a whole number from 0")
 def _(directory):
     SyntheticClicks((5,), seed=-1)
 
 
-@situation("synthetic: a table of no rows", ValueError, "each of cardinalities=0 must be an integer from 1")
+@situation("synthetic: a table of no rows", ValueError, "each of cardinalities=0 must be a whole number from 1")
 def _(directory):
     SyntheticClicks((5, 0))
 
 
-@situation("synthetic: a table that int32 cannot number", ValueError, "each of cardinalities=2147483648 must be an")
+@situation("synthetic: a table that int32 cannot number", ValueError, "each of cardinalities=2147483648 must be a")
 def _(directory):
     SyntheticClicks((2**31,))
 
 
-@situation("synthetic: fewer rows than tables", ValueError, "rows=10 must be an integer of at least 78")
+@situation("synthetic: fewer rows than tables", ValueError, "rows=10 must be a whole number from 78")
 def _(directory):
     scaled_cardinalities(10)

@@ -38,7 +38,7 @@ def _(directory):
     group_of(easgd)
 
 
-@situation("a group of no trainers", ValueError, "trainers=0 must be 1 or more")
+@situation("a group of no trainers", ValueError, "trainers=0 must be a whole number from 1")
 def _(directory):
     group_of(trainers=0)
 
@@ -53,7 +53,7 @@ def _(directory):
     group_of(bmuf(), bytes_per_s=1e3)
 
 
-@situation("a centre of no servers in a group", ValueError, "servers=0 must be 1 or more")
+@situation("a centre of no servers in a group", ValueError, "servers=0 must be a whole number from 1")
 def _(directory):
     group_of(EASGD, servers=0)
 
@@ -83,7 +83,9 @@ def _(directory):
     group_of(pace_seconds=-1)
 
 
-@situation("a group's bad period is refused before any trainer is", ValueError, "every_steps=0 must be 1 or more")
+@situation(
+    "a group's bad period is refused before any trainer is", ValueError, "every_steps=0 must be a whole number from 1"
+)
 def _(directory):
     group_of(every_steps=0)
 

@@ -781,7 +781,7 @@ def _(directory):
         recovery.recover(1)
 
 
-@situation("failures at a step that is none", ValueError, "steps are whole numbers from 1")
+@situation("failures at a step that is none", ValueError, "step=.* must be a whole number from 1")
 def _(directory):
     recovery_of(directory, failures={0: [1]})
 

@@ -88,7 +88,7 @@ def _(directory):
     pipeline_of(mode="sync", window=4)
 
 
-@situation("a window that is no whole number", ValueError, "window=2.5 must be 0")
+@situation("a window that is no whole number", ValueError, "window=2.5 must be a whole number from 0")
 def _(directory):
     pipeline_of(window=2.5)
 
@@ -115,7 +115,7 @@ def _(directory):
     pipeline_of(state)
 
 
-@situation("a train step in place of an update", ValueError, "must take .dense, rows, plan, batch.: make it with")
+@situation("a train step in place of an update", ValueError, "must take .dense, rows, plans, batch.: make it with")
 def _(directory):
     Pipeline(state_of(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
 

@@ -531,7 +531,7 @@ def _(directory):
     loop.fit(state_of(), loop.planned(SPEC, [batch_of()]), train_step(), [lambda *a: print(end="")])
 
 
-@situation("losses never looked at", ValueError, "check_every_steps=0 must be at least 1")
+@situation("losses never looked at", ValueError, "check_every_steps=0 must be a whole number from 1")
 def _(directory):
     loop.fit(state_of(), [], train_step(), check_every_steps=0)
 
@@ -588,7 +588,7 @@ def _(directory):
     EmbeddingSpec({}, {})
 
 
-@situation("a table of 1e6 rows", ValueError, "rows=1000000.0 must be a whole number, such as 1_000_000")
+@situation("a table of 1e6 rows", ValueError, "rows=1000000.0 must be a whole number from 1, such as 1_000_000")
 def _(directory):
     Table(1e6, 16)
 
@@ -614,7 +614,7 @@ def _(directory):
     Lookup(Table(9, 4))
 
 
-@situation("a negative scale", ValueError, "scale must be 0 or more and finite")
+@situation("a negative scale", ValueError, "scale=.* must be 0 or more and finite")
 def _(directory):
     Table(9, 4, scale=-1.0)
 

@@ -18,7 +18,7 @@ from clicks import make_model, prepared_directory, rules
 from contract import Flags, Run, command_line, plot, refuse, refuse_small
 from cpr_work import JobConfig, make_data
 from runs import to_json
-from saving import Saves
+from saving import PeriodicSaves
 from stopping import Stopped, say, stop_on_signals
 
 from abuse import situation
@@ -413,11 +413,11 @@ def _(directory):
 
 
 def saves_over(save):
-    """Saves whose every save does as told."""
+    """PeriodicSaves whose every save does as told."""
     checkpointer = types.SimpleNamespace(
         save=save, done=lambda: True, wait=lambda: None, failures=[], stall_seconds=0.0, thread_seconds=0.0
     )
-    return Saves(checkpointer, every_steps=1)
+    return PeriodicSaves(checkpointer, every_steps=1)
 
 
 STATE = types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(1)))

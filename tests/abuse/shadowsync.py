@@ -85,12 +85,12 @@ def _(directory):
     AllToAll(MEAN, 3)
 
 
-@situation("no trainers", ValueError, "trainers=0 must be 1 or more, a whole number")
+@situation("no trainers", ValueError, "trainers=0 must be a whole number from 1")
 def _(directory):
     AllToAll(MEAN, PARAMS, 0)
 
 
-@situation("half a trainer", ValueError, "trainers=1.5 must be 1 or more, a whole number")
+@situation("half a trainer", ValueError, "trainers=1.5 must be a whole number from 1")
 def _(directory):
     Centre(EASGD, PARAMS, 1.5)
 
@@ -454,7 +454,7 @@ def _(directory):
     Shadow(meeting(), pace_seconds=-1)
 
 
-@situation("every 0 steps", ValueError, "every_steps=0 must be 1 or more")
+@situation("every 0 steps", ValueError, "every_steps=0 must be a whole number from 1")
 def _(directory):
     Foreground(meeting(), every_steps=0)
 

@@ -229,7 +229,7 @@ def _(directory):
     train(stream(3) for _ in range(2))
 
 
-@situation("half a worker", ValueError, "workers_per_trainer=2.5 must be 1 or more, a whole number")
+@situation("half a worker", ValueError, "workers_per_trainer=2.5 must be a whole number from 1")
 def _(directory):
     train([stream(1)], workers=2.5)
 
@@ -265,11 +265,11 @@ def _(directory):
     train([stream(0), stream(0)], SyncGroup(RULE, PARAMS, trainers=3, timeout_s=1.0).trainer)
 
 
-@situation("half a trainer in the emulation", ValueError, "trainers=1.5 must be 1 or more, a whole number")
+@situation("half a trainer in the emulation", ValueError, "trainers=1.5 must be a whole number from 1")
 def _(directory):
     Emulation(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, 1.5)
 
 
-@situation("a latency longer than the period", ValueError, "latency_ticks=3 must be between 0 and every_ticks=2")
+@situation("a latency longer than the period", ValueError, "latency_ticks=3 must .* 0 to 2, every_ticks=2")
 def _(directory):
     Emulation(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, 2, script=Script(RULE, 2, 3))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxrec.data.criteo import encode, open_split, preparation, prepare, source
 from jaxrec.data.criteo import parse as parse_module
-from jaxrec.data.criteo.parse import DENSE, FIELDS, parse
+from jaxrec.data.criteo.parsing import DENSE, FIELDS, parse
 from jaxrec.data.criteo.source import read_chunks
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}

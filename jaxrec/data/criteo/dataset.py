@@ -1,4 +1,5 @@
-"""What is on disk: array_record shards of blocks, registered with tfds and read back; every file whole or absent.
+"""What is on disk: array_record shards of blocks, registered with tfds and read back; every file
+whole or absent.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.data.criteo.parse import DENSE, FIELDS
+from jaxrec.data.criteo.parsing import DENSE, FIELDS
 from jaxrec.files import aside, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
@@ -47,7 +48,8 @@ def write_blocks(directory: Path, name: str, index: int, rows: dict[str, np.ndar
 
 
 def _os_error(error: RuntimeError, path: Path) -> OSError:
-    """array_record has one kind of error for all that can happen to a file, and its words say which."""
+    """array_record has one kind of error for all that can happen to a file, and its words say
+    which."""
     kinds = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
     kind = next((kind for kind in kinds if os.strerror(kind) in str(error)), errno.EIO)
     return OSError(kind, os.strerror(kind), str(path))
@@ -70,7 +72,8 @@ def _features():
 
 
 def _serializer() -> Callable[[dict[str, np.ndarray]], bytes]:
-    """Like `features.serialize_example`, but the same bytes in every process: protobuf maps have no order."""
+    """Like `features.serialize_example`, but the same bytes in every process: protobuf maps have no
+    order."""
     from tensorflow_datasets.core.example_serializer import ExampleSerializer
 
     features = _features()
@@ -79,7 +82,8 @@ def _serializer() -> Callable[[dict[str, np.ndarray]], bytes]:
 
 
 def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -> None:
-    """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json` comes last."""
+    """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json`
+    comes last."""
     beside = directory / "metadata.partial"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -97,7 +101,8 @@ def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -
 def _write_metadata(directory, beside, state, cardinalities):
     tfds = tfds_module()
     for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
-        (beside / shard.name).symlink_to(shard.resolve())  # tfds wants to see the data beside its files
+        # The builder of tfds wants to see the data beside its files.
+        (beside / shard.name).symlink_to(shard.resolve())
     tfds.folder_dataset.write_metadata(
         data_dir=beside, features=_features(), version="1.0.0", check_data=False,
         split_infos=[_split_info(tfds, directory, name, state) for name in ("train", "test")],
@@ -185,14 +190,15 @@ def open_split(directory: str | Path, name: str) -> Split:
       name: of the split.
 
     Raises:
-      ValueError: the preparation is not complete, there is no such split, or a file is missing, cut or damaged; names
-        the file and the remedy. Damage inside of a shard is found when its block is read.
+      ValueError: the preparation is not complete, there is no such split, or a file is missing, cut
+        or damaged; names the file and the remedy. Damage inside of a shard is found when its block
+        is read.
     """
     directory = local_path(directory)
     metadata = read_metadata(directory)
     if name not in metadata["rows"]:
         raise ValueError(f"{directory} has no split {name!r}, only {sorted(metadata['rows'])}.")
-    check_shards(directory, metadata)
+    check_files(directory, metadata)
     try:
         source = tfds_module().builder_from_directory(directory).as_data_source(name)
         blocks = len(source)
@@ -225,7 +231,8 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    """An object of JSON that has at least some keys; without them, or where it is cut, a ValueError with a remedy."""
+    """An object of JSON that has at least some keys; without them, or where it is cut, a ValueError
+    with a remedy."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -238,7 +245,7 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
     return content
 
 
-def check_shards(directory: Path, metadata: dict[str, Any]) -> None:
+def check_files(directory: Path, metadata: dict[str, Any]) -> None:
     """Refuses a dataset that lacks a shard or has one of another size than was written."""
     options = metadata["options"]
     shard_rows = options["block_rows"] * options["blocks_per_shard"]

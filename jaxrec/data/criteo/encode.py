@@ -1,4 +1,5 @@
-"""Categories to ids: hashing into a cap, or a vocabulary with a minimum count. Id 0 is "missing" in both.
+"""Categories to ids: hashing into a cap, or a vocabulary with a minimum count. Id 0 is "missing" in
+both.
 
 Legend: n rows, F = 26 fields.
 """
@@ -13,7 +14,8 @@ _PENDING_ROWS = 1 << 20
 
 
 def hash_ids(category, present, cap: int) -> np.ndarray:
-    """Hashes each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field) % (cap - 1).
+    """Hashes each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field)
+    % (cap - 1).
 
     Args:
       category: u32[n, F].
@@ -39,7 +41,8 @@ def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
       fields: F.
 
     Returns:
-      For each field (values u32[v] ascending, counts i64[v]); memory grows with the distinct values, 12 bytes each.
+      For each field (values u32[v] ascending, counts i64[v]); memory grows with the distinct
+      values, 12 bytes each.
     """
     totals = [(np.zeros(0, np.uint32), np.zeros(0, np.int64)) for _ in range(fields)]
     pending: list[tuple[np.ndarray, np.ndarray]] = []

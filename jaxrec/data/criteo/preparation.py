@@ -1,7 +1,9 @@
-"""From raw files to array_record shards of blocks, registered with tfds; killed at any point, it resumes at the shard.
+"""From raw files to array_record shards of blocks, registered with tfds; killed at any point, it
+resumes at the shard.
 
-Every line has a number; whether it trains or tests depends on that number alone, and every shard records the number
-that follows its last row. So a second run skips what is done and writes the same bytes as an undisturbed one.
+Every line has a number; whether it trains or tests depends on that number alone, and every shard
+records the number that follows its last row. So a second run skips what is done and writes the same
+bytes as an undisturbed one.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
@@ -16,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.data.criteo import encode
 from jaxrec.data.criteo.dataset import DONE, read_metadata, register, tfds_module, write_blocks
-from jaxrec.data.criteo.parse import FIELDS, Columns, parse
-from jaxrec.data.criteo.record import PROGRESS, VOCABULARY, begin, finished, known_texts
+from jaxrec.data.criteo.parsing import FIELDS, Columns, parse
+from jaxrec.data.criteo.record import PROGRESS, VOCABULARY, begin_record, finished, known_texts
 from jaxrec.data.criteo.source import (
     Chunk,
     check_distinct,
@@ -31,11 +34,12 @@ from jaxrec.data.criteo.source import (
 )
 from jaxrec.files import Lock, aside, local_path, make_directory, write_json
 
-# The tables of the fields may share a stack, whose rows are numbered by int32 and rounded up to the number of shards.
+# The tables of the fields may share a stack, whose rows are numbered by int32 and rounded up to the
+# number of shards.
 _MOST_ROWS = 2**31 - 2**16
 
 
-class Job(NamedTuple):
+class Preparation(NamedTuple):
     """One run of a preparation."""
 
     paths: list[Path]
@@ -59,14 +63,16 @@ def prepare(
     blocks_per_shard: int = 128,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
-    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was killed.
+    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was
+    killed.
 
     Args:
-      sources: raw files in time order, plain or .gz; each is read to its end once, twice or three times, and must not
-        change meanwhile.
+      sources: raw files in time order, plain or .gz; each is read to its end once, twice or three
+        times, and must not change meanwhile.
       directory: where the dataset goes.
-      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6 unless hashing. The
-        vocabulary needs 12 bytes of memory for each distinct value: hash the 1TB logs.
+      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6
+        unless hashing. The vocabulary needs 12 bytes of memory for each distinct value: hash the
+        1TB logs.
       hash_cap: hash each field into a table of so many rows instead, 2 to 82,593,004.
       split: 'time' (the first lines train) or 'random' (by a hash of seed and line number).
       train_fraction: share of the lines that trains.
@@ -77,15 +83,15 @@ def prepare(
       progress: called with the number of lines read since the last call.
 
     Returns:
-      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split, skipped_rows,
-      options, sources.
+      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split,
+      skipped_rows, options, sources.
 
     Raises:
-      ValueError: a malformed file (with file, line, rule); the same rows twice; files that changed since rows were made
-        from them; arguments out of range; a directory that holds another preparation, or a damaged one; somebody else
-        preparing there; a split without rows.
-      OSError: the disk is full, or a file or directory may not be read or written. What is done is kept: the same call
-        goes on from there.
+      ValueError: a malformed file (with file, line, rule); the same rows twice; files that changed
+        since rows were made from them; arguments out of range; a directory that holds another
+        preparation, or a damaged one; somebody else preparing there; a split without rows.
+      OSError: the disk is full, or a file or directory may not be read or written. What is done is
+        kept: the same call goes on from there.
       ImportError: what the extra `data` installs is missing.
     """
     options = dict(
@@ -104,11 +110,11 @@ def prepare(
     with Lock(directory / "lock", f"preparing {directory}"):
         if (directory / DONE).exists():
             return finished(directory, paths, wanted)
-        _run(Job(paths, directory, options, begin(directory, paths, wanted), progress))
+        _run(Preparation(paths, directory, options, begin_record(directory, paths, wanted), progress))
     return read_metadata(directory)
 
 
-def _run(job: Job) -> None:
+def _run(job: Preparation) -> None:
     in_train = _splitter(job)
     encoder, cardinalities = _encoder(job, in_train)
     _write_shards(job, in_train, encoder)
@@ -126,9 +132,7 @@ def _check(options):
         value = options[name]
         if value is None and name in ("min_count", "hash_cap"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < bound:
-            raise ValueError(f"{_flag(name)}={value!r} must be an integer of at least {bound}.")
-        options[name] = int(value)
+        options[name] = whole_number(_flag(name), value, bound)
     if options["hash_cap"] is not None and options["hash_cap"] > cap:
         raise ValueError(
             f"{_flag('hash_cap')}={options['hash_cap']} must be at most {cap}: the {FIELDS} tables share a stack, "
@@ -146,8 +150,9 @@ def _flag(name: str) -> str:
     return f"{name} (--{name.replace('_', '-')} of prepare.py)" if name in command_line else name
 
 
-def _read(job: Job) -> Iterator[Chunk]:
-    """All chunks of all files. Whoever reads to the end knows that each is the text that other readings saw."""
+def _read(job: Preparation) -> Iterator[Chunk]:
+    """All chunks of all files. Whoever reads to the end knows that each is the text that other
+    readings saw."""
     texts = []
     for chunk in read_chunks(job.paths, known_texts(job.state, len(job.paths))):
         texts += [chunk.seen] if chunk.seen.ended else []
@@ -155,12 +160,13 @@ def _read(job: Job) -> Iterator[Chunk]:
     check_untouched(job.paths, job.state["sources"])
     check_distinct_texts(job.paths, texts)
     if not job.state["texts"]:
-        # Noted before anything is made of this reading, so that what is made is never older than what is noted.
+        # Noted before anything is made of this reading, so that what is made is never older than
+        # what is noted.
         job.state["texts"] = [[seen.bytes, seen.crc32, seen.lines] for seen in texts]
         write_json(job.directory / PROGRESS, job.state)
 
 
-def _splitter(job: Job):
+def _splitter(job: Preparation):
     """Makes rows i64[n] -> bool[n]: does a line train? Depends on its number alone."""
     fraction, seed = job.options["train_fraction"], job.options["seed"]
     if job.options["split"] == "random":
@@ -181,11 +187,11 @@ def _splitter(job: Job):
     return lambda rows: rows < first_test
 
 
-def _lines(job: Job) -> int:
+def _lines(job: Preparation) -> int:
     return sum(lines for _, _, lines in job.state["texts"])
 
 
-def _first_test(job: Job) -> int:
+def _first_test(job: Preparation) -> int:
     return int(_lines(job) * job.options["train_fraction"])
 
 
@@ -196,7 +202,7 @@ def _no_rows(split: str, lines: int) -> ValueError:
     )
 
 
-def _check_splits(job: Job) -> None:
+def _check_splits(job: Preparation) -> None:
     missing = {"train", "test"} - {shard["split"] for shard in job.state["shards"]}
     if len(missing) == 2:
         raise ValueError(f"{', '.join(map(str, job.paths))}: every row is bad; check the format.")
@@ -204,8 +210,9 @@ def _check_splits(job: Job) -> None:
         raise _no_rows(split, _lines(job))
 
 
-def _columns(job: Job, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Columns]]:
-    """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over all of them."""
+def _columns(job: Preparation, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Columns]]:
+    """Parses the chunks that reach beyond a row, one chunk ahead in a thread; counts bad rows over
+    all of them."""
     allowed = left = job.options["max_bad_rows"]
     chunks = (chunk for chunk in _read(job) if chunk.first_row + chunk.lines > from_row)
     with ThreadPoolExecutor(1) as pool:
@@ -224,8 +231,9 @@ def _columns(job: Job, from_row=0, known_bad=()) -> Iterator[tuple[Chunk, Column
                 job.progress(chunk.lines)
 
 
-def _encoder(job: Job, in_train):
-    """(category, present) -> ids, and the rows of each field's table; counts the train part first, once."""
+def _encoder(job: Preparation, in_train):
+    """(category, present) -> ids, and the rows of each field's table; counts the train part first,
+    once."""
     if job.options["hash_cap"] is not None:
         cap = job.options["hash_cap"]
         return lambda category, present: encode.hash_ids(category, present, cap), [cap] * FIELDS
@@ -261,8 +269,9 @@ def _load_vocabulary(path: Path) -> list[np.ndarray]:
     return kept
 
 
-def _write_shards(job: Job, in_train, encoder) -> None:
-    """Writes the shards that are not there yet; each is recorded before the next of its split begins."""
+def _write_shards(job: Preparation, in_train, encoder) -> None:
+    """Writes the shards that are not there yet; each is recorded before the next of its split
+    begins."""
     shard_rows = job.options["block_rows"] * job.options["blocks_per_shard"]
     # The line that follows the last shard. By time, the test part waits for none before its first.
     done = {"train": 0, "test": _first_test(job) if job.options["split"] == "time" else 0}
@@ -290,7 +299,7 @@ def _write_shards(job: Job, in_train, encoder) -> None:
         flush(name, at_end=True)
 
 
-def _write_shard(job: Job, name: str, rows, last: Chunk) -> None:
+def _write_shard(job: Preparation, name: str, rows, last: Chunk) -> None:
     """Writes rows and notes them, with the chunk up to which the files were read for them."""
     index = sum(shard["split"] == name for shard in job.state["shards"])
     size = write_blocks(job.directory, name, index, rows, job.options["block_rows"])

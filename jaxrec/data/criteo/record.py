@@ -1,21 +1,23 @@
-"""What a preparation notes of itself for the next run, and whether that run may go on with it or take it as done.
+"""What a preparation notes of itself for the next run, and whether that run may go on with it or
+take it as done.
 
-`progress.json` holds options, fingerprints of the files, the shards written so far, each with the place in the text up
-to which the files must stay as they were, and `texts`: the checksums of all files, once they were read to the end.
+`progress.json` holds options, fingerprints of the files, the shards written so far, each with the
+place in the text up to which the files must stay as they were, and `texts`: the checksums of all
+files, once they were read to the end.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrec.data.criteo.dataset import METADATA, check_shard, check_shards, read_json, read_metadata
+from jaxrec.data.criteo.dataset import METADATA, check_files, check_shard, read_json, read_metadata
 from jaxrec.data.criteo.source import Seen, read_chunks, same_head, same_stamps
 from jaxrec.files import write_json
 
 PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
 
 
-def begin(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+def begin_record(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
     """The notes of a preparation: new ones, or those of the run before.
 
     Args:
@@ -24,7 +26,8 @@ def begin(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dic
       wanted: 'options' and 'sources', the fingerprints of the files as they are now.
 
     Raises:
-      ValueError: rows were written with other options or from other text; a note or a shard is damaged or missing.
+      ValueError: rows were written with other options or from other text; a note or a shard is
+        damaged or missing.
     """
     path = directory / PROGRESS
     remedy = f"Delete {directory} and run the preparation again."
@@ -34,19 +37,25 @@ def begin(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dic
         if not differ:
             _check_shards(directory, state)
             if state["sources"] != wanted["sources"]:
-                state["sources"] = wanted["sources"]  # with the times of now: the files were looked into
+                # With the times of now: the files were looked into.
+                state["sources"] = wanted["sources"]
                 write_json(path, state)
             return state
         if state["shards"]:
             raise _other(directory, differ)
-    (directory / VOCABULARY).unlink(missing_ok=True)  # of a run that wrote no shard: nothing to lose
+    # Of a run that wrote no shard: nothing to lose.
+    (directory / VOCABULARY).unlink(missing_ok=True)
     state = {**wanted, "texts": [], "shards": [], "bad_rows": []}
     write_json(path, state)
     return state
 
 
 def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a complete preparation, if it is one of these files with these options; raises as `begin`."""
+    """The metadata of a complete preparation, if it is one of these files with these options.
+
+    Raises:
+      ValueError: as `begin_record`.
+    """
     metadata = read_metadata(directory)
     if "texts" not in metadata:
         raise ValueError(
@@ -56,15 +65,17 @@ def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> 
     differ = _differences(metadata, wanted, paths)
     if differ:
         raise _other(directory, differ)
-    check_shards(directory, metadata)
+    check_files(directory, metadata)
     if metadata["sources"] != wanted["sources"]:
-        metadata["sources"] = wanted["sources"]  # so that the next call need not read the files again
+        # So that the next call need not read the files again.
+        metadata["sources"] = wanted["sources"]
         write_json(directory / METADATA, metadata)
     return metadata
 
 
 def known_texts(state: dict[str, Any], files: int) -> list[list[Seen]]:
-    """What earlier readings saw of each file, the shortest first: up to each shard, and to the end."""
+    """What earlier readings saw of each file, the shortest first: up to each shard, and to the
+    end."""
     known: list[list[Seen]] = [[] for _ in range(files)]
     for shard in state.get("shards", []):
         source, end, crc = shard["text"]
@@ -75,7 +86,8 @@ def known_texts(state: dict[str, Any], files: int) -> list[list[Seen]]:
 
 
 def _differences(kept, wanted, paths) -> list[str]:
-    """Names of the options and files that are not those of the notes; reads files whose times have changed."""
+    """Names of the options and files that are not those of the notes; reads files whose times have
+    changed."""
     differ = [name for name, value in wanted["options"].items() if kept["options"].get(name) != value]
     if "texts" not in kept or len(kept["sources"]) != len(paths):
         return [*differ, f"sources ({', '.join(path.name for path in paths)})"]

@@ -1,8 +1,10 @@
-"""Raw files as they lie on disk: what they are, whether they are still what they were, and their text in whole lines.
+"""Raw files as they lie on disk: what they are, whether they are still what they were, and their
+text in whole lines.
 
-A preparation reads its files once, twice or three times, and may go on days after it was killed. So every reading takes
-a checksum of the text on the way and compares it with what earlier readings saw, at each place up to which rows were
-written and at the end. Size and times say whether a file has to be read again to know that it is the same.
+A preparation reads its files once, twice or three times, and may go on days after it was killed. So
+every reading takes a checksum of the text on the way and compares it with what earlier readings
+saw, at each place up to which rows were written and at the end. Size and times say whether a file
+has to be read again to know that it is the same.
 """
 
 import collections
@@ -50,7 +52,8 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
     """Absolute paths of raw files.
 
     Raises:
-      ValueError: none is given, a single path instead of several, or what is no file on this machine.
+      ValueError: none is given, a single path instead of several, or what is no file on this
+        machine.
     """
     if isinstance(sources, str | Path):
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
@@ -64,7 +67,8 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What tells a file from another at the cost of a MiB: name, size, times of changes, checksum of its head."""
+    """What tells a file from another at the cost of a MiB: name, size, times of changes, checksum
+    of its head."""
     with open(path, "rb") as file:
         head = zlib.crc32(file.read(_HEAD_BYTES))
     stat = path.stat()
@@ -73,7 +77,8 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def same_stamps(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether nobody wrote to a file between two fingerprints; the ctime is there for who sets the mtime back."""
+    """Whether nobody wrote to a file between two fingerprints; the ctime is there for who sets the
+    mtime back."""
     return all(a[stamp] == b[stamp] for stamp in _STAMPS)
 
 
@@ -94,7 +99,8 @@ def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]
 
 
 def check_distinct(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
-    """Refuses a file that is given twice, also under two names: its train rows would be test rows as well."""
+    """Refuses a file that is given twice, also under two names: its train rows would be test rows
+    as well."""
     pairs = itertools.combinations(zip(paths, fingerprints, strict=True), 2)
     for (a, of_a), (b, of_b) in pairs:
         alike = of_a["size_bytes"] == of_b["size_bytes"] and of_a["head_crc32"] == of_b["head_crc32"]
@@ -123,8 +129,8 @@ def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> 
       known: for each file what earlier readings saw of it, the shortest first.
 
     Raises:
-      ValueError: a file is empty, is no text, is no longer the text that was seen, or has an endless line; a .gz is
-        truncated or corrupt.
+      ValueError: a file is empty, is no text, is no longer the text that was seen, or has an
+        endless line; a .gz is truncated or corrupt.
     """
     first_row = 0
     for number, path in enumerate(paths):
@@ -154,7 +160,8 @@ def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, See
 
 
 def _checked(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, int, int, bool]]:
-    """Blocks of text, each with bytes and checksum of the text up to its end, and whether the file ends there."""
+    """Blocks of text, each with bytes and checksum of the text up to its end, and whether the file
+    ends there."""
     marks, end, crc = collections.deque(known), 0, 0
     blocks = _blocks(path)
     block = next(blocks, b"")

@@ -1,7 +1,7 @@
 """Loading: a whole state, or one shard alone, from an image or from a chain of row deltas over it.
 
-All is read and verified before anything changes. A directory stands for the newest image that is whole; what is
-damaged is skipped with a warning that names it.
+All is read and verified before anything changes. A directory stands for the newest image that is
+whole; what is damaged is skipped with a warning that names it.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width.
 """
@@ -34,7 +34,7 @@ from jaxrec.checkpoint.image import (
 )
 from jaxrec.checkpoint.state import (
     ROW_IDS,
-    check_dense,
+    check_saved_dense,
     described,
     leaf_name,
     place_dense,
@@ -57,24 +57,28 @@ def restore(
 ) -> tuple[TrainState, Image]:
     """Loads a whole state into any home, mesh and number of shards, value for value.
 
-    From an image, or from a row delta that was saved with its dense state: then each row has its value from the newest
-    delta that holds it, from the base, or its initial value. All is verified before the template changes.
+    From an image, or from a row delta that was saved with its dense state: then each row has its
+    value from the newest delta that holds it, from the base, or its initial value. All is verified
+    before the template changes.
 
     Args:
-      path: an image, a delta, or a directory of them: then the newest from which a whole state can be had, with a
-        warning that names what was skipped because it is damaged.
-      template: a freshly made state of the wanted placement, whose tables must be those of the image; shards and
-        lookups need not. Host tables are filled in place, those of devices are donated.
+      path: an image, a delta, or a directory of them: then the newest from which a whole state can
+        be had, with a warning that names what was skipped because it is damaged.
+      template: a freshly made state of the wanted placement, whose tables must be those of the
+        image; shards and lookups need not. Host tables are filled in place, those of devices are
+        donated.
       cast: accept dense leaves of another dtype, and cast them to the template's.
 
     Returns:
       The state, and what the manifest says of the image or delta: go on with `run=image.run`.
 
     Raises:
-      ValueError: there is no image; it was made for other tables, slots or another model (says what differs).
+      ValueError: there is no image; it was made for other tables, slots or another model (says what
+        differs).
       DamagedImage: the image at `path` is damaged; every image of the directory is.
 
-    Another process may save and prune in the directory meanwhile: then its newest images are looked for again.
+    Another process may save and prune in the directory meanwhile: then its newest images are looked
+    for again.
     """
     path = local_path(path)
     if is_image(path):
@@ -102,7 +106,7 @@ def _restore(found, template, cast):
             f"{image.path} was saved without its dense state, so no whole state can be had from it: restore shards of "
             "it (restore_shard), or an image of the whole state."
         )
-    check_dense(image, template.dense, cast)
+    check_saved_dense(image, template.dense, cast)
     rows = _rows_below(found[0], tables)
     dense = load_arrays(image, leaves_of(image, "dense."))
     for other in found:
@@ -129,13 +133,15 @@ def _whole_chain(path) -> list[Image]:
 
 
 def _newest_whole(directory) -> list[Image]:
-    """The verified chain of the newest image or delta of a directory that a whole state can be had from."""
+    """The verified chain of the newest image or delta of a directory that a whole state can be had
+    from."""
     skipped: list[DamagedImage] = []
     known: dict[str, bool] = {}
     for path in newest_first(directory):
         try:
             whole = chain_is_whole(path, known)
-            found = chain(path, advise=beside) if whole else _whole_chain(path)  # which says what is damaged
+            # Which says what is damaged.
+            found = chain(path, advise=beside) if whole else _whole_chain(path)
         except DamagedImage as error:
             skipped.append(error)
             continue
@@ -148,7 +154,8 @@ def _newest_whole(directory) -> list[Image]:
 
 
 def _rows_below(base, tables):
-    """{(stack, part): array [V of the image, width]} to write a chain over; initial rows if it begins with a delta."""
+    """{(stack, part): array [V of the image, width]} to write a chain over; initial rows if it
+    begins with a delta."""
     rows: dict[tuple[str, str], np.ndarray] = {}
     for name, stack in tables.spec.stacks.items():
         padded = -(-stack.offsets[-1] // base.shards) * base.shards
@@ -184,13 +191,15 @@ def restore_shard(
     shard: int,
     without: Collection[str] = (),
 ) -> tuple[Home, list[Image]]:
-    """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved; reads nothing else.
+    """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved;
+    reads nothing else.
 
     All is read and verified before the first row changes.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
-      tables: of the number of shards it was saved with. Host tables change in place, those of devices are donated.
+      tables: of the number of shards it was saved with. Host tables change in place, those of
+        devices are donated.
       shard: from 0 to S - 1.
       without: names of images of the chain to leave out.
 
@@ -223,7 +232,8 @@ def restore_shard(
 def shard_source(
     sources: Sequence[Path], shard: int, known: dict, without: Collection[str] = ()
 ) -> tuple[Path, list[DamagedImage]]:
-    """The first of some images and deltas that one shard can be had from; reads nothing but what it verifies.
+    """The first of some images and deltas that one shard can be had from; reads nothing but what it
+    verifies.
 
     Args:
       sources: paths, the wanted one first.

@@ -1,7 +1,8 @@
-"""Part 6: trainers that run freely on 1 to all processor cores over shared host tables; no accelerator is used.
+"""Part 6: trainers that run freely on 1 to all processor cores over shared host tables; no
+accelerator is used.
 
-Every number of trainers is a process of its own, held to as many cores. The base is one trainer on one core that does
-not synchronise; `efficiency` is the rate over n times that of the base.
+Every number of trainers is a process of its own, held to as many cores. The base is one trainer on
+one core that does not synchronise; `efficiency` is the rate over n times that of the base.
 """
 
 import functools

@@ -1,9 +1,11 @@
-"""Part 5: saving and restoring beside compute: how long training waits, how long it takes, how much it slows steps.
+"""Part 5: saving and restoring beside compute: how long training waits, how long it takes, how much
+it slows steps.
 
-Each way begins something and trains on until it is done: `full` saves an image (Checkpointer), `rows` an eighth of the
-rows over it (RowCheckpointer), `restore` brings one shard of 8 back into other tables of the same home, from files just
-written. `stall_s` is how long training waits, `seconds` until all is on the disk (or restored),
-`rate_beside_over_alone` how fast steps are meanwhile. `restore_idle_seconds` is without training beside it.
+Each way begins something and trains on until it is done: `full` saves an image (Checkpointer),
+`rows` an eighth of the rows over it (RowCheckpointer), `restore` brings one shard of 8 back into
+other tables of the same home, from files just written. `stall_s` is how long training waits,
+`seconds` until all is on the disk (or restored), `rate_beside_over_alone` how fast steps are
+meanwhile. `restore_idle_seconds` is without training beside it.
 """
 
 import functools
@@ -18,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from reference import Job
-from shadow_work import Trainer
+from shadow_work import TimedTrainer
 
 from accelerator.measure import Task, interval, over
 from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shard
@@ -38,17 +40,17 @@ def run(task: Task) -> None:
             if free < 4e9 * point["table_gb"]:
                 raise ValueError(f"{directory} has {free / 1e9:.1f} GB free: 4 times the tables are wanted.")
             job = Job(point["tables"], rows, 64 if task.smoke else 4096)
-            found = task.turns(Saves(job, Path(directory), task.smoke).ways, until)
-        task.row(point | {"rows": rows, "batch": job.batch_size}, figures(found))
+            found = task.turns(SavesInTurns(job, Path(directory), task.smoke).ways, until)
+        task.row(point | {"rows": rows, "batch": job.batch_size}, figures_of_saves(found))
 
     task.each([{"tables": home, "table_gb": size} for home, size in sizes], one, cost="table_gb")
 
 
-class Saves:
+class SavesInTurns:
     """A trainer, a directory for its images, and all that is done beside its steps."""
 
     def __init__(self, job: Job, directory: Path, smoke: bool):
-        self.trainer, self.directory, self.number = Trainer(job), directory, 0
+        self.trainer, self.directory, self.number = TimedTrainer(job), directory, 0
         self.spec, self.row_optimizer = self.trainer.spec, self.trainer.row_optimizer
         self.target = self.trainer.tables()  # what a shard is restored into
         self.steps = 4 if smoke else 40
@@ -135,7 +137,7 @@ class Saves:
             return {"seconds": done.result(), "steps_per_s": steps / (time.perf_counter() - start)}
 
 
-def figures(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def figures_of_saves(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Medians of every way, and rates of steps beside it over those alone."""
     result: dict[str, Any] = {}
     alone = [each["steps_per_s"] for each in found["alone"]]

@@ -1,5 +1,7 @@
 """The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says
-that it is done."""
+that it is done. Cuts, states that are announced for a step, are saved in a thread of their own
+while training goes on.
+"""
 
 import contextlib
 import functools
@@ -10,13 +12,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrec.oac.arguments import Threads
-from jaxrec.oac.failures import caught
+import jax
+import jax.numpy as jnp
+
+from jaxrec.announced import Announced
+from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.ends import caught
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Item, Stages
+from jaxrec.oac.steps import Steps
 from jaxrec.oac.view import Standing
+from jaxrec.oac.ways import Threads
 from jaxrec.stream import END, Stream
-from jaxrec.types import ShardsLost
+from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
@@ -134,7 +142,8 @@ class Workers:
             return
         alive = [thread for thread in self.threads if thread.is_alive()]
         awaited = ", ".join(f"{thread.name} at batch {thread.number - flow.first}" for thread in alive)
-        with contextlib.suppress(UserWarning):  # where warnings are errors the run is to be left all the same
+        # Where warnings are errors the run is to be left all the same.
+        with contextlib.suppress(UserWarning):
             warnings.warn(
                 f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
                 "`send` or `fetch`, and breaks the pipeline.",
@@ -154,7 +163,8 @@ class Workers:
             while flow.wait_to_plan():
                 worker.number = flow.planned
                 taken = caught(stream.take)
-                if not flow.leave_stream():  # who was blocked in there may wake up in the middle of another run
+                # Who was blocked in there may wake up in the middle of another run.
+                if not flow.leave_stream():
                     stream.give_back(taken)
                     return
                 if isinstance(taken, BaseException):
@@ -174,13 +184,15 @@ class Workers:
     def _load_all(self, worker):
         while (claim := self.flow.claim()) is not None:
             worker.number, epoch = claim
-            item = self.stages.items.get(worker.number)  # None if the claim was void, and the batch is written by now
+            # None if the claim was void, and the batch is written by now.
+            item = self.stages.items.get(worker.number)
             try:
                 if item is not None:
                     self._load(item, worker.number, epoch)
             except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
                 self._fail(worker, error, epoch)
-            del item  # while this thread waits for its next batch this one's rows must not wait with it
+            # While this thread waits for its next batch this one's rows must not wait with it.
+            del item
 
     def _load(self, item: Item, number: int, epoch: int):
         flow, stages = self.flow, self.stages
@@ -199,7 +211,8 @@ class Workers:
             raise
 
         def store():
-            item.loaded = loaded.pop()  # nothing here holds the rows: the batch may be committed before this call ends
+            # Nothing here holds the rows: the batch may be committed before this call ends.
+            item.loaded = loaded.pop()
 
         flow.tell_loaded(number, epoch, store)
 
@@ -231,6 +244,75 @@ class Workers:
             raise
 
         def forget():
-            self.stages.items.pop(number).fetched = None  # a thread that has it still in hand holds no rows
+            # A thread that has it still in hand holds no rows.
+            self.stages.items.pop(number).fetched = None
 
         self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
+
+
+class Cuts(Announced):
+    """The cuts of a pipeline: those still to come, and those that lost shards have kept from being
+    saved.
+
+    Args:
+      stages, steps: of the pipeline.
+    """
+
+    def __init__(self, stages: Stages, steps: Steps):
+        super().__init__()
+        self._stages, self._steps = stages, steps
+        # Saves that met lost shards, and come again when those are back.
+        self._missed: list[Callable] = []
+
+    def begin(self, step: int, workers: Workers) -> None:
+        """Begins the cut of a step that was just committed, if there is one, and those that lost
+        shards have kept."""
+        for _ in range(len(self._missed)):
+            self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
+        if save := self.at(step):
+            self._begin(save, workers, lambda: self.tell_begun(step))
+
+    def save_missed(self, state: TrainState) -> None:
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has
+        ended."""
+        missed, self._missed = self._missed, []
+        for save in missed:
+            save(state)
+
+    def _begin(self, save, workers, forget):
+        flow = workers.flow
+        # Of the cut before; Ctrl-C may end it, and then this one is still to come.
+        flow.wait_for_release()
+        with uninterrupted():  # whoever holds the writes has a thread that lets them go
+            # Before the copy: no later batch is written from here on, and what is copied fits what
+            # will be written.
+            number = flow.hold_writes()
+            try:
+                ring = self._steps.ring if self._stages.way.skip_writes else None
+                # Now, as the next step takes the dense state for good.
+                dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
+                workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, save))
+                forget()
+            except BaseException:
+                flow.release_writes()
+                raise
+
+    def _save(self, worker, workers, number, dense, ring, save):
+        worker.number, flow = number - 1, workers.flow
+        try:
+            if whole := flow.wait_for_hold():
+                self._stages.write_rest(ring, flow)
+            if flow.gone:  # perhaps only since then
+                self._missed.append(save)
+            elif whole:
+                save(TrainState(dense, self._stages.tables))
+        except ShardsLost as lost:
+            flow.tell_lost(lost.shards)
+            self._missed.append(save)
+        finally:
+            flow.release_writes()
+
+    def forget(self) -> None:
+        """No cut is to come any more."""
+        super().forget()
+        self._missed = []

@@ -1,6 +1,6 @@
 """From rows to what a model sees: gather by position, mask what is missing, pool bags.
 
-Legend: S shards, U padded unique rows a shard, E embedding width, H hots.
+Legend: S shards, U padded unique rows per shard, E embedding width, H hots.
 """
 
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ def activations(spec: EmbeddingSpec, values, plans):
       plans: {stack: Plan}, whose `inverse` i32[B, ...] points into the flattened [S * U].
 
     Returns:
-      {lookup: f32[B, ..., E]}; a lookup of several hots has lost its axis H; missing ids count as nothing, and an
-      empty bag reads zero.
+      {lookup: f32[B, ..., E]}; a lookup of several hots has lost its axis H; missing ids count as
+      nothing, and an empty bag reads zero.
     """
     result = {}
     for name, plan in plans.items():

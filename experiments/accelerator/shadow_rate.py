@@ -1,8 +1,10 @@
-"""Part 4: the step rate without synchronisation, with a shadow beside it, and with the shadow's meeting blocked.
+"""Part 4: the step rate without synchronisation, with a shadow beside it, and with the shadow's
+meeting blocked.
 
-One trainer, tables on the device or in host memory, and one peer that trains nothing; model averaging. `shadow` makes
-rounds back to back, `shadow_paced` one in 0.2 seconds, `blocked` is stuck for 3 seconds in each round, `foreground`
-waits for a round every 5 steps. Rates over none: below 1 is slower.
+One trainer, tables on the device or in host memory, and one peer that trains nothing; model
+averaging. `shadow` makes rounds back to back, `shadow_paced` one in 0.2 seconds, `blocked` is stuck
+for 3 seconds in each round, `foreground` waits for a round every 5 steps. Rates over none: below 1
+is slower.
 """
 
 import functools
@@ -10,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from reference import Job
-from shadow_work import Trainer, turn
+from shadow_work import TimedTrainer, trainer_turn
 
 from accelerator.measure import Task, interval, over
 from jaxrec.shadowsync import model_averaging
@@ -31,19 +33,20 @@ def run(task: Task) -> None:
 
     def one(point, until):
         job = Job(point["tables"], 20_000 if task.smoke else 1_000_000, point["batch"])
-        task.row(point | {"rows": job.rows}, measure(Trainer(job), until, task))
+        task.row(point | {"rows": job.rows}, measure_shadow(TimedTrainer(job), until, task))
 
     task.each([{"tables": home, "batch": size} for size in sizes for home in ("device", "host")], one)
 
 
-def measure(trainer: Trainer, until: float, task: Task) -> dict[str, Any]:
+def measure_shadow(trainer: TimedTrainer, until: float, task: Task) -> dict[str, Any]:
     """All ways of one trainer in turns."""
     rule = model_averaging()  # one for all turns: its merge is compiled once
     for way, pace in WAYS.values():
-        turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th
-    alone = float(turn(trainer, rule, "none", 10)[0].mean())
+        trainer_turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th
+    alone = float(trainer_turn(trainer, rule, "none", 10)[0].mean())
     steps = 6 if task.smoke else max(10, min(400, int(TURN_S / alone)))
-    ways = {name: functools.partial(turn, trainer, rule, way, steps, pace) for name, (way, pace) in WAYS.items()}
+    one = functools.partial(trainer_turn, trainer, rule)
+    ways = {name: functools.partial(one, way, steps, pace) for name, (way, pace) in WAYS.items()}
     turns = task.turns(ways, until)
     means = {name: [float(times.mean()) for times, _ in found] for name, found in turns.items()}
     figures: dict[str, Any] = {f"{name}_step_ms": interval([1e3 * t for t in means[name]]) for name in means}

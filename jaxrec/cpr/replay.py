@@ -1,4 +1,5 @@
-"""A job under failures, event by event: saves, failures, loads, work done again, and the PLS that comes of it.
+"""A job under failures, event by event: saves, failures, loads, work done again, and the PLS that
+comes of it.
 
 Two clocks on which failures may be given:
 
@@ -8,8 +9,9 @@ Two clocks on which failures may be given:
   wall time     the clock of a trace: failures also hit saves, recoveries and work done again. The means agree with
                 `overhead_in_wall_time`, and are above eqs. (1) and (2) by terms of second order.
 
-Overhead is a fraction of useful time on either clock. Saves stop the training and come each `save_every_hours` of
-useful time; there is a save at 0. Nodes that fail at the same time are one failure, with one recovery.
+Overhead is a fraction of useful time on either clock. Saves stop the training and come each
+`save_every_hours` of useful time; there is a save at 0. Nodes that fail at the same time are one
+failure, with one recovery.
 """
 
 import math
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrec.cpr.schedule import Costs, Mode, Overhead, check
+from jaxrec.cpr.schedule import Costs, Mode, Overhead, check_costs
 
 
 class Replay(NamedTuple):
@@ -50,12 +52,13 @@ def replay_in_useful_time(
     Returns:
       Replay. A save at the very end of the job counts.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
     n = int(np.searchsorted(hours, costs.total_hours))
     hours, failed = hours[:n], failed[:n]
+    # Useful time knows no saves and recoveries, so that saves fall on its multiples.
     since_save = hours % save_every_hours
     saves = math.floor(costs.total_hours / save_every_hours + 1e-9)
     total, full = costs.total_hours, mode == "full"
@@ -74,8 +77,9 @@ def replay_in_wall_time(
 ) -> Replay:
     """Replays jobs end to end with failures at given hours of the wall clock.
 
-    A recovery is rescheduling, then loading; a failure during it begins it anew. A save that a failure cuts short is
-    lost: its time counts as lost work, and with partial recovery it is the first thing done after the recovery.
+    A recovery is rescheduling, then loading; a failure during it begins it anew. A save that a
+    failure cuts short is lost: its time counts as lost work, and with partial recovery it is the
+    first thing done after the recovery.
 
     Args:
       costs: of the job; its mean time between failures and total time are not used.
@@ -88,7 +92,7 @@ def replay_in_wall_time(
     Returns:
       Replay. Its overhead is infinite if no work was kept, its PLS is over the useful hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
@@ -97,13 +101,16 @@ def replay_in_wall_time(
     useful = since_save = now = load = lost = reschedule = lost_by_nodes = 0.0
     saves, cut_save = 0, 0.0
     for at, m in zip([*hours[:n].tolist(), end_hours], [*failed[:n].tolist(), 0], strict=True):
+        # First comes what is left of the recovery before: rescheduling, then loading.
         recovering = min(at - now, recovery)
         reschedule += min(recovering, costs.reschedule_hours)
         load += max(0.0, recovering - costs.reschedule_hours)
+        # What remains is work and saves in turns; the last turn may be cut short in either.
         whole, rest = divmod(since_save + at - now - recovering, cycle)
         worked, cut_save = min(rest, save_every_hours), max(0.0, rest - save_every_hours)
         useful += whole * save_every_hours + worked - since_save
         saves, since_save, now = saves + int(whole), worked, at
+        # Begins anew also if this failure came in the middle of a recovery.
         recovery = costs.reschedule_hours + costs.load_hours
         if m:
             lost += cut_save
@@ -116,9 +123,11 @@ def replay_in_wall_time(
 
 
 def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> float:
-    """The overhead when failures come at a constant rate of wall-clock time, also during saves, loads and lost work.
+    """The overhead when failures come at a constant rate of wall-clock time, also during saves,
+    loads and lost work.
 
-    Eqs. (1) and (2) count failures of useful time only. With M = T_fail and R = O_load + O_res, wall time over useful:
+    Eqs. (1) and (2) count failures of useful time only. With M = T_fail and R = O_load + O_res,
+    wall time over useful:
 
       full     e^(R/M) M (e^((T_save + O_save)/M) - 1) / T_save             (Daly, FGCS 22(3), 2006)
       partial  e^(R/M) (T_save + M (e^(O_save/M) - 1)) / T_save             (derived here)
@@ -131,10 +140,10 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
     Returns:
       A fraction of the useful time.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; another mode.
     """
-    check(costs, mode, save_every_hours=save_every_hours)
+    check_costs(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
     recovery = math.exp((costs.load_hours + costs.reschedule_hours) / mtbf)
     if mode == "full":
@@ -143,7 +152,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
 
 
 def _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours=1.0):
-    check(costs, mode, save_every_hours=save_every_hours, end_hours=end_hours)
+    check_costs(costs, mode, save_every_hours=save_every_hours, end_hours=end_hours)
     hours = np.asarray(hours, np.float64)
     failed = np.full(hours.shape, costs.failed_nodes) if failed_nodes is None else np.asarray(failed_nodes)
     if hours.ndim != 1 or failed.shape != hours.shape:

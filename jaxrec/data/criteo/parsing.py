@@ -1,4 +1,5 @@
-"""Raw Criteo lines, checked and turned into columns: label, 13 integers, 26 hexadecimal categories, by tabs.
+"""Raw Criteo lines, checked and turned into columns: label, 13 integers, 26 hexadecimal categories,
+by tabs.
 
 Legend: n rows of a chunk, N = 13 dense features, F = 26 fields.
 """
@@ -106,7 +107,8 @@ def _parse_good(text: bytes, lines: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _is_usual(text: bytes, lines: int) -> bool:
-    """Whether polars can judge the rest: it fills short lines, cuts long ones and trims blanks without a word."""
+    """Whether polars can judge the rest: it fills short lines, cuts long ones and trims blanks
+    without a word."""
     if text.translate(None, _ALLOWED):
         return False
     raw = np.frombuffer(text, np.uint8)

@@ -1,0 +1,259 @@
+"""How a pipeline runs its batches: what it is given fits each other, or an error names what does
+not.
+
+What it holds and moves in bytes follows from that, and in how many padded rows they travel.
+Legend: W window, S shards, U padded unique rows per shard, C rows that travel, E embedding width, K
+slot width.
+"""
+
+import dataclasses
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrec import boundary
+from jaxrec.bounds import whole_number
+from jaxrec.embedding import bucket
+from jaxrec.oac.view import LaggingTables
+from jaxrec.sharding import AXES, as_mesh, check_split
+from jaxrec.types import TrainState
+
+MODES = ("sync", "async", "semisync", "oac")
+VALIDATIONS = ("planned", "device")
+
+
+def nbytes(tree) -> int:
+    """The bytes of all arrays in a tree.
+
+    >>> import numpy as np
+    >>> nbytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)})
+    28
+    """
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def memory_bytes(
+    window: int,
+    rows: int,
+    row_floats: int,
+    *,
+    mode: str = "oac",
+    validation: str = "planned",
+    input_bytes: int = 0,
+    table_rows: int = 0,
+    loaders: int = 2,
+    ahead: int = 2,
+) -> dict[str, int]:
+    """How much memory a pipeline needs at most beside tables, dense state and the update's own
+    scratch memory.
+
+    At most W + 1 batches are gathered and not yet written, and each is on the device once: as it
+    was gathered, or as the update left it. The one that is being committed is there as both, and
+    where rows are repaired also as repaired. The inputs of those batches, and of one more for each
+    loader that waits for admission, are on the device too. With R = rows and F = row_floats, oac
+    holds at most
+
+        device: 4 R (W (F + 1)             the ring and its row numbers
+                   + (W + 3) F             rows of batches; W + 2 in the other modes, which have no ring
+                   + W + 1)                where the ring holds each row; 1 instead of W + 1 if the device validates
+                + (W + 1 + min(loaders, ahead)) input_bytes
+        host:   4 R (W + 1) F              rows on their way; twice that in async and semisync, which keep what was read
+                + (2 W + 2 + ahead) (input_bytes + 4 R)      planned and not yet written; without 4 R if nothing is
+                                                             planned about staleness: other modes, or 'device'
+                + 8 table_rows             the last writer of every row; nothing in those cases
+
+    On a CPU both are the same memory, and what was fetched is a view of what is on the device.
+    `skip_stale_reads` needs at most one more batch of rows on the device, `skip_rewritten` W more
+    batches of inputs on the host. While the ring is widened, because a batch has more unique rows
+    than any before it, the old ring is there too.
+
+    Args:
+      window: W.
+      rows: R = S U of one stack.
+      row_floats: F = E + K of that stack.
+      mode: of the pipeline; `sync` has W = 0, `semisync` W = 1.
+      validation: 'planned' or 'device'.
+      input_bytes: of one batch and its plans; 0 leaves them out, as for all stacks but one.
+      table_rows: V, rows of the stack.
+      loaders, ahead: of the pipeline.
+
+    Returns:
+      {'device': bytes, 'host': bytes} of one stack.
+
+    Raises:
+      ValueError: an unknown mode or validation; a negative number.
+
+    >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
+    {'device': 1134000, 'host': 8988000}
+    """
+    numbers = {"window": window, "rows": rows, "row_floats": row_floats, "input_bytes": input_bytes}
+    for name, number in (numbers | {"table_rows": table_rows, "loaders": loaders, "ahead": ahead}).items():
+        whole_number(name, number, 0)
+    for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
+        if given not in known:
+            raise ValueError(f"{name}={given!r} must be one of {known}.")
+    repairs = mode == "oac" and window > 0
+    planned = repairs and validation == "planned"
+    in_flight = window + 1
+    device = (in_flight + 1 + repairs) * row_floats
+    if repairs:
+        device += window * (row_floats + 1) + (in_flight if planned else 1)
+    host = in_flight * row_floats * (2 if mode in ("async", "semisync") else 1)
+    items = 2 * in_flight + ahead
+    return {
+        "device": 4 * rows * device + (in_flight + min(loaders, ahead)) * input_bytes,
+        "host": 4 * rows * (host + items * planned) + items * input_bytes + 8 * table_rows * planned,
+    }
+
+
+@dataclasses.dataclass
+class Travelling:
+    """C: the most rows per shard that recent batches needed, rounded up to a size of few.
+
+    It grows when a batch needs more, and is reviewed every `review_every` batches: one odd batch
+    does not decide for ever. Sizes come from `bucket`, so that going back and forth compiles
+    nothing anew.
+    """
+
+    review_every: int = 256
+    size: int = 0
+    most: int = 0  # since the last review
+    batches: int = 0
+
+    def fit(self, needed: int) -> int:
+        """C for a batch that needs so many rows in its fullest shard.
+
+        >>> travelling = Travelling(review_every=3)
+        >>> [travelling.fit(needed) for needed in (100, 500, 90, 100, 90, 90, 90)]
+        [104, 512, 512, 512, 512, 104, 104]
+        """
+        self.most, self.batches = max(self.most, needed), self.batches + 1
+        self.size = max(self.size, bucket(needed))
+        if self.batches == self.review_every:
+            self.size, self.most, self.batches = bucket(self.most), needed, 0
+        return self.size
+
+
+class Way(NamedTuple):
+    """How a pipeline runs its batches."""
+
+    mode: str
+    window: int  # W
+    validation: str
+    skip_reads: bool  # rows that the ring will patch are neither gathered nor sent
+    skip_writes: bool  # rows that a later batch will write are neither fetched nor written
+
+    @property
+    def repairs(self) -> bool:
+        """Whether stale rows are replaced from the ring."""
+        return self.mode == "oac" and self.window > 0
+
+    @property
+    def plans_sources(self) -> bool:
+        """Whether the host finds what is stale."""
+        return self.repairs and self.validation == "planned"
+
+    @property
+    def adds(self) -> bool:
+        """Whether the change of a row is added to it, as others may have written it since."""
+        return self.mode in ("async", "semisync")
+
+    @property
+    def depth(self) -> int:
+        """Slots of the ring."""
+        return max(1, self.window)
+
+    @property
+    def lookahead(self) -> int:
+        """How many batches must be known before one is committed: only then it is known what they
+        rewrite."""
+        return self.window if self.skip_writes else 0
+
+
+def check_way(mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool) -> Way:
+    """The way that is meant by some arguments of a pipeline.
+
+    Raises:
+      ValueError: they are unknown, or do not fit each other.
+    """
+    way = Way(mode, check_window(mode, window), validation, skip_reads, skip_writes)
+    if validation not in VALIDATIONS:
+        raise ValueError(f"validation={validation!r} must be 'planned' or 'device'.")
+    if (skip_reads or skip_writes) and not way.plans_sources:
+        raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
+    return way
+
+
+class Threads(NamedTuple):
+    """How many threads of each kind there are, and how many batches beyond the window are
+    planned."""
+
+    loaders: int
+    fetchers: int
+    writers: int
+    ahead: int
+
+
+def check_threads(threads: Threads, shards: int) -> Threads:
+    """The numbers as plain ones.
+
+    Raises:
+      ValueError: one is less than 1; a writer would have no shard.
+    """
+    checked = Threads(*(whole_number(name, count) for name, count in threads._asdict().items()))
+    if checked.writers > shards:
+        raise ValueError(f"writers={checked.writers} must not be more than the shards, {shards}.")
+    return checked
+
+
+def state_itself(state) -> TrainState:
+    """A state whose tables can be read, with the tables themselves."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    if not getattr(state.tables, "in_place", False):
+        raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
+    boundary.check_not_donated(state)
+    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
+
+
+def check_update(update) -> None:
+    """Refuses what cannot update rows and the dense state."""
+    try:
+        inspect.signature(update).bind(*["dense", "rows", "plans", "batch"])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"update={update!r:.200} must take (dense, rows, plans, batch): make it with `make_update`; a step from "
+            "`make_train_step` is for `fit`."
+        ) from None
+
+
+def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
+    """The one mesh of state, update and pipeline."""
+    placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
+    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
+    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
+    boundary.check_placement(state, mesh)
+    check_split(state.tables.spec.shards, mesh)
+    theirs = getattr(update, "mesh", mesh)
+    if theirs != mesh:
+        raise ValueError(
+            f"the update was made for a mesh of {theirs.size} devices in {theirs.shape[AXES[0]]} replicas, but the "
+            f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
+        )
+    return mesh
+
+
+def check_window(mode: str, window: int | None) -> int:
+    """W of a mode."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {MODES}.")
+    fixed = {"sync": 0, "semisync": 1}
+    if mode in fixed:
+        if window not in (None, fixed[mode]):
+            raise ValueError(
+                f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}: leave `window` out, or "
+                "give it only where mode is 'oac' or 'async'."
+            )
+        return fixed[mode]
+    return whole_number("window", 8 if window is None else window, 0, why=" (0 is one batch after the other)")
