@@ -1,4 +1,4 @@
-"""What the pages say: their Python runs, their links lead somewhere, and their figures come from their commands."""
+"""What pages say: their Python runs, their links lead somewhere, their figures are those of runs."""
 
 import dataclasses
 import doctest
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import tyro
 
@@ -198,6 +199,48 @@ def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
     found = results_of(each.file)
     assert not differences(config_of(each.experiment, each.flags), found["config"])
     assert each.date == found["environment"]["date"]
+
+
+def numbers_in(found) -> list[float]:
+    """All numbers of nested results."""
+    if isinstance(found, dict | list):
+        inner = found.values() if isinstance(found, dict) else found
+        return [number for each in inner for number in numbers_in(each)]
+    return [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
+
+
+def strangers(section: str, results) -> list[str]:
+    """Figures of a section's tables that round no number of its results; signs are the words' matter."""
+    values, found = np.abs(numbers_in(results)), []
+    for cell in (cell for table in tables(section) for row in table[1:] for cell in row[1:]):
+        scales = np.array([1, 100] if "%" in cell else [1])[:, None]  # of shares, given in percent or not
+        for shown in re.findall(r"\d[\d,]*(?:\.\d+)?", cell):
+            whole, _, decimals = shown.replace(",", "").partition(".")
+            step = 10.0 ** (-len(decimals) or len(whole) - len(whole.rstrip("0")))
+            given = float(f"{whole}.{decimals}")
+            if not (np.abs(values * scales - given) <= 0.5001 * step).any():
+                found.append(f"{shown} in {cell}")
+    return found
+
+
+SECTIONS = {
+    each.file: section
+    for section in re.split(r"^###? ", text_of("docs/measured.md"), flags=re.M)
+    for each in measurements(section)
+}
+
+
+@pytest.mark.parametrize("file", SECTIONS)
+def test_the_figures_of_a_section_are_those_of_its_file(file):
+    assert strangers(SECTIONS[file], results_of(file)["results"]) == []
+
+
+def test_a_figure_that_is_changed_is_noticed():
+    section = "| measured | |\n|---|---|\n| AUC | 0.7613 ± 0.0002 |\n| share | 1.5 % |\n| runs | 97,000 |\n"
+    assert strangers(section, {"auc": 0.76128, "half": [0.00021], "share": 0.0152, "n": 97123}) == []
+    assert strangers(section, {"auc": 0.7612, "half": [0.00021], "share": 0.0156, "n": 98123}) == [
+        "0.7613 in 0.7613 ± 0.0002", "1.5 in 1.5 %", "97,000 in 97,000",
+    ]  # fmt: skip
 
 
 def test_make_soak_runs_what_its_sections_say():
