@@ -32,13 +32,16 @@ import dataclasses
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from contract import Flags, Run, command_line, plot
 from oac_work import Work, turn
+from pictures import bars
 from reference import Job, ratio
+from report import figures
 from tqdm import tqdm
 
 from jaxrec.oac import Pipeline
@@ -313,6 +316,25 @@ def draw(run: Run, results: dict[str, Any], ways: dict[str, list[PipelineWay]]) 
         for label, each in ways.items()
     }
     plot(run.directory / "modes.png", {"examples/s (link emulated)": lines}, "mode")
+    if "oac_over_sync_link_link" in results:  # a sweep and `--link none` have other regimes
+        draw_ratios(run.directory / "over_sync.png", results)
+
+
+def draw_ratios(path: Path, results: dict[str, Any]) -> bool:
+    """The picture of the README: the rates of all modes over that of sync, with and without a link."""
+    regimes = {
+        "link as slow\nas compute": "balanced_link",
+        "link slower": "link_link",
+        "link faster": "compute_link",
+        "no link": "no_link",
+    }
+    found = figures(results)
+    series = {
+        mode: {label: found[f"{mode}_over_sync_{key}"] for label, key in regimes.items()}
+        for mode in ("semisync", "async", "oac")
+    }
+    title = "OAC has the results of sync, and nearly the rate of modes whose rows are stale"
+    return bars(path, {"rate over that of sync (link emulated)": series}, title)
 
 
 if __name__ == "__main__":

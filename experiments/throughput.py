@@ -9,8 +9,8 @@ rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense
 f32, ids by a power law of exponent 1.05. Every side is a process of its own; they take turns, a
 round of steps each, so that a slow minute hits all of them. The ratios are of times: above 1 jaxrec
 is faster. `gemm_share_of_step` is the time of the step's matrix products alone in JAX, in the same
-turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores; figures in the
-README.
+turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores; figures in
+docs/measured.md.
 """
 
 import dataclasses

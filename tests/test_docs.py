@@ -1,4 +1,4 @@
-"""What the README says can be done: its Python runs from top to bottom, and its figures come from its commands."""
+"""What pages say: their Python runs, their links lead somewhere, their figures are those of runs."""
 
 import dataclasses
 import doctest
@@ -10,32 +10,81 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import tyro
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+RUNNING = ["README.md", "docs/techniques.md", "docs/your_model.md"]
+README_LIMIT_CHARACTERS, DESIGN_LIMIT_LINES = 5000, 200
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
+KINDS = ("measured", "emulated", "modelled", "simulated")
 NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # where things lay
-COMMAND = re.compile(r"experiments/(\w+)\.py([^\n`|$]*)")
+A_RUN = re.compile(
+    r"^`python experiments/(\w+)\.py([^`]*)`(?: \(in `make soak`\))? on (\d{4}-\d\d-\d\d):\n"
+    r"\[(\w+)\.json\]\(\.\./experiments/results/(\w+)\.json\)",
+    re.M,
+)
 
 
-def blocks(text):
-    """The Python of a page, block by block; doctests as what they run."""
-    found = re.findall(r"```python\n(.*?)```", text, re.S)
-    return [doctest.script_from_examples(block) if block.startswith(">>>") else block for block in found]
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
 
 
-END = """
+def python(directory, *command):
+    """A process of a user: on the devices of the machine, with warnings as errors."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error::UserWarning", *map(str, command)]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+
+
+# ---- the README is short, and what pages show runs
+
+
+def test_the_readme_is_a_screen_and_a_half():
+    assert len(text_of("README.md")) <= README_LIMIT_CHARACTERS, "move something to docs/"
+
+
+def test_the_design_can_be_read_at_once():
+    assert text_of("docs/design.md").count("\n") <= DESIGN_LIMIT_LINES, "say less, or drop history"
+
+
+def test_the_readme_has_a_snippet_for_each_technique_and_says_first_how_to_install():
+    headings = re.findall(r"^## (.*)$", text_of("README.md"), re.M)
+    texts = re.split(r"^## .*$", text_of("README.md"), flags=re.M)[1:]
+    parts = dict(zip(headings, texts, strict=True))
+    assert all(">>> " in parts[name] for name in ("OAC", "ShadowSync", "CPR"))
+    assert "pip install" in parts["Start"] and headings.index("Start") < headings.index("OAC")
+
+
+def test_every_page_with_examples_is_run():
+    with_examples = [page for page in PAGES if "```python" in page.read_text()]
+    assert with_examples == sorted(ROOT / page for page in RUNNING)
+    texts = [page.read_text() for page in with_examples]
+    assert all(text.count("```python") == text.count("```python\n>>> ") for text in texts)
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_a_page_runs_from_top_to_bottom(page, tmp_path):
+    done = python(tmp_path, "-m", "doctest", ROOT / page)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_page_that_is_wrong_is_noticed(tmp_path):
+    (tmp_path / "page.md").write_text("```python\n>>> 1 + 1\n3\n\n```\n")
+    assert python(tmp_path, "-m", "doctest", "page.md").returncode == 1
+
+
+TWO_TRAINERS = """
 import concurrent.futures, shutil
 from jaxrec.shadowsync import Left
 
-assert recovery.saves > 0 and restored_step == 200 and int(state.dense.step) == 200
-assert figures.steps == [200] * 8 and min(figures.rounds) > 0 and shadow.rounds > 0
 
-
-def two_trainers(*texts):  # the last block, as two threads that share a group
+def two_trainers(*texts):  # the last example, as two threads that share a group
     own = {**globals(), "shared": SyncGroup(model_averaging(), params, trainers=2)}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return [found.exception() for found in [pool.submit(exec, text, dict(own)) for text in texts]]
@@ -47,34 +96,76 @@ shutil.rmtree("runs")
 alone = two_trainers(texts[0].replace("state = shadow.finish(pipeline.state)", "pass"), texts[1])
 assert alone[0] is None and isinstance(alone[1], Left), alone  # who does not finish leaves the other behind
 """
+ONE_TRAINER = "SyncGroup(model_averaging(), params, trainers=1).trainer(0)"
 
 
 @pytest.mark.slow
-def test_the_readme_runs_from_top_to_bottom(tmp_path):
-    """As a user runs it, in a process of its own on the devices of the machine; the last block by two trainers too."""
-    parts = blocks(README)
-    assert len(parts) == README.count("```python") == 6
+def test_all_three_techniques_run_in_two_trainers(tmp_path):
+    *before, last = re.findall(r"```python\n(.*?)```", text_of("docs/techniques.md"), re.S)
+    last = doctest.script_from_examples(last)
+    assert ONE_TRAINER in last and "state = shadow.finish(pipeline.state)" in last
     for trainer in (0, 1):
-        text = parts[5].replace(
-            "SyncGroup(model_averaging(), params, trainers=1).trainer(0)", f"shared.trainer({trainer})"
-        )
-        assert text != parts[5] and "shadow.finish(" in text
+        text = last.replace(ONE_TRAINER, f"shared.trainer({trainer})")
         (tmp_path / f"trainer_{trainer}.py").write_text(text.replace("runs/all", f"runs/all_{trainer}"))
-    parts[4] += "restored_step = image.step\n"
-    (tmp_path / "readme.py").write_text("\n\n".join([*parts, END]))
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "error::UserWarning", "readme.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    script = [*map(doctest.script_from_examples, before), TWO_TRAINERS]
+    (tmp_path / "page.py").write_text("\n\n".join(script))
+    done = python(tmp_path, "page.py")
     assert done.returncode == 0, done.stderr
 
 
-def commands():
-    """(experiment, flags) of every row of the README's table, and of `make soak`."""
-    rows = [line for line in README.splitlines() if line.startswith("|")]
-    soaks = [line for line in (ROOT / "Makefile").read_text().splitlines() if "experiments/" in line]
-    found = [COMMAND.search(text.split("|")[-2] if text.startswith("|") else text) for text in (*rows, *soaks)]
-    return sorted({(match[1], match[2].strip()) for match in found if match and match[1] not in ("prepare", "train")})
+# ---- links
+
+
+def dangling(page: Path) -> list[str]:
+    """Links of a page that lead to no file; those to the web are not followed."""
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    return [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    assert not dangling(page)
+
+
+def test_a_link_that_dangles_is_noticed(tmp_path):
+    (tmp_path / "page.md").write_text("[a](page.md), [b](gone.md#x), [c](https://example.org)")
+    assert dangling(tmp_path / "page.md") == ["gone.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_tests_that_a_page_names_are_there(page):
+    named = re.findall(r"\b(?:experiments|tests|docs)/[a-z_/]+\.(?:py|md)", page.read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+# ---- figures
+
+
+class Measurement(NamedTuple):
+    """A section of docs/measured.md that has a file of results."""
+
+    experiment: str
+    flags: str
+    date: str
+    file: str
+
+
+def measurements(page: str) -> list[Measurement]:
+    found = [match.groups() for match in A_RUN.finditer(page)]
+    assert all(shown == linked for *_, shown, linked in found)
+    return [Measurement(experiment, flags.strip(), date, file) for experiment, flags, date, file, _ in found]
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """The tables of a page: lines of cells, the heading first."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", page, re.M)
+    rows = [[line.strip("|").split("|") for line in block.splitlines()] for block in blocks]
+    return [[[cell.strip() for cell in row] for row in [table[0], *table[2:]]] for table in rows]
+
+
+def kind_of(table: list[list[str]]) -> str:
+    """The first word of a heading, as in "emulated: window"."""
+    return re.split("[: ]", table[0][0])[0]
 
 
 def config_of(experiment, flags):
@@ -91,26 +182,94 @@ def differences(wanted, found):
     return gone | {name: (wanted[name], found[name]) for name in shared if wanted[name] != found[name]}
 
 
-def files_of(experiment):
-    return {path.stem: json.loads(path.read_text())["config"] for path in RESULTS if path.stem.startswith(experiment)}
+def results_of(file):
+    return json.loads((ROOT / "experiments" / "results" / f"{file}.json").read_text())
 
 
-@pytest.mark.parametrize(("experiment", "flags"), commands(), ids=map(" ".join, commands()))
-def test_a_command_of_the_readme_gives_the_figures_of_its_file(experiment, flags):
-    wanted = config_of(experiment, flags)
-    differ = {name: differences(wanted, config) for name, config in files_of(experiment).items()}
-    assert differ and not all(differ.values()), differ
+MEASURED = measurements(text_of("docs/measured.md"))
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_results_file_has_a_command_in_the_readme(path):
-    config = json.loads(path.read_text())["config"]
-    given = [(name, flags) for name, flags in commands() if path.stem.startswith(name)]
-    assert any(not differences(config_of(*each), config) for each in given), given
+def test_every_results_file_has_one_section():
+    assert sorted(each.file for each in MEASURED) == [path.stem for path in RESULTS]
+    assert text_of("docs/measured.md").count("/experiments/results/") == len(RESULTS)  # each link was understood
+
+
+@pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
+def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
+    found = results_of(each.file)
+    assert not differences(config_of(each.experiment, each.flags), found["config"])
+    assert each.date == found["environment"]["date"]
+
+
+def numbers_in(found) -> list[float]:
+    """All numbers of nested results."""
+    if isinstance(found, dict | list):
+        inner = found.values() if isinstance(found, dict) else found
+        return [number for each in inner for number in numbers_in(each)]
+    return [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
+
+
+def strangers(section: str, results) -> list[str]:
+    """Figures of a section's tables that round no number of its results; signs are the words' matter."""
+    values, found = np.abs(numbers_in(results)), []
+    for cell in (cell for table in tables(section) for row in table[1:] for cell in row[1:]):
+        scales = np.array([1, 100] if "%" in cell else [1])[:, None]  # of shares, given in percent or not
+        for shown in re.findall(r"\d[\d,]*(?:\.\d+)?", cell):
+            whole, _, decimals = shown.replace(",", "").partition(".")
+            step = 10.0 ** (-len(decimals) or len(whole) - len(whole.rstrip("0")))
+            given = float(f"{whole}.{decimals}")
+            if not (np.abs(values * scales - given) <= 0.5001 * step).any():
+                found.append(f"{shown} in {cell}")
+    return found
+
+
+SECTIONS = {
+    each.file: section
+    for section in re.split(r"^###? ", text_of("docs/measured.md"), flags=re.M)
+    for each in measurements(section)
+}
+
+
+@pytest.mark.parametrize("file", SECTIONS)
+def test_the_figures_of_a_section_are_those_of_its_file(file):
+    assert strangers(SECTIONS[file], results_of(file)["results"]) == []
+
+
+def test_a_figure_that_is_changed_is_noticed():
+    section = "| measured | |\n|---|---|\n| AUC | 0.7613 ± 0.0002 |\n| share | 1.5 % |\n| runs | 97,000 |\n"
+    assert strangers(section, {"auc": 0.76128, "half": [0.00021], "share": 0.0152, "n": 97123}) == []
+    assert strangers(section, {"auc": 0.7612, "half": [0.00021], "share": 0.0156, "n": 98123}) == [
+        "0.7613 in 0.7613 ± 0.0002", "1.5 in 1.5 %", "97,000 in 97,000",
+    ]  # fmt: skip
+
+
+def test_make_soak_runs_what_its_sections_say():
+    soaks = re.findall(r"experiments/(.* --(?:soak-)?minutes \d+) \$\(ARGS\)", text_of("Makefile"))
+    sections = re.findall(r"experiments/([^`]*)` \(in `make soak`\)", text_of("docs/measured.md"))
+    assert sorted(soaks) == sorted(sections)
+
+
+def test_a_table_has_figures_of_one_kind():
+    kinds = [kind_of(table) for table in tables(text_of("docs/measured.md"))]
+    assert len(kinds) > 20 and set(kinds) <= set(KINDS)
+
+
+def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
+    (shown,) = tables(text_of("README.md"))
+    kinds, rows = shown[0][1:], shown[1:]
+    assert set(kinds) <= set(KINDS) and len(rows) == 5
+    figures = {kind: set() for kind in KINDS}
+    for table in tables(text_of("docs/measured.md")):
+        cells = [cell for row in table[1:] for cell in row[1:]]
+        figures[kind_of(table)].update(cells, [cell.partition(" (")[0] for cell in cells])
+    given = [(kind, cell) for row in rows for kind, cell in zip(kinds, row[1:], strict=True) if cell]
+    assert given and [(kind, cell) for kind, cell in given if cell not in figures[kind]] == []
 
 
 def test_another_flag_and_a_flag_that_is_gone_are_noticed():
-    config = files_of("oac_time_to_accuracy")["oac_time_to_accuracy"]
+    config = results_of("oac_time_to_accuracy")["config"]
     assert not differences(config_of("oac_time_to_accuracy", ""), config)
-    assert differences(config_of("oac_time_to_accuracy", "--batch-size 128"), config) == {"batch_size": (128, 256)}
-    assert differences(config_of("oac_time_to_accuracy", ""), config | {"links": 2}) == {"links": ("no such flag", 2)}
+    other = config_of("oac_time_to_accuracy", "--batch-size 128")
+    assert differences(other, config) == {"batch_size": (128, 256)}
+    gone = differences(config_of("oac_time_to_accuracy", ""), config | {"links": 2})
+    assert gone == {"links": ("no such flag", 2)}

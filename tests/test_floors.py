@@ -1,6 +1,10 @@
-"""Imports point down, siblings do not meet, and only host files touch threads, clocks and disks (docs/design.md)."""
+"""Imports point down, siblings do not meet, and only host files touch threads, clocks and disks.
+
+docs/design.md shows these floors; `python tests/test_floors.py` prints what has to stand there.
+"""
 
 import ast
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,29 +31,16 @@ FLOORS = [
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["files", "interrupts", "stream", "checkpoint", "engine", "loop", "data"]
-HOST_FILES += [
-    "embedding.host",
-    "embedding.mapped",
-    "oac.committing",
-    "oac.ends",
-    "oac.leaving",
-    "oac.pipeline",
-    "oac.stages",
-    "oac.view",
-    "oac.threads",
-    "shadowsync.synchroniser",
-    "shadowsync.meeting",
-    "shadowsync.shadow",
-    "shadowsync.trainers",
-    "shadowsync.transport",
-    "shadowsync.workers",
-    "cpr.traces",
-    "cpr.recovery",
-    "cpr.saves",
-    "cpr.watch",
-]
+HOST_FILES = [
+    "files", "interrupts", "stream", "checkpoint", "data", "embedding.mapped",
+    "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
+    "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",
+    "shadowsync.transport", "shadowsync.workers", "cpr.saves", "cpr.traces", "cpr.watch",
+]  # fmt: skip
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
+ORBAX_FILE = "checkpoint.image"
+DESIGN = ROOT.parent / "docs" / "design.md"
+MARKERS = "<!-- floors: tests/test_floors.py prints them -->\n", "<!-- end of the floors -->\n"
 
 
 def unit(module):
@@ -92,15 +83,67 @@ def violations(root):
                 other, below = unit(".".join(name.split(".")[1:]))
                 if not (below < floor or other == me):
                     found.append(f"{module} imports {name}")
-            elif name.split(".")[0] in HOST_MODULES and not any(
-                module == h or module.startswith(h + ".") for h in HOST_FILES
-            ):
+            elif name.split(".")[0] in HOST_MODULES and not is_host(module):
                 found.append(f"{module} imports {name} but is no host file")
+            elif name.split(".")[0] == "orbax" and module != ORBAX_FILE:
+                found.append(f"{module} imports {name}, which {ORBAX_FILE} alone knows")
     return found
+
+
+def is_host(module):
+    return any(module == host or module.startswith(host + ".") for host in HOST_FILES)
+
+
+def grouped(units, star="*"):
+    """Names as people read them: ["files*", "oac.{ring,ends*}"], with a star at host files."""
+    packages = {}
+    for unit in units:
+        package, _, name = unit.rpartition(".")
+        packages.setdefault(package, []).append(name + star * is_host(unit))
+    found = packages.pop("", [])
+    for package, names in packages.items():
+        found.append(f"{package}.{{{','.join(names)}}}" if len(names) > 1 else f"{package}.{names[0]}")
+    return found
+
+
+def floors_text():
+    """What docs/design.md shows: the highest floor first, and the host files inside of packages."""
+    lines = ["```"]
+    for number, units in reversed(list(enumerate(FLOORS))):
+        named = "  ".join(grouped(units)) if units != [""] else "jaxrec itself: what `import jaxrec` gives"
+        lines += textwrap.wrap(named, 96, initial_indent=f"{number:>2}  ", subsequent_indent=" " * 4)
+    units = {unit for floor in FLOORS for unit in floor}
+    inside = [host for host in HOST_FILES if host not in units and host.split(".")[0] in units]
+    told = " *  host files, which may use threads, clocks and disks. So may "
+    told += ", ".join(grouped(inside, star="")) + "."
+    told = textwrap.wrap(told, 96, subsequent_indent=" " * 4)
+    return "\n".join([*lines, *told, "```", ""])
+
+
+if __name__ == "__main__":
+    print(floors_text(), end="")
 
 
 def test_imports_point_down():
     assert violations(ROOT) == []
+
+
+def test_floors_and_host_files_name_what_is_there():
+    modules = {module_of(path, ROOT) for path in ROOT.rglob("*.py")}
+    assert [name for units in FLOORS for name in units if name not in modules] == []
+    uses = {module_of(path, ROOT) for path in ROOT.rglob("*.py") if HOST_MODULES & roots_of(path)}
+    unused = [host for host in HOST_FILES if not any(f"{name}.".startswith(f"{host}.") for name in uses)]
+    assert unused == [], "these touch no thread, clock or disk any more: take them out of HOST_FILES"
+
+
+def roots_of(path):
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def test_the_design_shows_these_floors():
+    begin, end = MARKERS
+    shown = DESIGN.read_text().partition(begin)[2].partition(end)[0]
+    assert shown == floors_text(), f"between the markers of docs/design.md has to stand:\n{floors_text()}"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +155,8 @@ def test_imports_point_down():
         ("models/dlrm.py", "from jaxrec.step import update"),
         ("data/loader.py", "from jaxrec.data.synthetic import SyntheticClicks"),
         ("step.py", "import threading"),
+        ("engine.py", "import threading"),
+        ("checkpoint/rows.py", "import orbax.checkpoint"),
         ("metrics.py", "from os import path"),
         ("step.py", "import jaxrec.loop"),
         ("losses.py", "from jaxrec.arithmetic import update"),
