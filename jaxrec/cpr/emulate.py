@@ -50,7 +50,7 @@ def replay_in_useful_time(
     Returns:
       Replay. A save at the very end of the job counts.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
@@ -60,7 +60,7 @@ def replay_in_useful_time(
     saves = math.floor(costs.total_hours / save_every_hours + 1e-9)
     total, full = costs.total_hours, mode == "full"
     lost, pls = (since_save.sum(), 0.0) if full else (0.0, failed @ since_save / (total * costs.nodes))
-    spent = (saves * costs.save_hours, n * costs.load_hours, lost, n * costs.reschedule_hours)
+    spent = (saves * costs.save_hours, n * costs.load_of(mode), lost, n * costs.reschedule_hours)
     return Replay(Overhead(*(float(hour / total) for hour in spent)), total, n, saves, float(pls))
 
 
@@ -88,7 +88,7 @@ def replay_in_wall_time(
     Returns:
       Replay. Its overhead is infinite if no work was kept, its PLS is over the useful hours.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
@@ -104,7 +104,7 @@ def replay_in_wall_time(
         worked, cut_save = min(rest, save_every_hours), max(0.0, rest - save_every_hours)
         useful += whole * save_every_hours + worked - since_save
         saves, since_save, now = saves + int(whole), worked, at
-        recovery = costs.reschedule_hours + costs.load_hours
+        recovery = costs.reschedule_hours + costs.load_of(mode)
         if m:
             lost += cut_save
             lost_by_nodes += m * since_save
@@ -131,12 +131,12 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
     Returns:
       A fraction of the useful time.
 
-    Errors:
+    Raises:
       ValueError: a number outside its range; another mode.
     """
     check(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
-    recovery = math.exp((costs.load_hours + costs.reschedule_hours) / mtbf)
+    recovery = math.exp((costs.load_of(mode) + costs.reschedule_hours) / mtbf)
     if mode == "full":
         return recovery * mtbf * math.expm1((every + save) / mtbf) / every - 1
     return recovery * (every + mtbf * math.expm1(save / mtbf)) / every - 1
