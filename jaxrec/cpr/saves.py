@@ -15,7 +15,7 @@ from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
 from jaxrec.cpr.clock import Clock
 from jaxrec.cpr.watch import Watch, shard_rows
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
 class Saves:
@@ -90,13 +90,22 @@ class Saves:
         return [saver for saver in (self._whole, self._deltas) if saver is not None]
 
     def at_cut(self, cut_step: int, state: TrainState) -> None:
-        """The save of a step's cut; its state is of a later step if lost shards kept it from being saved before."""
-        start = time.perf_counter()
+        """The save of a step's cut; its state is of a later step if lost shards kept it from being saved before.
+
+        Raises:
+          ShardsLost: the cut stays open, and the engine calls again when they are back.
+        """
+        start, counted, again = time.perf_counter(), (self.saves, self.rows_saved), False
         try:
+            # Of the state, not of the cut: what is saved late says where a resumed run has to go on.
             self.save(state, int(state.dense.step))
+        except ShardsLost:
+            self.saves, self.rows_saved = counted
+            again = True
+            raise
         finally:
-            if self._watch:
-                self._watch.end_cut(cut_step)
+            if self._watch and not again:
+                self._watch.end_cut(cut_step)  # of the cut, not of the state: it was begun under that step
             self.stall_seconds += time.perf_counter() - start
 
     def save(self, state: TrainState, step: int) -> None:

@@ -229,7 +229,9 @@ class Committing(Leaving):
             self.exclusive(lambda tables: tables)
         # Behind the restart: until then, those who were gathering have told of the same loss.
         self.flow.tell_recovered(shards)
-        if self._left:
+        if not self._left:
+            return self._cuts.begin(self.step, self._workers)
+        try:
             self._cuts.save_missed(self.state)
-        else:
-            self._cuts.begin(self.step, self._workers)
+        except ShardsLost as lost:  # again, and on this thread: no worker is left to tell of them
+            self.flow.tell_lost(lost.shards)
