@@ -64,14 +64,15 @@ def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed
     """Beside a run that has saved in the directory and still holds its locks."""
     train_step, plans = make_train_step(SPEC, loss, DENSE, ROWS), plan(SPEC, batch(0).ids)
     state, _ = train_step(state_of(home), plans, batch(0))
-    before = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4")))
+    state = state._replace(dense=state.dense._replace(step=jnp.int32(7)))  # as of tables that others have written, too
+    before = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4"), state.tables.step))
     with Checkpointer(tmp_path) as saver:
         saver.save(state)
         saver.wait()
         files = listing(tmp_path)
         state, costs = measure(state, tmp_path, **JOB, failed_nodes=2, copy=copy, rounds=2)
         assert listing(tmp_path) == files
-    after = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4")))
+    after = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4"), state.tables.step))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert 0 < costs.save_hours < 1 and 0 < costs.load_hours < 1 and 0 < costs.partial_load_hours < 1
     assert costs[2:7] == (0.1, 28, 56, 4, 2) and plan_recovery(costs, 0.1).mode == "partial"

@@ -125,6 +125,25 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         assert same(bits(engine.state), wanted)  # the save of the last step holds all that was touched
 
 
+class Fading(Mortal):
+    """Tables that lose shard 1 while an image is written from them, in the thread that writes it."""
+
+    def parts(self, stack):
+        if threading.current_thread().name == "checkpoint" and not self.__dict__.setdefault("faded", self.dead):
+            self.__dict__.update(faded=True, dead=True)
+            self.refuse()
+        return super().parts(stack)
+
+
+@each
+def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_path, make):
+    with make(Fading.dying_in(save=99)) as engine:
+        recovery = engine.enter(Recovery(engine, tmp_path, SAVE_EVERY, 40, copy="shards"))
+        list(engine.run(batches(SAVE_EVERY + 3), [recovery.hook]))
+        assert recovery.failed == recovery.saves == 1 and not engine.tables.dead
+    assert restore(tmp_path, Mortal.dying_in(save=99))[1].step >= SAVE_EVERY
+
+
 @pytest.mark.parametrize("at", [8, 9])
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(at):
     """And if nobody brings them back, at the next step of the next run."""

@@ -88,7 +88,7 @@ def measure(
             raise ValueError(f"{name}={number!r:.80} must be a whole number from 1.")
     check(given)
     found = []
-    with _directory_of_our_own(local_path(directory)) as own:
+    with _directory_of_our_own(local_path(directory)) as own, _standing_kept(state.tables):
         for _ in range(rounds):
             state, seconds = _round(state, own / "round", failed_nodes, copy)
             found.append(seconds)
@@ -121,6 +121,18 @@ def _directory_of_our_own(directory: Path) -> Iterator[Path]:
             yield own
         finally:
             shutil.rmtree(own)
+
+
+@contextlib.contextmanager
+def _standing_kept(tables: Tables) -> Iterator[None]:
+    """Tables that count puts stand afterwards where they stood: what is written into them is what they hold."""
+    steps = getattr(tables, "steps", None)
+    before = None if steps is None else steps.copy()
+    try:
+        yield
+    finally:
+        if steps is not None:
+            steps[:] = before
 
 
 def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
