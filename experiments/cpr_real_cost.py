@@ -239,7 +239,7 @@ class SaveWork:
                 found.append(sums)
             tip = saver.newest()
         results = {key: statistics.median(row[key] for row in found) for key in sums}
-        results["full_restore_s"], _ = clock(restore, base, self.state, self.spec)
+        results["full_restore_s"], _ = clock(restore, base, self.state)
         shard = self.step % self.spec.shards
         results["one_shard_of_base_restore_s"], _ = clock(restore_shard, base, self.state.tables, shard)
         results["one_shard_restore_s"], _ = clock(restore_shard, tip, self.state.tables, shard)

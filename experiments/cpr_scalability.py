@@ -155,7 +155,7 @@ def scaling(costs: schedule.Costs, target_pls: float) -> dict[str, dict[str, lis
             found[law]["full"].append(100 * modelled(here, "full", every["full"]).total)
             found[law]["full_wall"].append(100 * overhead_in_wall_time(here, "full", every["full"]))
             found[law]["partial"].append(100 * modelled(here, "partial", every["partial"]).total)
-            shard = here._replace(load_hours=here.load_hours / n)
+            shard = here._replace(partial_load_hours=here.load_hours / n)
             found[law]["partial_shard_load"].append(100 * modelled(shard, "partial", every["partial"]).total)
     return found
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
 class Cut(NamedTuple):
@@ -17,10 +17,15 @@ class Cut(NamedTuple):
 
 
 class Announced:
-    """The cuts of an engine that are still to come."""
+    """The cuts of an engine that are still to come.
+
+    Attributes:
+      missed: saves of cuts that have begun and met lost shards; they come again, in order, when those are back.
+    """
 
     def __init__(self):
         self._to_come: dict[int, Cut] = {}
+        self.missed: list[Callable[[TrainState], Any]] = []
 
     def announce(self, step: int, now: int, cut: Cut) -> None:
         """Keeps a cut for a step behind that of now.
@@ -47,9 +52,19 @@ class Announced:
         """The cut of a step has begun."""
         self._to_come.pop(step)
 
+    def save_missed(self, state: TrainState) -> None:
+        """Calls the saves that lost shards have kept; one that meets lost shards again stays, and raises ShardsLost."""
+        while self.missed:
+            save = self.missed.pop(0)
+            try:
+                save(state)
+            except ShardsLost:
+                self.missed.insert(0, save)
+                raise
+
     def forget(self) -> None:
         """No cut is to come any more."""
-        self._to_come = {}
+        self._to_come, self.missed = {}, []
 
     def warn(self, now: int) -> None:
         """Says, once, which cuts a run was left without, and forgets those that lie behind."""

@@ -21,6 +21,8 @@ from jaxrec.step import check_finite, run_hooks
 from jaxrec.stream import END, Streams
 from jaxrec.types import Batch, ShardsLost, TrainState
 
+_TRIES = 8  # how often shards may be lost again before one more step is trained
+
 
 class Engine(Protocol):
     """What trains over tables in some home: `Serial`, and `oac.Pipeline`, whose results are the
@@ -219,8 +221,22 @@ class Serial:
             # Before the save: one that raises is not tried again when the run goes on, as its step
             # is over.
             self._cuts.tell_begun(self.step)
-            save(self._state)
-        self._recover()
+            self._cuts.missed.append(save)  # until it is done
+        self._save_cuts()
+        for _ in range(_TRIES):
+            if not self._lost:
+                return
+            self._recover()
+            self._save_cuts()
+        if self._lost:
+            raise ShardsLost(self._lost, f"again, after {_TRIES} recoveries at step {self.step}")
+
+    def _save_cuts(self):
+        """Saves what is due; what meets lost shards comes again behind their recovery, or a later step."""
+        try:
+            self._cuts.save_missed(self._state)
+        except ShardsLost as lost:
+            self._lost.extend(lost.shards)
 
     def _run_hook(self, hook, plans, metrics):
         # A hook may donate what it is given: `state` is refused until it has returned another one.
@@ -240,9 +256,9 @@ class Serial:
         # saved of it.
         lost, self._lost = sorted(set(self._lost)), []
         watchers = [watcher.recover for watcher in self._watchers if hasattr(watcher, "recover")]
-        if lost and not watchers:
+        if not watchers:
             raise ShardsLost(lost)
-        for recover in watchers if lost else ():
+        for recover in watchers:
             recover(lost)
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
@@ -255,7 +271,8 @@ class Serial:
 
         Args:
           step: a step that is not committed yet.
-          save: (TrainState) -> anything.
+          save: (TrainState) -> anything. If it raises ShardsLost, it is called again when they are
+            back.
           unreached: whether leaving a run warns that the step was not reached; it stays announced
             for the next run.
 

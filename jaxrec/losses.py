@@ -173,6 +173,27 @@ def check_rng(function: Callable, keyed: bool) -> None:
         )
 
 
+def check_draws_nothing(loss: Callable, who: str) -> None:
+    """Refuses a loss that wants a key where there is none to be had.
+
+    Args:
+      loss: of free trainers or of their emulation.
+      who: does not give a key, and why; the beginning of a sentence.
+
+    Raises:
+      ValueError: names the loss, the rule and the remedy.
+    """
+    try:
+        check_rng(loss, keyed=False)
+    except ValueError:
+        name = getattr(loss, "__name__", repr(loss))[:80]
+        raise ValueError(
+            f"the loss {name!r} wants a key, `rng`, but {who}: give it a default, `rng=None`, and draw "
+            "nothing then (deterministic=True in Flax), or train with make_train_step or make_update, "
+            "which take a seed for keys."
+        ) from None
+
+
 def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool = False) -> None:
     """Refuses the result of a loss or a prediction that is not one number for each example.
 

@@ -79,8 +79,9 @@ class DenseState(NamedTuple):
 class ShardsLost(Exception):
     """The rows of some shards are gone.
 
-    A home of rows raises it from `read`, `put` and `add`. What was to be written to all other
-    shards is written then: whoever catches it writes nothing again.
+    A home of rows raises it from `read`, `put` and `add`, and from what a save reads them with
+    (`take`, `parts`). What was to be written to all other shards is written then: whoever catches
+    it writes nothing again.
 
     Args:
       shards: at least one.

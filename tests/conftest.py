@@ -16,7 +16,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Under nohup the one is ignored, in the background of a script the other, and by all processes that tests start as well:
+# Under nohup the one is ignored, in the background of a script the other, and by all processes that tests start, too:
 # they would not end with their terminal, nor on Ctrl-C.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

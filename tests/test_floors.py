@@ -35,7 +35,7 @@ HOST_FILES = [
     "files", "interrupts", "stream", "checkpoint", "data", "embedding.mapped",
     "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
     "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",
-    "shadowsync.transport", "shadowsync.workers", "cpr.saves", "cpr.traces", "cpr.watch",
+    "shadowsync.transport", "shadowsync.workers", "cpr.costs", "cpr.saves", "cpr.traces", "cpr.watch",
 ]  # fmt: skip
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 ORBAX_FILE = "checkpoint.image"

@@ -15,7 +15,7 @@ from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
 HOURS = st.floats(0.01, 100)
 COSTS = st.builds(
     Costs, HOURS, st.floats(0, 1), st.floats(0, 1), st.floats(1, 1000), st.floats(1, 1000), st.integers(4, 64),
-    st.integers(1, 4),
+    st.integers(1, 4), st.none() | st.floats(0, 1),
 )  # fmt: skip
 
 
@@ -67,9 +67,24 @@ def test_break_even_has_partial_recovery_above_and_full_recovery_below(costs):
     assert above.mode == "partial" and below.mode == "full"
     assert above.expected_pls > 0 and below.expected_pls == 0
     assert max(above.save_every_hours, below.save_every_hours) <= costs.total_hours
-    if schedule.full_interval(costs) <= costs.total_hours:
+    if schedule.full_interval(costs) <= costs.total_hours and costs.load_of("partial") == costs.load_hours:
         closed = costs.failed_nodes * math.sqrt(2 * costs.save_hours / costs.mtbf_hours) / (4 * costs.nodes)
         assert even == pytest.approx(closed)
+
+
+@given(costs=COSTS, every=HOURS)
+def test_a_partial_recovery_has_a_load_of_its_own(costs, every):
+    assert law(costs, "full", every) == law(costs._replace(partial_load_hours=None), "full", every)
+    quick, slow = costs._replace(partial_load_hours=0.0), costs._replace(partial_load_hours=1.0)
+    assert schedule.partial_overhead(slow, every).load == 1.0 / costs.mtbf_hours
+    assert schedule.partial_overhead(quick, every).load == 0
+    assert schedule.break_even_pls(quick) <= schedule.break_even_pls(slow)
+
+
+def test_where_a_partial_recovery_loads_too_long_it_is_never_the_cheaper_one():
+    costs = SETTING_A._replace(partial_load_hours=3.0)
+    assert schedule.break_even_pls(costs) == math.inf
+    assert schedule.plan_recovery(costs, 1.0).mode == "full" != schedule.plan_recovery(SETTING_A, 1.0).mode
 
 
 @given(costs=COSTS, every=HOURS, whole=st.integers(1, 20))
@@ -130,7 +145,8 @@ def test_a_job_by_hand():
 
 def step_by_step(costs, mode, every, hours, end):
     """The wall clock in the plainest way, one phase after the other: (useful, saves, load, lost, reschedule, PLS)."""
-    length = {"work": every, "save": costs.save_hours, "load": costs.load_hours, "reschedule": costs.reschedule_hours}
+    load = costs.load_of(mode)
+    length = {"work": every, "save": costs.save_hours, "load": load, "reschedule": costs.reschedule_hours}
     spent, done, saved, lost, pls = dict.fromkeys(length, 0.0), 0.0, 0.0, 0.0, 0.0
     phase, left, now, then = "work", every, 0.0, ("work", every)
     failures = [*hours, math.inf]
@@ -153,17 +169,17 @@ def step_by_step(costs, mode, every, hours, end):
         elif until < end:
             saved = done if phase == "save" else saved
             following = {"work": ("save", costs.save_hours), "save": ("work", every), "load": then}
-            phase, left = following.get(phase, ("load", costs.load_hours))
+            phase, left = following.get(phase, ("load", load))
     return done, spent["save"], spent["load"], lost, spent["reschedule"], pls / costs.nodes if mode == "partial" else 0
 
 
 @given(
     seed=st.integers(0, 9999), mode=st.sampled_from(["full", "partial"]), every=st.floats(0.5, 5),
-    save=st.floats(0.1, 2), load=st.floats(0.1, 2), reschedule=st.floats(0.1, 2),
+    save=st.floats(0.1, 2), load=st.floats(0.1, 2), reschedule=st.floats(0.1, 2), partial=st.floats(0.1, 2),
 )  # fmt: skip
-def test_the_wall_clock_step_by_step(seed, mode, every, save, load, reschedule):
+def test_the_wall_clock_step_by_step(seed, mode, every, save, load, reschedule, partial):
     """Dense failures, so that they hit saves, loads and work; and no hour is counted twice or left out."""
-    costs = Costs(save, load, reschedule, 3.0, 50.0, nodes=4)
+    costs = Costs(save, load, reschedule, 3.0, 50.0, nodes=4, partial_load_hours=partial)
     hours = draw_failures(3.0, 50.0, 4, seed).hours
     found = replay_in_wall_time(costs, mode, every, hours, 50.0)
     useful, *spent, pls = step_by_step(costs, mode, every, hours.tolist(), 50.0)
@@ -182,6 +198,18 @@ def test_without_failures_only_saves_cost(costs, every, mode):
     assert found.saves * every <= costs.total_hours * (1 + 1e-9) and (found.saves + 1) * every > costs.total_hours
     wall = replay_in_wall_time(costs, mode, every, [], costs.total_hours)
     assert wall.overhead[1:] == (0, 0, 0) and wall.failures == 0
+
+
+@given(costs=COSTS, pls=st.floats(1e-4, 1), seconds=st.floats(1e-3, 5))
+def test_a_plan_in_steps_is_the_plan_in_hours(costs, pls, seconds):
+    """Every 28 of 56 hours is every half of the steps; and back from steps to hours nothing is lost."""
+    plan = schedule.plan_recovery(costs, pls)
+    assume(plan.save_every_hours * 3600 > 1.001 * seconds)
+    steps = plan.in_steps(seconds)
+    assert steps["save_every_steps"] * seconds / 3600 == pytest.approx(plan.save_every_hours, rel=1e-5)
+    assert abs(steps["total_steps"] * seconds / 3600 - costs.total_hours) <= seconds / 3600
+    assert type(steps["total_steps"]) is int and steps["mode"] == plan.mode
+    assert plan.in_steps(seconds / 2)["save_every_steps"] == pytest.approx(2 * steps["save_every_steps"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

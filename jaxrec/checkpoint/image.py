@@ -278,8 +278,8 @@ def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image)
     fields = json.loads(body)
     if fields.get("format", 1) != FORMAT:
         raise ValueError(
-            f"{path} has format {fields.get('format', 1)}, and this version of jaxrec reads format {FORMAT}: load it "
-            "with the version that saved it."
+            f"{path} has format {fields.get('format', 1)}, and this version of jaxrec reads format {FORMAT}: go on "
+            "with the version that saved it, or restore it there and carry the arrays over (np.savez)."
         )
     return Image(path=path, digest=digest.decode(), **fields)
 

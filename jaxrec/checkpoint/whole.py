@@ -30,7 +30,7 @@ from jaxrec.checkpoint.image import (
 )
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 _RUN = "run.json"  # the run of the savers of a directory, before there is an image that says so
 
@@ -260,6 +260,8 @@ class Checkpointer(Saver):
         except BaseException:
             left.set()
             raise
+        if isinstance(self._error, ShardsLost):
+            self.wait()  # raises it now, as from a copy: the caller brings them back, and saves again
 
     def refuse_newer(self, step: int) -> None:
         """Refuses whole images of later steps, which are of a past that this run has left; damaged

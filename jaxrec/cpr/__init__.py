@@ -6,6 +6,7 @@ watches an engine. Read `schedule` first, which has the equations, then `priorit
 saved, and then `recovery`.
 """
 
+from jaxrec.cpr.costs import measure
 from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.recovery import Recovery
@@ -15,5 +16,6 @@ from jaxrec.types import RolledBack
 
 __all__ = [
     "Costs", "Failures", "Overhead", "Priority", "Recovery", "RecoveryPlan", "RolledBack",
-    "draw_failures", "lose", "mfu", "place_failures", "plan_recovery", "random", "round_robin", "scar", "ssu",
+    "draw_failures", "lose", "measure", "mfu", "place_failures", "plan_recovery", "random", "round_robin",
+    "scar", "ssu",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ def replay_in_useful_time(
     saves = math.floor(costs.total_hours / save_every_hours + 1e-9)
     total, full = costs.total_hours, mode == "full"
     lost, pls = (since_save.sum(), 0.0) if full else (0.0, failed @ since_save / (total * costs.nodes))
-    spent = (saves * costs.save_hours, n * costs.load_hours, lost, n * costs.reschedule_hours)
+    spent = (saves * costs.save_hours, n * costs.load_of(mode), lost, n * costs.reschedule_hours)
     return Replay(Overhead(*(float(hour / total) for hour in spent)), total, n, saves, float(pls))
 
 
@@ -111,7 +111,7 @@ def replay_in_wall_time(
         useful += whole * save_every_hours + worked - since_save
         saves, since_save, now = saves + int(whole), worked, at
         # Begins anew also if this failure came in the middle of a recovery.
-        recovery = costs.reschedule_hours + costs.load_hours
+        recovery = costs.reschedule_hours + costs.load_of(mode)
         if m:
             lost += cut_save
             lost_by_nodes += m * since_save
@@ -145,7 +145,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
     """
     check_costs(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
-    recovery = math.exp((costs.load_hours + costs.reschedule_hours) / mtbf)
+    recovery = math.exp((costs.load_of(mode) + costs.reschedule_hours) / mtbf)
     if mode == "full":
         return recovery * mtbf * math.expm1((every + save) / mtbf) / every - 1
     return recovery * (every + mtbf * math.expm1(save / mtbf)) / every - 1

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
 from jaxrec.cpr.watch import Watch, shard_rows
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
 class Clock(NamedTuple):
@@ -118,14 +118,23 @@ class Saves:
 
     def at_cut(self, cut_step: int, state: TrainState) -> None:
         """The save of a step's cut; its state is of a later step if lost shards kept it from being
-        saved before."""
-        start = time.perf_counter()
+        saved before.
+
+        Raises:
+          ShardsLost: the cut stays open, and the engine calls again when they are back.
+        """
+        start, counted, again = time.perf_counter(), (self.saves, self.rows_saved), False
         try:
+            # Of the state, not of the cut: what is saved late says where a resumed run has to go on.
             self.save(state, int(state.dense.step))
+        except ShardsLost:
+            self.saves, self.rows_saved = counted
+            again = True
+            raise
         finally:
-            if self._watch:
+            if self._watch and not again:
                 # Also after an error: batches of later steps wait to be tracked until this cut is
-                # over.
+                # over. Of the cut, not of the state: it was begun under that step.
                 self._watch.end_cut(cut_step)
             self.stall_seconds += time.perf_counter() - start
 

@@ -7,7 +7,7 @@ against the PDF before quoting them as the paper's.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
 
@@ -18,12 +18,19 @@ class Costs(NamedTuple):
     """What a job pays, and how often it fails."""
 
     save_hours: float  # O_save, of one save of everything
-    load_hours: float  # O_load, of one recovery
+    load_hours: float  # O_load, of one recovery; of a full one, if partial_load_hours says what the other costs
     reschedule_hours: float  # O_res, of one recovery
     mtbf_hours: float  # T_fail, of the whole job
     total_hours: float  # T_total, without any overhead
     nodes: int  # N_emb, that hold the embedding tables
     failed_nodes: int = 1  # m of them that a failure takes
+    # The paper has one O_load, though a partial recovery reads the failed nodes alone. None: both cost the same.
+    partial_load_hours: float | None = None
+
+    def load_of(self, mode: Mode) -> float:
+        """O_load of one recovery in a mode, in hours."""
+        partial = self.partial_load_hours
+        return self.load_hours if mode == "full" or partial is None else partial
 
 
 class Overhead(NamedTuple):
@@ -40,6 +47,14 @@ class Overhead(NamedTuple):
         return sum(self)
 
 
+class InSteps(TypedDict):
+    """Of the arguments of `Recovery`, those that a plan decides."""
+
+    save_every_steps: float
+    total_steps: int
+    mode: Mode
+
+
 class RecoveryPlan(NamedTuple):
     """What to do, and what to expect of it."""
 
@@ -47,6 +62,40 @@ class RecoveryPlan(NamedTuple):
     save_every_hours: float  # of useful time
     expected_overhead: Overhead
     expected_pls: float  # by eq. (5); 0 with full recovery
+    total_hours: float  # of useful time, as in the costs
+
+    def in_steps(self, seconds_per_step: float) -> InSteps:
+        """The plan as `Recovery` takes it, which counts steps where the equations count hours.
+
+            Recovery(engine, directory, **plan.in_steps(seconds_per_step=0.05))
+
+        A plan of full recovery takes no scheme.
+
+        Args:
+          seconds_per_step: the mean useful time of one step, without saves and recoveries.
+
+        Returns:
+          {'save_every_steps', which need not be whole, 'total_steps', 'mode'}.
+
+        Raises:
+          ValueError: seconds_per_step is no number above 0; the plan saves more often than once per step.
+
+        >>> plan = plan_recovery(SETTING_A, target_pls=0.1)
+        >>> plan.in_steps(seconds_per_step=0.5)
+        {'save_every_steps': 322560.0, 'total_steps': 403200, 'mode': 'partial'}
+        """
+        rule = "above 0 and finite: time some hundred steps without saves, and give the mean"
+        seconds = real_number("seconds_per_step", seconds_per_step, rule, is_positive)
+        _check_above_0({"save_every_hours": self.save_every_hours, "total_hours": self.total_hours})
+        # Rounded as the hours are made of floats: 44.8 h are no whole number of steps otherwise.
+        every, total = (round(hours * 3600 / seconds, 6) for hours in (self.save_every_hours, self.total_hours))
+        if not 1 <= every <= total < math.inf:
+            raise ValueError(
+                f"save_every_hours={self.save_every_hours:.6g} are {every:.3g} steps of {seconds:g} s, and "
+                f"total_hours={self.total_hours:.6g} are {total:.3g}: a plan saves once per step at most, and once in "
+                "the job at least. Give seconds_per_step in seconds, or plan with a higher target_pls."
+            )
+        return InSteps(save_every_steps=every, total_steps=round(total), mode=self.mode)
 
 
 # Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of
@@ -75,8 +124,7 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     >>> print(f"{100 * full_overhead(SETTING_A, full_interval(SETTING_A)).total:.2f} %")
     8.50 %
     """
-    partial = partial_overhead(costs, save_every_hours)
-    return partial._replace(lost_work=save_every_hours / 2 / costs.mtbf_hours)
+    return _overhead(costs, "full", save_every_hours)
 
 
 def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
@@ -98,9 +146,14 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     >>> print(f"{100 * partial_overhead(SETTING_A, partial_interval(SETTING_A, 0.1)).total:.2f} %")
     0.53 %
     """
+    return _overhead(costs, "partial", save_every_hours)
+
+
+def _overhead(costs, mode, save_every_hours):
     check_costs(costs, save_every_hours=save_every_hours)
-    load, reschedule = costs.load_hours / costs.mtbf_hours, costs.reschedule_hours / costs.mtbf_hours
-    return Overhead(costs.save_hours / save_every_hours, load, 0.0, reschedule)
+    load, reschedule = costs.load_of(mode) / costs.mtbf_hours, costs.reschedule_hours / costs.mtbf_hours
+    lost_work = save_every_hours / 2 / costs.mtbf_hours if mode == "full" else 0.0
+    return Overhead(costs.save_hours / save_every_hours, load, lost_work, reschedule)
 
 
 def full_interval(costs: Costs) -> float:
@@ -224,14 +277,16 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
 def break_even_pls(costs: Costs) -> float:
     """The target PLS above which partial recovery is the cheaper one; derived from eqs. (1) to (6).
 
-    With F of eq. (3) and T = min(F, T_total), eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 +
-    T^2). That is F / 2 where the job is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
+    With F of eq. (3), T = min(F, T_total), and D the hours by which a full recovery loads longer
+    than a partial one, eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 + T^2 + 2 D T). With D = 0,
+    as in the paper, that is F / 2 where the job is longer than F:
+    PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
 
     Args:
       costs: of the job.
 
     Returns:
-      A fraction of the samples of the job.
+      A fraction of the samples of the job; inf where partial recovery loads so long that it is never cheaper.
 
     Raises:
       ValueError: a number outside its range.
@@ -241,7 +296,9 @@ def break_even_pls(costs: Costs) -> float:
     """
     best = full_interval(costs)
     used = min(best, costs.total_hours)
-    return expected_pls(costs, used * best**2 / (best**2 + used**2))
+    below = best**2 + used**2 + 2 * (costs.load_hours - costs.load_of("partial")) * used
+    every = used * best**2 / below if below > 0 else math.inf
+    return expected_pls(costs, every) if every < costs.total_hours else math.inf
 
 
 def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
@@ -269,8 +326,9 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     partial_every = min(partial_interval(costs, target_pls), costs.total_hours)
     full, partial = full_overhead(costs, full_every), partial_overhead(costs, partial_every)
     if partial.total < full.total:
-        return RecoveryPlan("partial", partial_every, partial, expected_pls(costs, partial_every))
-    return RecoveryPlan("full", full_every, full, 0.0)
+        pls = expected_pls(costs, partial_every)
+        return RecoveryPlan("partial", partial_every, partial, pls, costs.total_hours)
+    return RecoveryPlan("full", full_every, full, 0.0, costs.total_hours)
 
 
 def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
@@ -284,12 +342,16 @@ def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
     Raises:
       ValueError: names the number, the rule and the remedy.
     """
-    above = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive
-    for name, value in above.items():
-        real_number(name, value, "above 0 and finite: give hours", is_positive)
-    for name in ("load_hours", "reschedule_hours"):
-        real_number(name, getattr(costs, name), "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
+    _check_above_0({name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive)
+    partial = {} if costs.partial_load_hours is None else {"partial_load_hours": costs.partial_load_hours}
+    for name, value in {"load_hours": costs.load_hours, "reschedule_hours": costs.reschedule_hours, **partial}.items():
+        real_number(name, value, "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
     nodes = whole_number("nodes", costs.nodes)
     whole_number("failed_nodes", costs.failed_nodes, 1, nodes, ", nodes: a failure takes some of them")
     if mode not in ("full", "partial"):
         raise ValueError(f"mode={mode!r} must be 'full' or 'partial'.")
+
+
+def _check_above_0(hours):
+    for name, value in hours.items():
+        real_number(name, value, "above 0 and finite: give hours", is_positive)

@@ -140,11 +140,14 @@ class Watch:
     def drop_picks(self) -> None:
         """Forgets what the thread has picked, as rows have changed that no batch has touched; while
         no cut is saved."""
-        # Of one that met lost shards, which will be saved later, and waits for nobody.
-        for step in list(self._cuts):
+        # Lost shards have kept them; the thread that picks would wait for them, and we for it.
+        late = list(self._cuts)
+        for step in late:
             self.end_cut(step)
         for save_step in list(self._picking):
             self.picked_ahead(save_step)
+        for step in late:  # their saves come now, beside training: what is trained from here on is not in them
+            self.begin_cut(step)
 
     def pick(self, tables: Tables | None = None) -> dict[str, Pick]:
         """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at

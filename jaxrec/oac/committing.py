@@ -234,6 +234,13 @@ class Committing(Leaving):
         # Behind the restart: until then, those who were gathering have told of the same loss.
         self.flow.tell_recovered(shards)
         if self._left:
-            self._cuts.save_missed(self.state)
+            self._save_missed()
         else:
             self._cuts.begin(self.step, self._workers)
+
+    def _save_missed(self):
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended."""
+        try:
+            self._cuts.save_missed(self.state)
+        except ShardsLost as lost:  # again: no worker is left to tell of them
+            self.flow.tell_lost(lost.shards)

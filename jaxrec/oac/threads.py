@@ -251,8 +251,7 @@ class Workers:
 
 
 class Cuts(Announced):
-    """The cuts of a pipeline: those still to come, and those that lost shards have kept from being
-    saved.
+    """The cuts of a pipeline, each saved in a thread of its own.
 
     Args:
       stages, steps: of the pipeline.
@@ -261,23 +260,14 @@ class Cuts(Announced):
     def __init__(self, stages: Stages, steps: Steps):
         super().__init__()
         self._stages, self._steps = stages, steps
-        # Saves that met lost shards, and come again when those are back.
-        self._missed: list[Callable] = []
 
     def begin(self, step: int, workers: Workers) -> None:
         """Begins the cut of a step that was just committed, if there is one, and those that lost
         shards have kept."""
-        for _ in range(len(self._missed)):
-            self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
+        for _ in range(len(self.missed)):
+            self._begin(self.missed[0], workers, lambda: self.missed.pop(0))
         if save := self.at(step):
             self._begin(save, workers, lambda: self.tell_begun(step))
-
-    def save_missed(self, state: TrainState) -> None:
-        """Saves, on this thread, what lost shards have kept from being saved, when a run has
-        ended."""
-        missed, self._missed = self._missed, []
-        for save in missed:
-            save(state)
 
     def _begin(self, save, workers, forget):
         flow = workers.flow
@@ -303,16 +293,11 @@ class Cuts(Announced):
             if whole := flow.wait_for_hold():
                 self._stages.write_rest(ring, flow)
             if flow.gone:  # perhaps only since then
-                self._missed.append(save)
+                self.missed.append(save)
             elif whole:
                 save(TrainState(dense, self._stages.tables))
         except ShardsLost as lost:
             flow.tell_lost(lost.shards)
-            self._missed.append(save)
+            self.missed.append(save)
         finally:
             flow.release_writes()
-
-    def forget(self) -> None:
-        """No cut is to come any more."""
-        super().forget()
-        self._missed = []

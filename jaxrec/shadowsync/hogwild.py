@@ -30,6 +30,7 @@ import optax
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.losses import check_draws_nothing
 from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
@@ -67,7 +68,8 @@ class Emulation:
 
     Args:
       spec: with one shard.
-      loss, optimizer, row_optimizer: as for `make_train_step`.
+      loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a key
+        nor return variables.
       params: initial dense parameters of every replica.
       trainers: n.
       workers: m.
@@ -82,7 +84,8 @@ class Emulation:
       ticks, batch_size: so far.
 
     Raises:
-      ValueError: n or m < 1; several shards; rounds that overlap; all_reduce with several workers.
+      ValueError: n or m < 1; several shards; rounds that overlap; all_reduce with several workers;
+        a loss that wants a key. `run`: a loss that returns variables.
     """
 
     def __init__(
@@ -221,7 +224,13 @@ def make_events(
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
     """Makes the programs of an event: compute a gradient; apply it to rows; apply it to
-    parameters."""
+    parameters.
+
+    Raises:
+      ValueError: the loss wants a key. The first program, when it is traced: the loss returns
+        variables.
+    """
+    check_draws_nothing(loss, "the emulation gives none, and its own seed is that of the order of events")
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}

@@ -29,6 +29,7 @@ from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
+from jaxrec.losses import check_draws_nothing
 from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left
 from jaxrec.shadowsync.synchroniser import Synchroniser
@@ -78,7 +79,8 @@ def train_freely(
     stops all in either case.
 
     Args:
-      spec, loss, optimizer, row_optimizer: as for `make_train_step`.
+      spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
+        key nor return variables, as gradients are applied in any order.
       params: initial dense parameters, the same for every trainer.
       tables: shared by all; written in place.
       streams: the batches of each trainer, of one size; its workers take them in turns.
@@ -99,13 +101,14 @@ def train_freely(
       ValueError: no streams, no list of them, or one iterator for two trainers;
         workers_per_trainer < 1; tables that are not on the host; a synchroniser that is no
         function, or returns no synchroniser; a hook that is no function; leave_timeout_s is not a
-        number of at least 0.
+        number of at least 0; a loss that wants a key or returns variables.
       KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left
         behind.
       Exception: the first of any thread, with trainer and worker named, and likewise all threads
         have ended; of the trainer that failed, not of those that it left.
     """
     _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
+    check_draws_nothing(loss, "free trainers apply gradients in any order, and give none")
     devices = jax.local_devices() if devices is None else devices
     shared = Shared(spec, loss, optimizer, row_optimizer, tables, hook)
     trainers = []

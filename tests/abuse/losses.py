@@ -9,7 +9,7 @@ import jaxrec
 from abuse import situation
 from abuse.objects import DENSE, PARAMS, ROWS, SPEC, batch_of, loss, predict, train
 from jaxrec.embedding import HostTables
-from jaxrec.shadowsync.hogwild import Emulation
+from jaxrec.shadowsync import Emulation, train_freely
 
 
 def _makes(seed=None, made=loss):
@@ -100,10 +100,62 @@ def _(directory):
     jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: predict(params, activations, batch))
 
 
-@situation("the emulation of a loss that draws", ValueError, "wants a key, `rng`, and gets none")
+ONE = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
+
+
+def _emulated(made):
+    Emulation(ONE, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1, seed=3).run([batch_of()])
+
+
+def _freely(made, batches=2):
+    """Free trainers over tables that must be as they were; what is left of their stream."""
+    tables, stream = HostTables.create(SPEC, ROWS), iter([batch_of() for _ in range(batches)])
+    before = [array.copy() for shards in tables.shards.values() for parts in shards for array in parts.values()]
+    try:
+        train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [stream])
+    finally:
+        after = [array for shards in tables.shards.values() for parts in shards for array in parts.values()]
+        assert all(map(np.array_equal, before, after))
+        _freely.left = len(list(stream))
+
+
+def _keeps_statistics(params, *args):
+    return loss(params, *args), {}, {"bias": params["bias"]}
+
+
+@situation(
+    "the emulation of a loss that draws", ValueError,
+    "the loss '_keyed' wants a key, .* its own seed is that of the order of events: give it a default, `rng=None`",
+)  # fmt: skip
 def _(directory):
-    one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    Emulation(one, _keyed, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
+    _emulated(_keyed)
+
+
+@situation(
+    "free trainers of a loss that draws, whose streams are not begun", ValueError,
+    "the loss '_keyed' wants a key, `rng`, but free trainers apply gradients in any order.* or train with make_train_",
+)  # fmt: skip
+def _(directory):
+    try:
+        _freely(_keyed)
+    finally:
+        assert _freely.left == 2
+
+
+@situation("free trainers of a loss with dropout that can do without")
+def _(directory):
+    made = lambda params, activations, batch, rng=None: loss(params, activations, batch) + (0 if rng is None else 1)
+    tables = HostTables.create(SPEC, ROWS)
+    (dense,), figures = train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [[batch_of()]])
+    assert figures.steps == [1] and int(dense.step) == 1
+
+
+@situation(
+    "free trainers of a loss that keeps statistics, as of BatchNorm", ValueError,
+    r"returned variables \['bias'\], but free trainers and the emulation apply gradients alone: train with make_train_",
+)  # fmt: skip
+def _(directory):
+    _freely(_keeps_statistics)
 
 
 # ---- figures
@@ -240,6 +292,4 @@ def _(directory):
     "the emulation of a loss that keeps statistics", ValueError, "free trainers and the emulation apply gradients"
 )
 def _(directory):
-    one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    made = lambda params, *args: (loss(params, *args), {}, {"bias": params["bias"]})
-    Emulation(one, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
+    _emulated(_keeps_statistics)

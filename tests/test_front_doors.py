@@ -1,0 +1,89 @@
+"""What a newcomer writes from README, `help` and docstrings alone runs as it stands, learns, and is short.
+
+The third script, a ShadowSync group around a Flax NNX classifier, is in test_group.py.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+THE_WORK = """
+import jax.numpy as jnp, numpy as np, optax, jaxrec
+from jaxrec.embedding import rowwise_adagrad
+from jaxrec.oac import Pipeline
+
+spec = jaxrec.EmbeddingSpec(
+    {"user": jaxrec.Table(300, 8), "item": jaxrec.Table(200, 8)}, {"pair": jaxrec.Lookup(("user", "item"))}
+)
+taste = np.random.default_rng(0).normal(size=(500, 2))
+
+def batch(number):
+    ids = np.random.default_rng(number).integers(0, [300, 200], (256, 2))
+    label = (taste[ids[:, 0]] * taste[300 + ids[:, 1]]).sum(1) > 0
+    return jaxrec.Batch({"pair": ids}, np.zeros((256, 0)), label, np.ones(256))
+
+def predict(params, activations, batch):
+    return activations["pair"].prod(1).sum(-1) + params["bias"]
+
+def loss(params, activations, batch):  # a hinge
+    return jnp.maximum(0, 1 - (2 * batch.label - 1) * predict(params, activations, batch))
+
+rows, dense = rowwise_adagrad(0.1), optax.adam(1e-2)
+state = jaxrec.init_state({"bias": jnp.zeros(())}, dense, jaxrec.HostTables.create(spec, rows))
+update = jaxrec.make_update(spec, loss, dense, rows)
+"""
+
+UNDER_OAC = """
+from jaxrec.loop import evaluate, planned
+held_out, predictions = [batch(1000 + n) for n in range(4)], jaxrec.make_eval_step(spec, predict)
+with Pipeline(state, update, window=4) as pipeline:
+    for state, metrics in pipeline.run(map(batch, range(300))):
+        if pipeline.step % 100 == 0:
+            pipeline.drain()
+            print(metrics["loss"], evaluate(state, planned(spec, held_out), predictions)["auc"])
+"""
+
+WITH_CPR = """
+from jaxrec.cpr import Recovery, measure, mfu, plan_recovery
+state, costs = measure(state, "run", mtbf_hours=0.5, total_hours=1, reschedule_hours=0.01)
+saves = plan_recovery(costs, target_pls=0.1).in_steps(seconds_per_step=12)
+with Pipeline(state, update, window=4) as pipeline:
+    recovery = pipeline.enter(Recovery(pipeline, "run", **saves, scheme=mfu(), failures={200: [2, 5]}))
+    losses = [metrics["loss"] for _, metrics in pipeline.run(map(batch, range(300)), hooks=[recovery.hook])]
+print(*losses[-20:])
+print(recovery.failed, recovery.pls, recovery.saves)
+"""
+
+UNTRAINED = ("rowwise_adagrad(0.1), optax.adam(1e-2)", "rowwise_adagrad(0.0), optax.adam(0.0)")
+
+
+def run(directory, text):
+    """The numbers that a script prints, line by line, run as a user's file in a process of its own."""
+    (directory / "mine.py").write_text(text)
+    done = subprocess.run([sys.executable, "mine.py"], cwd=directory, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("technique", [UNDER_OAC, WITH_CPR])
+def test_each_script_has_less_than_thirty_lines(technique):
+    assert len(lines(THE_WORK + technique)) < 30
+
+
+def test_a_loss_of_ones_own_is_trained_under_oac_and_evaluated_in_the_middle(tmp_path):
+    evaluations = run(tmp_path, THE_WORK + UNDER_OAC)
+    assert len(evaluations) == 3 and evaluations[-1][0] < 0.3 and evaluations[-1][1] > 0.97
+    assert evaluations[0][1] < evaluations[-1][1]
+    control = run(tmp_path, (THE_WORK + UNDER_OAC).replace(*UNTRAINED).replace("range(300)", "range(100)"))
+    assert all(value > 0.9 and auc < 0.6 for value, auc in control)
+
+
+def test_the_same_with_cpr_around_it_survives_a_failure_of_two_shards(tmp_path):
+    losses, (failed, pls, saves) = run(tmp_path, THE_WORK + WITH_CPR)
+    assert max(losses) < 0.3 and failed == 2 and 0 < pls < 0.2 and saves >= 4
+    assert sorted(path.name[:5] for path in (tmp_path / "run").iterdir() if path.is_dir())[0] == "delta"

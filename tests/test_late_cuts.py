@@ -1,0 +1,217 @@
+"""A cut whose save meets lost shards comes again when they are back: whole, at the step where the run is by then."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_of, bits, plain, same
+
+import jaxrec
+from jaxrec.checkpoint import restore
+from jaxrec.cpr import Recovery, mfu
+from jaxrec.embedding import HostTables
+from jaxrec.loop import Serial
+from jaxrec.oac import Pipeline
+from jaxrec.types import ShardsLost, TrainState
+
+SAVE_EVERY = 8  # more than the window: a late save is done before the next one is due
+
+
+class Mortal(HostTables):
+    """Tables whose shard 1 is lost when rows are copied for a chosen save, and refused until it is written anew."""
+
+    @classmethod
+    def dying_in(cls, save):
+        state = jaxrec.init_state({"w": np.ones(4, np.float32)}, DENSE, HostTables.create(SPEC, ROWS))
+        tables = cls(SPEC, state.tables.layout, state.tables.shards)
+        # How many copies go well before the death, what waits in the next look at the values, and whether it is dead.
+        tables.__dict__.update(copies=save - 1, look=lambda: None, dead=False)
+        return state._replace(tables=tables)
+
+    def refuse(self):
+        if self.dead:
+            raise ShardsLost([1], "the test killed it")
+
+    def take(self, rows):
+        self.copies -= 1
+        if self.copies == -1:
+            self.dead = True
+            for array in self.shards["width_4"][1].values():
+                array[:] = np.nan
+        self.refuse()
+        return super().take(rows)
+
+    def parts(self, stack):
+        self.look()
+        return super().parts(stack)
+
+    def read(self, plans):
+        self.refuse()
+        return super().read(plans)
+
+    def put(self, plans, rows, shards=None):
+        alive = [s for s in (range(SPEC.shards) if shards is None else shards) if not (self.dead and s == 1)]
+        super().put(plans, rows, alive)
+        if shards is None or 1 in shards:
+            self.refuse()
+        return self
+
+    def with_shard(self, stack, shard, parts):
+        found = super().with_shard(stack, shard, parts)
+        self.dead = self.dead and shard != 1
+        return found
+
+
+ENGINES = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=4)}
+each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+
+
+def recovery_of(engine, directory, pick_ahead_steps):
+    """Each save is a regular one, of all rows that were touched when they were picked."""
+    more = {"scheme": mfu(), "fraction": 1.0, "pick_ahead_steps": pick_ahead_steps}
+    return Recovery(engine, directory, SAVE_EVERY, 40, **more)
+
+
+def batches(stop):
+    return map(batch_of, range(stop))
+
+
+@each
+def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says(tmp_path, make):
+    """An image that said the cut's step, with the dense state of a later one, would train batches twice."""
+    states = {}
+
+    def keep(state, step, plans, metrics):
+        states[step] = jax.tree.map(np.array, state.dense)
+        return state
+
+    with make(Mortal.dying_in(save=2)) as engine:
+        recovery = engine.enter(recovery_of(engine, tmp_path, 2))
+        list(engine.run(batches(2 * SAVE_EVERY + 3), [keep, recovery.hook]))
+        assert recovery.failed == 1 and recovery.saves == 2
+    assert not same(bits(engine.state), plain(2 * SAVE_EVERY + 3)[0])  # negative control: the run has noticed the loss
+    restored, image = restore(tmp_path, Mortal.dying_in(save=99))
+    assert image.step >= 2 * SAVE_EVERY and int(restored.dense.step) == image.step
+    assert same(jax.tree.map(np.array, restored.dense), states[image.step])
+    assert image.extra["cpr"]["regular"] == image.step
+
+
+@each
+def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(tmp_path, make):
+    """Under OAC it looks at its rows while batches of later steps are committed: those are not in it."""
+    told = threading.Event()
+
+    def tell(state, step, plans, metrics):
+        if step > late.get("from", 99):
+            told.set()
+        return state
+
+    def wait_in_the_late_save():
+        if threading.current_thread() is not threading.main_thread() and recovery.failed and not told.is_set():
+            assert told.wait(60)
+
+    late, state = {}, Mortal.dying_in(save=1)
+    with make(state) as engine:
+        recovery = engine.enter(recovery_of(engine, tmp_path, 0))
+        state.tables.__dict__["look"] = wait_in_the_late_save
+        for _ in engine.run(batches(2 * SAVE_EVERY), [recovery.hook, tell]):
+            if recovery.failed and not late:
+                late["from"] = engine.step
+        assert late and (told.is_set() or isinstance(engine, Serial))
+        wanted = bits(engine.state)
+        for shard in range(SPEC.shards):
+            recovery.recover([shard])
+        assert same(bits(engine.state), wanted)  # the save of the last step holds all that was touched
+
+
+class Fading(Mortal):
+    """Tables that lose shard 1 while an image is written from them, in the thread that writes it."""
+
+    def parts(self, stack):
+        if threading.current_thread().name == "checkpoint" and not self.__dict__.setdefault("faded", self.dead):
+            self.__dict__.update(faded=True, dead=True)
+            self.refuse()
+        return super().parts(stack)
+
+
+@each
+def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_path, make):
+    with make(Fading.dying_in(save=99)) as engine:
+        recovery = engine.enter(Recovery(engine, tmp_path, SAVE_EVERY, 40, copy="shards"))
+        list(engine.run(batches(SAVE_EVERY + 3), [recovery.hook]))
+        assert recovery.failed == recovery.saves == 1 and not engine.tables.dead
+    assert restore(tmp_path, Mortal.dying_in(save=99))[1].step >= SAVE_EVERY
+
+
+@pytest.mark.parametrize("at", [8, 9])
+def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(at):
+    """And if nobody brings them back, at the next step of the next run."""
+    saved, stream = [], iter([*batches(12)])
+    engine = Serial(Mortal.dying_in(save=99), STEP)
+
+    def save(state):
+        if not saved:
+            saved.append("lost")
+            raise ShardsLost([1])
+        saved.append((engine.step, bits(state)))
+
+    engine.cut(8, save)
+    with engine:
+        if at == 8:
+            engine.enter(Reviver(engine))
+            list(engine.run(stream))
+        else:
+            with pytest.raises(ShardsLost, match=r"shards \[1\] are lost"):
+                list(engine.run(stream))
+            assert engine.step == 8
+            list(engine.run(stream))
+    assert engine.step == 12 and saved[0] == "lost" and len(saved) == 2
+    assert saved[1][0] == at and same(saved[1][1], plain(at)[0]) and same(bits(engine.state), plain(12)[0])
+
+
+class Reviver:
+    """A watcher that says that shards are back; here they were never gone."""
+
+    def __init__(self, engine, lasting=False):
+        self.engine, self.lasting, self.calls = engine, lasting, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        pass
+
+    def recover(self, shards):
+        self.calls += 1
+        self.engine.exclusive(lambda tables: tables)
+
+
+@each
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step):
+    """Step 12 is the last one: there a pipeline has no thread left, and saves on that of the caller."""
+
+    def save(state):
+        raise ShardsLost([2])
+
+    engine = make(Mortal.dying_in(save=99))
+    engine.cut(step, save)
+    with pytest.raises(ShardsLost, match=r"shards \[2\] are lost: again, after 8 recoveries at step"), engine:
+        watcher = engine.enter(Reviver(engine))
+        list(engine.run(batches(12)))
+    assert watcher.calls == 8
+
+
+def test_a_reset_forgets_what_was_to_be_saved_again():
+    def save(state):
+        raise ShardsLost([1])
+
+    engine = Serial(Mortal.dying_in(save=99), STEP)
+    engine.cut(2, save)
+    with engine:
+        with pytest.raises(ShardsLost):
+            list(engine.run(batches(4)))
+        engine.reset(TrainState(engine.state.dense, engine.tables))
+        list(engine.run(batches(3)))
+    assert engine.step == 5
