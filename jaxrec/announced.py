@@ -46,9 +46,20 @@ class Announced:
         """The cut of a step has begun."""
         self._to_come.pop(step)
 
-    def forget(self) -> None:
-        """No cut is to come any more."""
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more; no harm if it was taken, or never announced."""
+        self._to_come.pop(step, None)
+
+    def forget(self, now: int) -> None:
+        """No cut is to come any more, as another state takes the place of that of now."""
+        steps = [step for step, cut in self._to_come.items() if cut.unreached == "warn"]
         self._to_come = {}
+        if steps:
+            warnings.warn(
+                f"cuts announced for steps {sorted(steps)} were not taken, and are forgotten: the engine was reset at "
+                f"step {now}.",
+                stacklevel=3,
+            )
 
     def warn(self, now: int) -> None:
         """Says, once, which cuts a run was left without, and forgets those that lie behind."""

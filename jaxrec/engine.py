@@ -3,29 +3,33 @@
 Legend: B batch, U padded unique rows per shard.
 """
 
-import collections
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from jaxrec.ahead import Ahead, in_pairs
 from jaxrec.announced import Announced, Cut
-from jaxrec.boundary import check_not_donated, own_batch
-from jaxrec.data.loader import prefetch
-from jaxrec.embedding import EmbeddingSpec, Tables, capacity_of, plan
+from jaxrec.asked import Tries, check_change, check_hooks, check_watcher, checked_shards
+from jaxrec.boundary import check_not_donated
+from jaxrec.embedding import Tables
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.step import check_finite, run_hooks
-from jaxrec.stream import END, Streams
+from jaxrec.stream import Streams
 from jaxrec.types import Batch, ShardsLost, TrainState
+
+_REMEDY = "no watcher brings them back: engine.enter(Recovery(...)) first"
 
 
 class Engine(Protocol):
     """What trains over tables in some home: `Serial`, and `oac.Pipeline`, whose results are the same bits.
 
-    At each step the order is: commit, hooks in their order, the cut of the step if one is announced, and then what was
-    lost is recovered. An engine is a context manager: leaving it ends its run, waits for its cuts, and then leaves
-    whatever was entered with `enter`.
+    At each step the order is: commit, hooks in their order, shards that their home has lost, the cut of the step if one
+    is announced, and then what hooks have lost. A step that is committed keeps its cut though a hook of it has failed.
+    An engine is a context manager: leaving it ends its run, waits for its cuts, and then leaves whatever was entered
+    with `enter`. Leaving a run never waits for the stream.
 
     Attributes:
       tables: as they are now.
@@ -56,6 +60,9 @@ class Engine(Protocol):
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that a state is to be saved after a step that is not committed yet."""
+
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more."""
 
     def lose(self, shards: Sequence[int]) -> None:
         """Says that shards are lost; after the step and its cut whoever was entered and can `recover` does so."""
@@ -97,15 +104,18 @@ class Serial:
     """
 
     def __init__(self, state: TrainState, train_step: Callable):
-        check_not_donated(state)
-        self._state, self._train_step = state, train_step
+        self._state, self._train_step = _checked(state), train_step
         self._run: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._streams = Streams()
         self._cuts = Announced()
-        self._lost: list[int] = []
+        self._losses: list = []  # on the device, not looked at yet
+        self._gone: set[int] = set()  # shards that their home has lost
+        self._lost: set[int] = set()  # shards that a hook wants lost
+        self._tries = Tries()
         self._watchers: list[Any] = []
         self._open = contextlib.ExitStack()
-        self._in_hook = False
+        self._within = 0  # how many `with` blocks there are
+        self._in_hook = self._alone = False
         self.step = int(state.dense.step)
 
     @property
@@ -146,7 +156,7 @@ class Serial:
           ShardsLost: shards were lost, and nobody who was entered can recover them.
           ValueError: a run goes on; what comes is no Batch; as the step.
         """
-        self._refuse_running()
+        hooks = self._check_run(hooks)
         stream = self._streams.of(batches, patience_seconds=10.0)
         return self._remember(self._over_stream(stream, hooks, check_every_steps))
 
@@ -154,57 +164,102 @@ class Serial:
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
-        self._refuse_running()
+        hooks = self._check_run(hooks)
         return self._remember(self._over_pairs(in_pairs(pairs), hooks, check_every_steps))
 
-    def _refuse_running(self):
+    def _check_run(self, hooks):
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
+        _check_step(self._train_step)
+        return check_hooks(hooks)
 
     def _remember(self, generator):
         self._run = weakref.ref(generator)
         return generator
 
     def _over_stream(self, stream, hooks, check_every_steps):
-        taken: collections.deque = collections.deque()  # planned, and not given to a step yet
-        stream.free.clear()
+        ahead = Ahead(stream, self.tables.spec)
         try:
-            with contextlib.closing(prefetch(_planned_of(stream, self.tables.spec, taken), 2)) as pairs:
-                yield from self._over_pairs(pairs, hooks, check_every_steps, taken.popleft)
+            yield from self._over_pairs(ahead, hooks, check_every_steps, ahead.forget)
         finally:
-            stream.waiting.extendleft(reversed(taken))
-            stream.free.set()
-            stream.rest()
+            ahead.leave()
 
     def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):
         if check_every_steps < 1:
             raise ValueError(f"check_every_steps={check_every_steps} must be at least 1.")
-        losses: list = []
-        for batch, plans in pairs:
-            # A step donates the state that it is given: between its call and this assignment there would be none.
-            with uninterrupted(again=False) as asked:
-                tell()  # before the step: a batch that it refuses does not come again
-                self._state, metrics = self._train_step(self._state, plans, batch)
-                self.step += 1
-                losses.append(metrics["loss"])
-            try:
-                self._after_step(hooks, plans, metrics)
-            finally:
-                raise_again(asked)
-            yield self._state, metrics
-            if len(losses) >= check_every_steps:
-                check_finite(losses, self.step)
-                losses = []
-        check_finite(losses, self.step)
+        try:
+            self._settle()  # what a run before this one was left with
+            for batch, plans in pairs:
+                metrics = self._train(plans, batch, hooks, tell)
+                yield self._state, metrics
+                self._check_losses(check_every_steps)
+        finally:
+            # A step that is committed keeps its cut, though its hooks failed or were interrupted.
+            if not self._gone:
+                with uninterrupted():
+                    self._save_cut()
+        self._check_losses()
         self._cuts.warn(self.step)
 
-    def _after_step(self, hooks, plans, metrics):
-        for hook in hooks:
-            self._run_hook(hook, plans, metrics)
-        if save := self._cuts.at(self.step):
-            self._cuts.tell_begun(self.step)
-            save(self._state)
-        self._recover()
+    def _train(self, plans, batch, hooks, tell):
+        metrics = None
+        while metrics is None:
+            # A step donates the state that it is given: between its call and the assignment there would be none.
+            with uninterrupted(again=False) as asked:
+                metrics = self._commit(plans, batch, tell)
+            try:
+                for hook in () if metrics is None else hooks:
+                    self._run_hook(hook, plans, metrics)
+                self._settle()
+            finally:
+                raise_again(asked)
+        return metrics
+
+    def _commit(self, plans, batch, tell):
+        """The metrics of a step; None if its rows cannot be read: it comes again when they are back."""
+        try:
+            done = self._train_step(self._state, plans, batch)
+        except ShardsLost as lost:
+            self._gone.update(lost.shards)
+            if lost.done is None:
+                return None
+            done = lost.done
+        except BaseException:
+            tell()  # a batch that the step refuses does not come again
+            raise
+        tell()
+        self._state, metrics = done
+        self.step += 1
+        self._losses += [metrics["loss"]] if "loss" in metrics else []
+        return metrics
+
+    def _check_losses(self, from_number=1):
+        if len(self._losses) >= from_number:
+            losses, self._losses = self._losses, []
+            check_finite(losses, self.step)
+
+    def _settle(self):
+        """What belongs to a step behind its hooks."""
+        self._recover_gone()
+        self._save_cut()
+        # Behind the cut: whoever recovers finds it saved.
+        lost, self._lost = self._lost, set()
+        self._recover(lost)
+
+    def _save_cut(self):
+        while save := self._cuts.at(self.step):
+            self._recover_gone()
+            try:
+                save(self._state)
+            except ShardsLost as lost:  # it comes again when they are back
+                self._gone.update(lost.shards)
+            finally:
+                if not self._gone:
+                    self._cuts.tell_begun(self.step)
+
+    def _recover_gone(self):
+        self._recover(self._gone)
+        self._gone = set()  # only now: if nobody brings them back, the next run begins with them
 
     def _run_hook(self, hook, plans, metrics):
         given, self._in_hook = self._state, True
@@ -216,17 +271,39 @@ class Serial:
         changed = found.tables is given.tables and self._state.tables is not given.tables
         self._state = found._replace(tables=self._state.tables) if changed else found
 
-    def _recover(self):
-        lost, self._lost = sorted(set(self._lost)), []
-        watchers = [watcher.recover for watcher in self._watchers if hasattr(watcher, "recover")]
-        if lost and not watchers:
-            raise ShardsLost(lost)
-        for recover in watchers if lost else ():
-            recover(lost)
+    def _recover(self, shards):
+        """Has all watchers that can bring shards back."""
+        if not shards:
+            return
+        watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
+        if not watchers:
+            raise ShardsLost(shards, _REMEDY)
+        self._tries.count(self.step, shards, "what brings them back does not")
+        for watcher in watchers:
+            watcher.recover(tuple(sorted(shards)))
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
-        """Replaces the tables by change(tables); device tables that are donated on the way are gone."""
-        self._state = self._state._replace(tables=change(self._state.tables))
+        """Replaces the tables by change(tables).
+
+        Args:
+          change: (tables) -> tables, of the same spec; device tables that are donated on the way are gone.
+
+        Raises:
+          ValueError: it is no function, or returns no such tables, which changes nothing; one is at work already.
+        """
+        check_change(change)
+        if self._alone:
+            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
+        self._alone = True
+        try:
+            changed = change(self._state.tables)
+        finally:
+            self._alone = False
+        if not hasattr(changed, "on_shards") or changed.spec.digest != self._state.tables.spec.digest:
+            raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
+        self._state = self._state._replace(tables=changed)
+        if not self.running:  # whoever changes them then answers for their shards
+            self._gone = set()
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that save(state) is to be called after a step; training waits for it.
@@ -241,92 +318,108 @@ class Serial:
         """
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more; no harm if it was taken."""
+        self._cuts.withdraw(step)
+
     def lose(self, shards: Sequence[int]) -> None:
-        """Says in a hook that shards are lost; they are recovered after the step and its cut."""
-        self._lost.extend(shards)
+        """Says in a hook that shards are lost; they are recovered after the step and its cut.
+
+        Raises:
+          ValueError: there is no such shard; nothing runs.
+        """
+        self._lost |= checked_shards(self.tables.spec, shards, self.running)
 
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
 
         Raises:
-          ValueError: a run goes on; the state was donated before.
+          ValueError: a run goes on; it is no state, was donated before, or is over tables of another spec.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the engine, first.")
-        check_not_donated(state)
-        self._state, self.step = state, int(state.dense.step)
-        self._cuts.warn(self.step)
-        self._cuts.forget()
-        self._lost = []
+        if _checked(state).tables.spec.digest != self.tables.spec.digest:
+            raise ValueError("reset to tables of another spec: make a new engine for them.")
+        before, self._state, self.step = self.step, state, int(state.dense.step)
+        self._losses, self._gone, self._lost = [], set(), set()
+        self._cuts.forget(before)  # last, as it may warn
 
     def enter(self, watcher: AbstractContextManager) -> Any:
-        """Enters a context manager, which is left when the engine is."""
+        """Enters a context manager, which is left when the `with` block of this engine ends.
+
+        If it has `recover(shards)`, that is called when shards are lost.
+
+        Raises:
+          ValueError: outside of a `with` block, or no context manager.
+        """
+        if not self._within:
+            raise ValueError("enter a watcher within `with engine:`, whose end will leave it.")
+        check_watcher(watcher)
         entered = self._open.enter_context(watcher)
-        self._watchers.append(watcher)
+        self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered
 
     def __enter__(self) -> "Serial":
+        self._within += 1
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        self.close()
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, kind, error, trace) -> bool:
+        self._within -= 1
+        entered = contextlib.ExitStack()
+        if not self._within:
+            entered, self._watchers = self._open.pop_all(), []
+        try:
+            self._close_within(error)
+        except BaseException as failure:
+            # Watchers leave last, and are told what ends the block.
+            if not entered.__exit__(type(failure), failure, failure.__traceback__):
+                raise
+            return False
+        return bool(entered.__exit__(kind, error, trace))
+
+    def _close_within(self, error):
+        try:
+            self._end()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"And leaving the engine found: {failure}")
+        if error is None:
+            self._cuts.warn(self.step)
 
     def close(self) -> None:
-        """Ends the run, if one goes on; the state stays."""
-        if (generator := self._run()) is not None:
-            generator.close()
+        """Ends the run, if one goes on; the state stays.
+
+        Raises:
+          FloatingPointError: a loss that nobody has looked at is not finite.
+        """
+        self._end()
         self._cuts.warn(self.step)
 
+    def _end(self):
+        if (generator := self._run()) is not None:
+            generator.close()
+        self._check_losses()
 
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
 
-    Args:
-      spec: the tables and lookups.
-      batches: Batch after Batch, of one size.
-      capacity: {stack: U} to begin with; it grows when a batch does not fit.
-      depth: how many batches to be ahead.
+def _checked(state):
+    """A state that an engine can train."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    check_not_donated(state)
+    return state
 
-    Yields:
-      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+
+def _check_step(train_step: Callable) -> None:
+    """Refuses what cannot take a step.
 
     Raises:
-      ValueError: as `plan`; what comes is no Batch.
+      ValueError: it does not take (state, plans, batch).
     """
-    return prefetch(_plan_each(spec, batches, capacity), depth)
-
-
-def _plan_each(spec, batches, capacity):
-    for batch in batches:
-        batch = own_batch(_batch(batch, "`planned`"))  # plans run ahead, and a loader may fill the same arrays again
-        plans = plan(spec, batch.ids, capacity)
-        capacity = capacity_of(plans)
-        yield batch, plans
-
-
-def _planned_of(stream, spec, taken):
-    """Pairs of a stream, in the thread that reads it; what could not be planned does not come again with the stream."""
-    capacity = None
-    while (batch := stream.take()) is not END:
-        plans = plan(spec, _batch(batch, "a run").ids, capacity)
-        capacity = capacity_of(plans)
-        taken.append(batch)
-        yield batch, plans
-
-
-def _batch(batch, who):
-    if not isinstance(batch, Batch):
-        raise ValueError(f"{who} makes the plans itself from Batch after Batch, but got a {type(batch).__name__}.")
-    return batch
-
-
-def in_pairs(batches):
-    """The pairs of an iterable, each looked at before a step is given it."""
-    for pair in batches:
-        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
-                "planned(spec, batches)."
-            )
-        yield pair
+    try:
+        inspect.signature(train_step).bind("state", "plans", "batch")
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the train step {train_step!r:.200} must take (state, plans, batch): make it with `make_train_step`; an "
+            "update from `make_update` is for a Pipeline."
+        ) from None

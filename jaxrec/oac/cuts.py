@@ -73,7 +73,7 @@ class Cuts(Announced):
         finally:
             flow.release_writes()
 
-    def forget(self) -> None:
+    def forget(self, now: int) -> None:
         """No cut is to come any more."""
-        super().forget()
         self._missed = []
+        super().forget(now)
