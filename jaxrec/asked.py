@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.types import ShardsLost
+from jaxrec.types import ShardsLost, TrainState
 
 # How often shards may be lost again before one more step is committed.
 MOST_TRIES = 8
@@ -58,6 +58,12 @@ def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) ->
     if not running:
         raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
     return wanted
+
+
+def tell_restarted(watchers: Iterable[Any], state: TrainState) -> None:
+    """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
+    for watcher in watchers:
+        getattr(watcher, "restarted", lambda state: None)(state)
 
 
 class Tries:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from jaxrec.ahead import Ahead, in_pairs
 from jaxrec.announced import Announced, Cut
-from jaxrec.asked import Tries, check_change, check_hooks, check_watcher, checked_shards
+from jaxrec.asked import Tries, check_change, check_hooks, check_watcher, checked_shards, tell_restarted
 from jaxrec.boundary import check_not_donated
 from jaxrec.embedding import Tables
 from jaxrec.interrupts import raise_again, uninterrupted
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Says that shards are lost; after the step and its cut whoever was entered and can `recover` does so."""
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, between two runs."""
+        """Goes on from another state, between two runs; whoever was entered and has `restarted(state)` is told before."""
 
     def enter(self, watcher: AbstractContextManager) -> Any:
         """Enters a context manager that is left when this one is, and behind it."""
@@ -333,6 +333,8 @@ class Serial:
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
 
+        Watchers that have `restarted(state)` are told before, and may refuse.
+
         Raises:
           ValueError: a run goes on; it is no state, was donated before, or is over tables of another spec.
         """
@@ -340,6 +342,7 @@ class Serial:
             raise ValueError("reset within a run: leave the loop, or close the engine, first.")
         if _checked(state).tables.spec.digest != self.tables.spec.digest:
             raise ValueError("reset to tables of another spec: make a new engine for them.")
+        tell_restarted(self._watchers, state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
         self._losses, self._gone, self._lost = [], set(), set()
         self._cuts.forget(before)  # last, as it may warn

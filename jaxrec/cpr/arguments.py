@@ -11,7 +11,7 @@ from jaxrec.embedding import EmbeddingSpec
 
 def spec_of(engine) -> EmbeddingSpec:
     """The spec of an engine's tables; refuses what is no engine."""
-    missing = [name for name in ("cut", "exclusive", "lose", "enter") if not hasattr(engine, name)]
+    missing = [name for name in ("cut", "withdraw", "exclusive", "lose", "enter") if not hasattr(engine, name)]
     if missing:
         raise ValueError(
             f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "

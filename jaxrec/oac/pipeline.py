@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 
 from jaxrec.announced import Cut
-from jaxrec.asked import check_hooks
+from jaxrec.asked import check_hooks, tell_restarted
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac import turns
 from jaxrec.oac.arguments import Threads, check_threads, check_update, check_way, mesh_for, state_itself, whole_number
@@ -264,6 +264,7 @@ class Pipeline(Committing):
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
         turns.refuse(state.tables, self.flow)
+        tell_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
         self.tables, self._view = state.tables, state.tables
         self._steps.dense, self._stages.tables = state.dense, state.tables
