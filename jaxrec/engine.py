@@ -68,7 +68,7 @@ class Engine(Protocol):
         """Says that shards are lost; after the step and its cut whoever was entered and can `recover` does so."""
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, between two runs; whoever was entered and has `restarted(state)` is told before."""
+        """Goes on from another state, between two runs; watchers that have `restarted(state)` are told before."""
 
     def enter(self, watcher: AbstractContextManager) -> Any:
         """Enters a context manager that is left when this one is, and behind it."""

@@ -1,5 +1,7 @@
 """What every engine promises, whatever its user does: nothing is silent, nothing hangs, no state is lost."""
 
+import os
+import signal
 import threading
 
 import jax.numpy as jnp
@@ -114,6 +116,29 @@ def test_leaving_a_run_does_not_wait_for_a_stream_that_blocks(make):
         more.set()
         list(engine.run(batches))
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+@each
+def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost(make):
+    handler, more = signal.signal(signal.SIGINT, signal.default_int_handler), threading.Event()
+
+    def stream():
+        yield from stream_from(0, 3)
+        os.kill(os.getpid(), signal.SIGINT)  # from the thread that plans, while the other one waits or trains
+        assert more.wait(30)
+        yield from stream_from(3)
+
+    batches = stream()
+    try:
+        with make() as engine:
+            with pytest.raises(KeyboardInterrupt):
+                list(engine.run(batches))
+            assert engine.step <= 3 and same(bits(engine.state), plain(engine.step)[0])
+            more.set()
+            list(engine.run(batches))
+        assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @each
