@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxrec import metrics
 from jaxrec.ahead import in_pairs, planned
-from jaxrec.engine import Engine, Serial
+from jaxrec.engine import Engine
+from jaxrec.serial import Serial
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]

@@ -23,12 +23,13 @@ FLOORS = [
     ["embedding", "boundary", "losses", "shadowsync.transport", "shadowsync.synchroniser", "cpr.priority"],
     ["arithmetic"],
     ["step", "checkpoint", "stream", "announced", "shadowsync.shadow", "shadowsync.foreground"],
-    ["ahead", "asked"],
-    ["engine"],
+    ["ahead", "asked", "engine"],
+    ["watched"],
+    ["serial"],
     ["loop", "oac", "shadowsync", "cpr"],
     [""],
 ]  # fmt: skip
-HOST_FILES = ["files", "interrupts", "stream", "ahead", "checkpoint", "engine", "loop", "data"]
+HOST_FILES = ["files", "interrupts", "stream", "ahead", "checkpoint", "loop", "data"]
 HOST_FILES += [
     "embedding.host",
     "embedding.mapped",

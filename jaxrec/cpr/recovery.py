@@ -28,9 +28,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Image, chain, images, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import set_aside, warn_skipped
-from jaxrec.cpr.arguments import check_numbers, check_scheme, check_shards, checked_failures, spec_of
+from jaxrec.cpr.arguments import (
+    check_image,
+    check_numbers,
+    check_scheme,
+    check_shards,
+    checked_failures,
+    spec_of,
+    warn_missed,
+)
 from jaxrec.cpr.clock import Clock
 from jaxrec.cpr.priority import Priority
 from jaxrec.cpr.saves import Saves, at_step
@@ -155,25 +163,12 @@ class Recovery:
         return self
 
     def _check_enter(self, step):
-        image, found = self._image, newest_first(self.directory)
         if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
         other = _watching.get(self._engine, lambda: None)()
         if other is not None and not other._closed:
             raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
-        if image is None and found:
-            raise ValueError(
-                f"{self.directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
-                "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
-                "image=image)), or give another directory."
-            )
-        if image is not None and not isinstance(image, Image):
-            raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
-        if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
-            raise ValueError(
-                f"image {image.path} of step {image.step} must lie in {self.directory}, and the engine's state, of "
-                f"step {step}, must be what `restore` returned with it."
-            )
+        check_image(self.directory, self._image, step)
 
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
@@ -266,11 +261,7 @@ class Recovery:
         """Whether steps up to this one were trained without the hook, which is told."""
         if step <= self._seen:
             return False
-        warnings.warn(
-            f"steps {self._seen + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has what they "
-            "changed saved.",
-            stacklevel=4,
-        )
+        warn_missed(self._seen + 1, step)
         return True
 
     def restarted(self, state: TrainState) -> None:
