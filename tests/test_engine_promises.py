@@ -331,3 +331,72 @@ def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6"):
             train(engine, stream_from, [recovery.hook, lose])
     assert recovery.lost_steps == 8 * 2
+
+
+class Stumbles:
+    """An iterator that raises once, in the place of its third batch, and goes on."""
+
+    def __init__(self):
+        self.calls = iter(range(13))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        call = next(self.calls)
+        if call == 2:
+            raise KeyError("of the stream")
+        return batch_of(call - (call > 2))
+
+
+@each
+def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_come_again(make):
+    stream = Stumbles()
+    with make() as engine:
+        with pytest.raises(KeyError, match="of the stream"):
+            list(engine.run(stream))
+        list(engine.run(stream))
+        assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+        bad = batch_of(1)
+        bad.weight[2] = -1
+        stream = iter([batch_of(0), bad, batch_of(2)])
+        with pytest.raises(ValueError, match=r"weight\[2\] is -1"):
+            list(engine.run(stream))
+        list(engine.run(stream))
+    assert engine.step == 14
+
+
+@each
+def test_a_watcher_may_refuse_another_state_and_what_was_lost_is_forgotten_with_the_one_before(make):
+    class Refuses(Watcher):
+        def restarted(self, state):
+            if self.refuses:
+                raise ValueError("not that one")
+
+    with make() as engine:
+        watcher = engine.enter(Refuses(engine, []))
+        with pytest.raises(KeyError):
+            list(engine.run(stream_from(0), [failing_at(3, lambda: engine.lose([1]))]))
+        watcher.refuses, before = True, bits(engine.state)
+        with pytest.raises(ValueError, match="not that one"):
+            engine.reset(make().state)
+        assert engine.step == 3 and same(bits(engine.state), before)
+        watcher.refuses = False
+        engine.reset(make().state)
+        list(engine.run(stream_from(0)))
+    assert ("recover", 0, [1]) not in watcher.events and same(bits(engine.state), plain(12)[0])
+
+
+def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
+    """Their home came up empty meanwhile, and says nothing more."""
+    state, events, stream = fresh("host"), [], stream_from(0)
+    tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at("put", 5)
+    with Serial(state._replace(tables=tables), STEP) as engine:
+        with pytest.raises(ShardsLost):
+            list(engine.run(stream))
+        tables.__dict__["dead"] = False
+        engine.enter(Watcher(engine, events))
+        list(engine.run(stream))
+    assert ("recover", 6, [1]) in events
+    act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 6 else state
+    assert same(bits(engine.state), plain(12, act=act)[0])
