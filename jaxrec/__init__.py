@@ -37,8 +37,8 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.engine import Engine, Serial, planned
-from jaxrec.loop import evaluate, every, fit, train
+from jaxrec.engine import Engine
+from jaxrec.loop import Serial, evaluate, every, fit, planned, train
 from jaxrec.models import DLRM, DCNv2
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_eval_step, make_train_step, make_update, run_hooks, update

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxrec.types import ShardsLost, TrainState
+from jaxrec.types import TrainState
 
 
 class Cut(NamedTuple):
@@ -17,22 +17,16 @@ class Cut(NamedTuple):
 
 
 class Announced:
-    """The cuts of an engine that are still to come.
-
-    Attributes:
-      missed: saves of cuts that have begun and met lost shards; they come again, in order, when those are back.
-    """
+    """The cuts of an engine that are still to come."""
 
     def __init__(self):
         self._to_come: dict[int, Cut] = {}
-        self.missed: list[Callable[[TrainState], Any]] = []
 
     def announce(self, step: int, now: int, cut: Cut) -> None:
         """Keeps a cut for a step behind that of now.
 
         Raises:
-          ValueError: the step lies behind, or has a cut already; no whole number, no function, an
-            unknown word.
+          ValueError: the step lies behind, or has a cut already; no whole number, no function, an unknown word.
         """
         if not isinstance(step, int | np.integer) or not callable(cut.save):
             raise ValueError(f"cut(step={step!r:.80}, save={cut.save!r:.80}) wants a whole number and a function.")
@@ -52,19 +46,20 @@ class Announced:
         """The cut of a step has begun."""
         self._to_come.pop(step)
 
-    def save_missed(self, state: TrainState) -> None:
-        """Calls the saves that lost shards have kept; one that meets lost shards again stays, and raises ShardsLost."""
-        while self.missed:
-            save = self.missed.pop(0)
-            try:
-                save(state)
-            except ShardsLost:
-                self.missed.insert(0, save)
-                raise
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more; no harm if it was taken, or never announced."""
+        self._to_come.pop(step, None)
 
-    def forget(self) -> None:
-        """No cut is to come any more."""
-        self._to_come, self.missed = {}, []
+    def forget(self, now: int) -> None:
+        """No cut is to come any more, as another state takes the place of that of now."""
+        steps = [step for step, cut in self._to_come.items() if cut.unreached == "warn"]
+        self._to_come = {}
+        if steps:
+            warnings.warn(
+                f"cuts announced for steps {sorted(steps)} were not taken, and are forgotten: the engine was reset at "
+                f"step {now}.",
+                stacklevel=3,
+            )
 
     def warn(self, now: int) -> None:
         """Says, once, which cuts a run was left without, and forgets those that lie behind."""

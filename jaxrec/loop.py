@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxrec import metrics
+from jaxrec.ahead import in_pairs, planned
 from jaxrec.bounds import whole_number
-from jaxrec.engine import Engine, Serial, in_pairs, planned
+from jaxrec.engine import Engine
+from jaxrec.serial import Serial
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
@@ -48,8 +50,14 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
       The state after the last batch.
 
     Raises:
+      ValueError: the stream is no function.
       As `run` of the engine.
     """
+    if not callable(stream):
+        raise ValueError(
+            f"the stream is a {type(stream).__name__}: stream must be a function of the step, that gives the batches "
+            "from there on."
+        )
     while True:
         try:
             # The stream is asked for anew after a rollback, from the earlier step on: an iterator

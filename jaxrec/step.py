@@ -30,7 +30,7 @@ from jaxrec.sharding import (
     replicate,
     shardings,
 )
-from jaxrec.types import DenseState, Plan, PyTree, RowOptimizer, TrainState
+from jaxrec.types import DenseState, Plan, PyTree, RowOptimizer, ShardsLost, TrainState
 
 __all__ = [
     "check_finite",
@@ -186,6 +186,8 @@ def make_train_step(
       ValueError: as `make_update`. The step itself: a state that was donated before, weights that
         are negative or not finite, a plan of another batch, objects that do not fit each other,
         results of the loss that are none of the above; the state is as it was.
+      ShardsLost: the step itself, if the home of the rows has lost some. Behind the write, when the
+        step is done, the error has what it would have returned as `done`.
 
     A step around a loss of one's own:
 
@@ -225,7 +227,12 @@ def make_train_step(
         if isinstance(state.tables, DeviceTables):
             return on_device(state, plans, batch)
         dense, rows, metrics = on_rows(state.dense, state.tables.read(plans), plans, batch)
-        return TrainState(dense, state.tables.put(plans, rows)), metrics
+        try:
+            return TrainState(dense, state.tables.put(plans, rows)), metrics
+        except ShardsLost as lost:
+            # All other shards are written, and the old dense state is donated: the step is done.
+            lost.done = TrainState(dense, state.tables), metrics
+            raise
 
     def refuse(state):
         boundary.check_dense(state.dense, optimizer, mesh.shape[REPLICA])

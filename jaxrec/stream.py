@@ -41,11 +41,12 @@ class Stream:
         # A loader may fill the same arrays again for the next batch.
         return own_batch(taken) if isinstance(taken, Batch) else taken
 
-    def give_back(self, taken: Any) -> None:
-        """What was taken and is not wanted any more: a batch, or an error that the stream
-        raised."""
+    def give_back(self, taken: Any, first: bool = False) -> None:
+        """What was taken and is not wanted any more, a batch or an error that the stream raised:
+        behind what waits already, or in front of it."""
         if taken is not END:
-            self.waiting.append(_Raised(taken) if isinstance(taken, BaseException) else taken)
+            put = self.waiting.appendleft if first else self.waiting.append
+            put(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
     def rest(self) -> None:
         """No run uses the stream: what waits is kept as long as somebody else keeps the

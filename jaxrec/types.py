@@ -89,10 +89,13 @@ class ShardsLost(Exception):
 
     Attributes:
       shards: tuple of ints, in order, each once.
+      done: what a train step would have returned, if it raises this behind its write: that step counts.
 
     >>> ShardsLost([3, 1, 3]).shards
     (1, 3)
     """
+
+    done: "tuple[TrainState, dict[str, Array]] | None" = None
 
     def __init__(self, shards: Iterable[int], why: str = ""):
         self.shards = tuple(sorted({int(shard) for shard in shards}))

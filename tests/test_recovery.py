@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrec import Batch, init_state, make_mesh, make_train_step
-from jaxrec.checkpoint import RowCheckpointer, deltas, images
+from jaxrec.checkpoint import RowCheckpointer, deltas, images, restore
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.watch import without_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
@@ -485,3 +485,89 @@ def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
             run(other, 0, 3, [recovery.hook])
         with pytest.raises(ValueError, match="was read in a hook"):
             run(engine, 1, 2, [lambda *given: recovery.recover([1])])
+
+
+# ---- what goes wrong around a recovery
+
+
+def test_a_hook_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_ever(tmp_path):
+    """A cut that was announced and never taken kept the thread that picks ahead waiting, and the next save for it."""
+
+    def fail(state, step, plans, metrics):
+        if step == 8:
+            raise KeyError("of the hook")
+        return state
+
+    found = []
+    for name in ("disturbed", "calm"):
+        with watched("host", tmp_path / name, "mfu", fraction=1.0) as (engine, recovery):
+            stream = batches(0, 24)
+            with pytest.raises(KeyError) if name == "disturbed" else contextlib.nullcontext():
+                list(engine.run(stream, [recovery.hook] + [fail] * (name == "disturbed")))
+            list(engine.run(stream, [recovery.hook]))
+            recovery.recover([1])
+            found.append((recovery.saves, recovery.pls, rows_of(engine.state, 1)))
+    assert found[0][:2] == found[1][:2] == (3, 0) and same(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("under_oac", [False, True])
+def test_a_save_of_a_step_that_the_hook_has_not_seen_holds_its_rows(tmp_path, under_oac):
+    def fail(state, step, plans, metrics):
+        if step == 8:
+            raise KeyError("of a hook before the recovery's")
+        return state
+
+    engine = oac(window=2) if under_oac else Serial(fresh("host"), STEP)
+    with pytest.raises(KeyError), engine:
+        recovery = engine.enter(make(engine, tmp_path, "mfu", fraction=1.0))
+        list(engine.run(batches(0, 24), [fail, recovery.hook]))
+    restored, image = restore(tmp_path, fresh("host"))
+    assert image.step == 8 and all(same(rows_of(restored, s), rows_of(engine.state, s)) for s in range(4))
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
+def test_after_another_state_was_put_in_its_rows_are_those_that_come_back(tmp_path, scheme):
+    other = train("host", 7)
+    wanted = rows_of(other, 2)
+    with watched("host", tmp_path, scheme) as (engine, recovery):
+        run(engine, 0, 7, [recovery.hook])  # a save is announced for step 8, and its rows are picked
+        engine.exclusive(lambda tables: lose(tables, 2))
+        engine.reset(other)
+        recovery.recover([2])
+        assert same(rows_of(engine.state, 2), wanted) and recovery.pls == 0
+        run(engine, 7, 24, [recovery.hook])  # whose saves wait for nothing that was forgotten
+        recovery.recover([2])
+    assert recovery.pls == 0
+
+
+def test_steps_that_the_hook_has_not_seen_are_told_and_all_rows_are_saved(tmp_path):
+    with watched("host", tmp_path, "mfu", fraction=1.0) as (engine, recovery):
+        run(engine, 0, 5, [recovery.hook])
+        run(engine, 5, 7)
+        with pytest.warns(UserWarning, match="steps 6 to 7 were trained without recovery.hook"):
+            run(engine, 7, 8, [recovery.hook])
+        run(engine, 8, 16, [recovery.hook])
+        wanted = rows_of(engine.state, 1)
+        recovery.recover([1])
+        assert same(rows_of(engine.state, 1), wanted)
+        with pytest.raises(ValueError, match="step 17 was seen before"):
+            run(engine, 16, 17, [recovery.hook, recovery.hook])
+
+
+def test_a_recovery_whose_hook_was_forgotten_says_that_it_has_saved_nothing(tmp_path):
+    with pytest.warns(UserWarning, match=r"steps 1 to 9 were trained without recovery.hook: hooks=\[recovery.hook\]"):
+        with watched("host", tmp_path, "mfu") as (engine, _):
+            run(engine, 0, 9)
+
+
+def test_an_engine_has_one_recovery_at_a_time_and_goes_on_without_it(tmp_path):
+    with watched("host", tmp_path / "one") as (engine, recovery):
+        with pytest.raises(ValueError, match="this engine has a recovery already"):
+            engine.enter(make(engine, tmp_path / "two"))
+        run(engine, 0, 7, [recovery.hook])
+    run(engine, 7, 9)  # past the step of a save that was announced
+    with engine:
+        again = engine.enter(make(engine, tmp_path / "three", "mfu"))
+        run(engine, 9, 20, [again.hook])
+        again.recover([0, 1, 2, 3])
+    assert again.failed == 4

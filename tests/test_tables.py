@@ -498,3 +498,47 @@ def test_a_spec_and_a_layout_of_equal_content_are_one_to_jit():
     swapped = EmbeddingSpec(spec.tables, dict(reversed(spec.lookups.items())), spec.shards)
     assert spec == small_spec() and hash(spec) == hash(small_spec())
     assert spec != swapped  # rows are numbered in the order of the lookups
+
+
+# ---- a shard that is replaced
+
+
+@pytest.mark.parametrize("home", [HostTables, DeviceTables])
+def test_a_shard_of_another_shape_is_refused_and_no_row_changes(home):
+    spec = EmbeddingSpec({"item": Table(10, 4)}, {"item": Lookup("item")}, shards=4)
+    tables = home.create(spec, adagrad(0.1))
+    shapes = {name: (3, part.width) for name, part in tables.layout["width_4"].items()}
+    rows = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    before = {part: [np.array(a) for a in mine] for part, mine in tables.parts("width_4").items()}
+    wrong = [
+        ("width_4", 1, rows | {"value": np.ones((3, 1), np.float32)}, "have the shapes"),  # would be broadcast
+        ("width_4", 1, rows | {"value": np.ones((2, 4), np.float32)}, "have the shapes"),
+        ("width_4", 1, {name: np.ones((4, *shape[1:])) for name, shape in shapes.items()}, "have the shapes"),
+        ("width_4", 1, {"value": rows["value"]}, "have the shapes"),
+        ("width_4", 1, rows | {"momentum": rows["value"]}, "have the shapes"),
+        ("width_4", -1, rows, "shard=-1 must be a whole number from 0 to 3"),
+        ("width_4", 4, rows, "shard=4 must be a whole number from 0 to 3"),
+        ("width_8", 0, rows, r"stack 'width_8' is none of \['width_4'\]"),
+    ]
+    for stack, shard, parts, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            tables.with_shard(stack, shard, parts)
+        if "have the shapes" not in words:
+            with pytest.raises(ValueError, match=words):
+                tables.reset_shard(stack, shard)
+    after = {part: [np.array(a) for a in mine] for part, mine in tables.parts("width_4").items()}
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    some = {name: array[:2] for name, array in rows.items()}
+    found = tables.with_shard("width_4", np.int64(1), some).parts("width_4")["value"][1]
+    assert (np.array(found)[:2] == 1).all() and (np.array(found)[2] == before["value"][1][2]).all()
+
+
+@pytest.mark.parametrize("home", [HostTables, DeviceTables])
+def test_rows_whose_slots_were_touched_are_no_initial_ones(home):
+    spec = EmbeddingSpec({"item": Table(10, 4)}, {"item": Lookup("item")}, shards=2)
+    tables = home.create(spec, adagrad(0.1))
+    assert is_initial(tables)
+    parts = {part: np.array(mine[1]) for part, mine in tables.parts("width_4").items()}
+    (slot,) = set(parts) - {"value"}
+    parts[slot][3] += 1
+    assert not is_initial(tables.with_shard("width_4", 1, parts))

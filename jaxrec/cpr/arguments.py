@@ -1,23 +1,59 @@
 """What a recovery is given: an error names what does not fit."""
 
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.checkpoint import Image, newest_first
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec
 
 
 def spec_of(engine) -> EmbeddingSpec:
     """The spec of an engine's tables; refuses what is no engine."""
-    missing = [name for name in ("cut", "exclusive", "lose", "enter") if not hasattr(engine, name)]
+    missing = [name for name in ("cut", "withdraw", "exclusive", "lose", "enter") if not hasattr(engine, name)]
     if missing:
         raise ValueError(
             f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
             "Recovery(engine, directory, ...)."
         )
     return engine.tables.spec
+
+
+def check_image(directory: Path, image: Image | None, step: int) -> None:
+    """Refuses a directory whose images are not those that a run goes on from.
+
+    Args:
+      directory: of the run's images.
+      image: what `restore` returned; None for a run that begins.
+      step: of the engine.
+    """
+    found = newest_first(directory)
+    if image is None and found:
+        raise ValueError(
+            f"{directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
+            "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
+            "image=image)), or give another directory."
+        )
+    if image is not None and not isinstance(image, Image):
+        raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
+    if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
+        raise ValueError(
+            f"image {image.path} of step {image.step} must lie in {directory}, and the engine's state, of "
+            f"step {step}, must be what `restore` returned with it."
+        )
+
+
+def warn_missed(first: int, last: int) -> None:
+    """Says that steps were trained which a recovery's hook has not seen."""
+    warnings.warn(
+        f"steps {first} to {last} were trained without recovery.hook: hooks=[recovery.hook] has what they changed "
+        "saved.",
+        stacklevel=5,
+    )
 
 
 def check_shards(spec, shards):

@@ -26,13 +26,22 @@ import contextlib
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Image, chain, images, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import set_aside, warn_skipped
-from jaxrec.cpr.arguments import check_numbers, check_scheme, check_shards, checked_failures, spec_of
+from jaxrec.cpr.arguments import (
+    check_image,
+    check_numbers,
+    check_scheme,
+    check_shards,
+    checked_failures,
+    spec_of,
+    warn_missed,
+)
 from jaxrec.cpr.priority import Priority
 from jaxrec.cpr.saves import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
@@ -41,6 +50,9 @@ from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RolledBack, TrainState
+
+# Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
+_watching: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 _FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
 
@@ -116,6 +128,7 @@ class Recovery:
         self._image, self._open = image, contextlib.ExitStack()  # what leaving closes
         self._announced: set[int] = set()  # steps of cuts to come
         self._first, self._closed = 0, False  # step on entering
+        self._seen, self._rolling_back = 0, False  # the step up to which all is known
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
 
     @property
@@ -154,32 +167,23 @@ class Recovery:
         with self._saves.open(step, image) as opened:
             # Within the block: if the base cannot be written, the directory is given back.
             self._begin(state, step)
+            self._announce(step)
             self._open = opened.pop_all()
-        self._announce(step)
+        _watching[self._engine] = weakref.ref(self)
         return self
 
     def _check_enter(self, step):
-        image, found = self._image, newest_first(self.directory)
         if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
-        if image is None and found:
-            raise ValueError(
-                f"{self.directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
-                "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
-                "image=image)), or give another directory."
-            )
-        if image is not None and not isinstance(image, Image):
-            raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
-        if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
-            raise ValueError(
-                f"image {image.path} of step {image.step} must lie in {self.directory}, and the engine's state, of "
-                f"step {step}, must be what `restore` returned with it."
-            )
+        other = _watching.get(self._engine, lambda: None)()
+        if other is not None and not other._closed:
+            raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
+        check_image(self.directory, self._image, step)
 
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
         image = self._image
-        self._first = step
+        self._first = self._seen = step
         known = image.extra.get("cpr", {}) if image else {}
         same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self._scheme_name)
         if self._watch:
@@ -211,12 +215,15 @@ class Recovery:
     def __exit__(self, kind, error, trace) -> None:
         # First, so that a hook that runs late is refused and picks nothing more.
         self._closed = True
+        self._withdraw()
         try:
             if self._watch:
                 # Before the savers: the thread that picks may wait for one of their saves.
                 self._watch.close()
                 if error is None:
                     self._watch.drop_picks()  # which tells what went wrong in the thread
+            if error is None:
+                self._tell_missed(self._engine.step)
         finally:
             self._open.__exit__(kind, error, trace)
 
@@ -232,11 +239,15 @@ class Recovery:
         self._refuse_closed()
         if step != self._engine.step:
             raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
-        # Whether the state of this very step is saved: the engine runs hooks first and takes the
-        # cut then.
-        cut_here = step in self._announced
+        if step <= self._seen:
+            raise ValueError(f"step {step} was seen before (up to {self._seen}): give this recovery's hook once.")
+        if self._tell_missed(step - 1):
+            self._saves.want_base()  # nobody knows which rows have changed
+        self._seen = step
         if self._watch:
-            if cut_here:
+            # Whether the state of this very step is saved: the engine runs hooks first and takes
+            # the cut then.
+            if step in self._announced:
                 # Before this batch is told, which then waits for the save: that one tracks it, but
                 # for the rows that it holds.
                 self._watch.begin_cut(step)
@@ -256,8 +267,39 @@ class Recovery:
     def _announce(self, step):
         """A step ahead, as an engine takes a cut right after its step is committed."""
         if self._clock.due(step + 1):
-            self._engine.cut(step + 1, functools.partial(self._saves.at_cut, step + 1), unreached="ignore")
+            self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
             self._announced.add(step + 1)
+
+    def _at_cut(self, step, state):
+        if self._seen < int(state.dense.step):
+            self._saves.want_base()  # a hook before this one's has failed, and the batch was not tracked
+        self._saves.at_cut(step, state)
+
+    def _withdraw(self):
+        for step in self._announced:
+            self._engine.withdraw(step)
+        self._announced = set()
+
+    def _tell_missed(self, step):
+        """Whether steps up to this one were trained without the hook, which is told."""
+        if step <= self._seen:
+            return False
+        warn_missed(self._seen + 1, step)
+        return True
+
+    def restarted(self, state: TrainState) -> None:
+        """The engine is about to go on from another state: all its rows are saved, as no batch tells which are new.
+
+        Raises:
+          ValueError: the directory holds a whole image of a later step.
+          OSError: the base cannot be written.
+        """
+        if self._rolling_back or self._closed:
+            return
+        self._settle_all(self._seen)
+        self._withdraw()
+        self._saves.save_first(state)
+        self._seen = int(state.dense.step)
 
     def _refuse_closed(self):
         if not self._saves.opened:
@@ -343,9 +385,14 @@ class Recovery:
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
-        # The engine forgets its cuts when it is reset; the first is announced again behind it.
-        self._announced.clear()
-        self._engine.reset(state)
+        # The first cut is announced again behind the reset.
+        self._withdraw()
+        self._rolling_back = True
+        try:
+            self._engine.reset(state)
+        finally:
+            self._rolling_back = False
+        self._seen = image.step
         self._announce(image.step)
 
 

@@ -204,6 +204,10 @@ class Saves:
         self._whole.wait()
         self._go_on_over_base(state)
 
+    def want_base(self) -> None:
+        """The next save is one of all rows."""
+        self._base_wanted = True
+
     def save_base(self, state: TrainState) -> None:
         """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next
         save tries again."""

@@ -133,6 +133,8 @@ class Watch:
 
     def picked_ahead(self, save_step: int) -> dict[str, Pick] | None:
         """Waits for the thread to pick the rows of a save; None if nothing was picked ahead."""
+        for older in [step for step in self._picking if step < save_step]:
+            self._picking.pop(older).result()  # of a save that did not come: what it picked stays to be saved
         picking = self._picking.pop(save_step, None)
         # Raises here what the thread has raised, in the thread that saves.
         return picking.result() if picking else None

@@ -18,7 +18,7 @@ import numpy as np
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.planning import bucket
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
-from jaxrec.embedding.tables import RowIds, empty_parts, fill_initial
+from jaxrec.embedding.tables import RowIds, check_parts, check_shard, empty_parts, fill_initial
 from jaxrec.sharding import SPLIT, as_mesh, check_split, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
@@ -121,12 +121,14 @@ class DeviceTables:
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "DeviceTables":
         """Tables with other rows in one shard: the first ones, as many as are given; these tables
         are donated."""
+        check_parts(self.spec, self.layout, stack, shard, parts)
         new = {part: _set_shard(rows, shard, parts[part], rows.sharding) for part, rows in self.parts(stack).items()}
         value = {**self.value, stack: new.pop("value")}
         return dataclasses.replace(self, value=value, slots={**self.slots, stack: new})
 
     def reset_shard(self, stack: str, shard: int) -> "DeviceTables":
         """Tables whose rows of one shard are initial ones; these are donated."""
+        check_shard(self.spec, stack, shard)
         parts = empty_parts(self.spec.stacks[stack], self.layout[stack])
         fill_initial(self.spec, self.layout, stack, shard, parts)
         return self.with_shard(stack, shard, parts)

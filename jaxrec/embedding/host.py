@@ -16,7 +16,7 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import kernels, mapped
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
-from jaxrec.embedding.tables import RowIds, fill_initial
+from jaxrec.embedding.tables import RowIds, check_parts, check_shard, fill_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, Rows
 
@@ -242,6 +242,7 @@ class HostTables:
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
         """Overwrites the first rows of one shard, as many as are given, in place; returns the same
         tables."""
+        check_parts(self.spec, self.layout, stack, shard, parts)
         for part, rows in self.shards[stack][shard].items():
             rows[: len(parts[part])] = parts[part]
         return self
@@ -249,6 +250,7 @@ class HostTables:
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
         """Gives all rows of one shard their initial values and slots, as if never touched; returns
         the same tables."""
+        check_shard(self.spec, stack, shard)
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
 

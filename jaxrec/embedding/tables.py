@@ -80,15 +80,55 @@ class Tables(Protocol):
         """Copies picked rows to the host: {(stack, shard): {part: [n, width]}}."""
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
-        """Tables with other rows in one shard: the first ones, as many as are given; the rest
-        stay."""
+        """Tables with other rows in one shard: the first ones, as many as are given; the rest stay.
+
+        Args:
+          stack, shard: which one.
+          parts: {part: [n, width]}, all parts of the layout, n of them at most V / S.
+
+        Raises:
+          ValueError: there is no such shard, or parts of other shapes; nothing has changed.
+        """
 
     def reset_shard(self, stack: str, shard: int) -> Self:
-        """Tables whose rows of one shard are initial ones, with slots as if never touched."""
+        """Tables whose rows of one shard are initial ones, with slots as if never touched.
+
+        Raises:
+          ValueError: there is no such shard.
+        """
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
         """Within it whole shards are replaced; a home whose rows outlive the process says so on its
         files."""
+
+
+def check_shard(spec: EmbeddingSpec, stack: str, shard: int) -> None:
+    """Refuses a shard that there is not: a negative one would be counted from the end, one that is too large dropped.
+
+    Raises:
+      ValueError: the stack or the shard is none of the spec's.
+    """
+    if stack not in spec.stacks:
+        raise ValueError(f"stack {stack!r} is none of {list(spec.stacks)}.")
+    if not isinstance(shard, int | np.integer) or not 0 <= shard < spec.shards:
+        raise ValueError(f"shard={shard!r} must be a whole number from 0 to {spec.shards - 1}.")
+
+
+def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, parts: Mapping[str, Any]) -> None:
+    """Refuses rows that do not fit a shard, which would be broadcast over it, or leave it half changed.
+
+    Raises:
+      ValueError: there is no such shard; parts are missing, unknown, or of other shapes.
+    """
+    check_shard(spec, stack, shard)
+    most, found = spec.stacks[stack].rows_per_shard, {name: np.shape(rows) for name, rows in parts.items()}
+    given = min([most, *(shape[0] for shape in found.values() if shape)])
+    if found != {name: (given, part.width) for name, part in layout[stack].items()}:
+        wanted = {name: ("n", part.width) for name, part in layout[stack].items()}
+        raise ValueError(
+            f"parts of shard {shard} of {stack!r} have the shapes {found}, but {wanted} are wanted, with one n up to "
+            f"{most}."
+        )
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
@@ -141,6 +181,7 @@ def is_initial(tables: Tables) -> bool:
 
 def _shard_is_initial(stack, shard, parts, spec, layout):
     return all(
-        np.array_equal(np.asarray(parts["value"][rows]), initial["value"])
+        np.array_equal(np.asarray(parts[name][rows]), array)
         for rows, initial in initial_chunks(spec, layout, stack, shard)
+        for name, array in initial.items()
     )

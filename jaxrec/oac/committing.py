@@ -5,10 +5,10 @@ The order at a step: the commit, its hooks in their order, shards that are reall
 emulated failures.
 """
 
-import operator
 import threading
 from collections.abc import Callable, Iterable
 
+from jaxrec.asked import Tries, check_change, checked_shards
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac.leaving import REMEDY, Leaving
@@ -17,8 +17,6 @@ from jaxrec.oac.view import LaggingTables
 from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
-_TRIES = 8  # how often shards may be lost again before one more step is committed
-
 
 class Committing(Leaving):
     """The steps of a pipeline, and what is done between two of them or in a hook."""
@@ -26,7 +24,7 @@ class Committing(Leaving):
     def __init__(self):
         super().__init__()
         self._to_lose: set[int] = set()  # behind the cut of this step
-        self._recovered_at, self._tries = -1, 0
+        self._tries = Tries()
 
     def _next_number(self):
         """The batch to commit, when it is loaded and its shards are there; None at the end."""
@@ -147,8 +145,7 @@ class Committing(Leaving):
           ValueError: `change` is no function, or returns other tables; one is at work already.
           As `drain`, and whatever `change` raises: what was changed until then stays.
         """
-        if not callable(change):
-            raise ValueError(f"exclusive wants a function (tables) -> tables, and was given a {type(change).__name__}.")
+        check_change(change)
         if self.flow.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         self.drain()
@@ -189,14 +186,7 @@ class Committing(Leaving):
           ValueError: there is no such shard; nothing runs.
           ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
         """
-        try:
-            wanted = {operator.index(shard) for shard in shards}
-        except TypeError:
-            raise ValueError(f"lose wants the numbers of shards, as in [3], and was given {shards!r:.80}.") from None
-        if wrong := [shard for shard in wanted if shard not in range(self.tables.spec.shards)]:
-            raise ValueError(f"shards {wrong} must lie between 0 and {self.tables.spec.shards - 1}.")
-        if not self.running:
-            raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
+        wanted = checked_shards(self.tables.spec, shards, self.running)
         self._refuse_elsewhere()
         self._to_lose |= wanted
 
@@ -219,10 +209,7 @@ class Committing(Leaving):
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
             raise ShardsLost(shards, f"no watcher brings them back: pipeline.enter(Recovery(...)) first; now {REMEDY}")
-        self._tries = self._tries + 1 if self._recovered_at == self.step else 1
-        self._recovered_at = self.step
-        if self._tries > _TRIES:
-            raise ShardsLost(shards, f"again, after {_TRIES} recoveries at step {self.step}: {REMEDY}")
+        self._tries.count(self.step, shards, REMEDY)
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()
         before = self.flow.epoch

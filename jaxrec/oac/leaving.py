@@ -39,6 +39,7 @@ from typing import Any, Self, TypeVar
 
 import jax
 
+from jaxrec.asked import check_watcher
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.ends import caught, first, note
@@ -263,8 +264,7 @@ class Leaving:
         """
         if not self._within:
             raise ValueError("enter a watcher within `with pipeline:`, whose end will leave it.")
-        if not hasattr(watcher, "__enter__") or not hasattr(watcher, "__exit__"):
-            raise ValueError(f"enter wants a context manager, and was given a {type(watcher).__name__}.")
+        check_watcher(watcher)
         entered = self._entered.enter_context(watcher)
         self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered

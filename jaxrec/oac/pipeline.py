@@ -21,13 +21,14 @@ from typing import Any, Literal
 import jax
 
 from jaxrec.announced import Cut
+from jaxrec.asked import check_hooks, tell_restarted
 from jaxrec.bounds import whole_number
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.committing import Committing
 from jaxrec.oac.ends import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
-from jaxrec.oac.steps import Steps, check_hooks, check_same_shapes
+from jaxrec.oac.steps import Steps, check_same_shapes
 from jaxrec.oac.threads import Cuts, Workers
 from jaxrec.oac.view import Standing, begin_run, check_alone
 from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself
@@ -174,6 +175,8 @@ class Pipeline(Committing):
     def _iterate(self, stream, hooks, check_every_steps):
         try:
             self._begin_run(stream)
+            # What a hook has lost in a run that a hook behind it has ended.
+            self._recover_emulated()
             while (number := self._next_number()) is not None:
                 metrics = self._train(number, hooks)
                 self._steps.check_losses(check_every_steps)
@@ -200,7 +203,7 @@ class Pipeline(Committing):
     def _begin_run(self, stream):
         with uninterrupted():
             self._refuse()
-            self._left, self._iterating, self._to_lose = False, threading.current_thread(), set()
+            self._left, self._iterating = False, threading.current_thread()
             self._compiled_before = self._steps.compiled()
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
@@ -230,6 +233,10 @@ class Pipeline(Committing):
         self._refuse_unsaved()
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more; no harm if it was taken."""
+        self._cuts.withdraw(step)
+
     def reset(self, state: TrainState) -> None:
         """Goes on from another state: an image that was restored, after an error or before the next
         run.
@@ -256,9 +263,10 @@ class Pipeline(Committing):
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
         check_alone(state.tables, self.flow)
-        self._cuts.warn(self.step)
-        self._cuts.forget()
+        tell_restarted(self._watchers, state)
+        before, self._to_lose = self.step, set()
         self.tables, self._view = state.tables, state.tables
         self._steps.dense, self._stages.tables = state.dense, state.tables
         self._standing = self._standing_of(state.tables)
         self._begin_flow(self.flow.planned + self.window + 1, Stream(iter(())))
+        self._cuts.forget(before)  # last, as it may warn

@@ -8,7 +8,7 @@ Legend: W window, S shards, U padded unique rows per shard.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -166,18 +166,6 @@ class Steps:
                     "what it was given, in shape and dtype."
                 )
         self._checked.add(key)
-
-
-def check_hooks(hooks: Any) -> tuple[Callable, ...]:
-    """The hooks as a tuple, as they are called in every step and may come from a generator.
-
-    Raises:
-      ValueError: they are no functions.
-    """
-    once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
-    if not all(map(callable, once)):
-        raise ValueError("hooks must be a list of functions (state, step, plans, metrics) -> state: hooks=[hook].")
-    return once
 
 
 def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:

@@ -260,14 +260,28 @@ class Cuts(Announced):
     def __init__(self, stages: Stages, steps: Steps):
         super().__init__()
         self._stages, self._steps = stages, steps
+        # Saves that met lost shards, and come again when those are back.
+        self._missed: list[Callable] = []
 
     def begin(self, step: int, workers: Workers) -> None:
         """Begins the cut of a step that was just committed, if there is one, and those that lost
         shards have kept."""
-        for _ in range(len(self.missed)):
-            self._begin(self.missed[0], workers, lambda: self.missed.pop(0))
+        for _ in range(len(self._missed)):
+            self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
             self._begin(save, workers, lambda: self.tell_begun(step))
+
+    def save_missed(self, state: TrainState) -> None:
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended;
+        what meets lost shards again stays, and raises ShardsLost."""
+        while self._missed:
+            self._missed[0](state)
+            self._missed.pop(0)
+
+    def forget(self, now: int) -> None:
+        """No cut is to come any more."""
+        self._missed = []
+        super().forget(now)
 
     def _begin(self, save, workers, forget):
         flow = workers.flow
@@ -293,11 +307,11 @@ class Cuts(Announced):
             if whole := flow.wait_for_hold():
                 self._stages.write_rest(ring, flow)
             if flow.gone:  # perhaps only since then
-                self.missed.append(save)
+                self._missed.append(save)
             elif whole:
                 save(TrainState(dense, self._stages.tables))
         except ShardsLost as lost:
             flow.tell_lost(lost.shards)
-            self.missed.append(save)
+            self._missed.append(save)
         finally:
             flow.release_writes()

@@ -1,0 +1,162 @@
+"""Plans made ahead of the step, in a thread: they depend on ids alone, never on parameters."""
+
+import collections
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+from jaxrec.boundary import own_batch
+from jaxrec.data.loader import prefetch
+from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
+from jaxrec.interrupts import uninterrupted
+from jaxrec.stream import END, Stream
+from jaxrec.types import Batch
+
+_AHEAD = 3  # batches, with the one that is in work
+
+
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
+    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
+
+    Args:
+      spec: the tables and lookups.
+      batches: Batch after Batch, of one size.
+      capacity: {stack: U} to begin with; it grows when a batch does not fit.
+      depth: how many batches to be ahead.
+
+    Yields:
+      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+
+    Raises:
+      ValueError: as `plan`; what comes is no Batch.
+    """
+    return prefetch(_plan_each(spec, batches, capacity), depth)
+
+
+def _plan_each(spec, batches, capacity):
+    for batch in batches:
+        batch = own_batch(_batch(batch, "`planned`"))  # plans run ahead, and a loader may fill the same arrays again
+        plans = plan(spec, batch.ids, capacity)
+        capacity = capacity_of(plans)
+        yield batch, plans
+
+
+def _batch(batch, who):
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{who} makes the plans itself from Batch after Batch, but got a {type(batch).__name__}.")
+    return batch
+
+
+def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
+    """The pairs of an iterable, each looked at before a step is given it."""
+    for pair in batches:
+        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
+                "planned(spec, batches)."
+            )
+        yield pair
+
+
+class Ahead:
+    """The batches of a stream with their plans, made in a thread; leaving it never waits for the stream.
+
+    What was taken from the stream and not trained goes back to it, in its place, errors too: to whoever goes on
+    with the same iterator nothing was read ahead.
+
+    Args:
+      stream: no other thread takes from it meanwhile.
+      spec: of the tables.
+    """
+
+    def __init__(self, stream: Stream, spec: EmbeddingSpec):
+        self._stream, self._spec = stream, spec
+        self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
+        # Both are of C, and hold no lock that a Ctrl-C could leave held.
+        self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) of what is taken, in order
+        self._room: queue.SimpleQueue = queue.SimpleQueue()  # a token for each batch that may be taken
+        self._inside = self._left = False  # whether the thread is in the stream; whether nobody wants more
+        self._lock = threading.RLock()  # the collector may leave a run at any line, also of the thread itself
+        for _ in range(_AHEAD):
+            self._room.put(None)
+        stream.free.clear()
+        self._thread = threading.Thread(target=self._plan_all, name="plan", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # the system gives no more threads
+            stream.free.set()
+            raise
+
+    def __iter__(self) -> Iterator[tuple]:
+        """Yields (Batch, {stack: Plan}); raises what the stream or a plan raised, in its place."""
+        while True:
+            pair, error = self._made.get()
+            if error is not None:
+                self.forget()
+                raise error
+            if pair is None:
+                return
+            self._room.put(None)
+            yield pair
+
+    def forget(self) -> None:
+        """The oldest batch counts as trained, or as refused: it does not come again."""
+        self._taken.popleft()
+
+    def leave(self) -> None:
+        """Ends the thread, but for one that the stream blocks: it gives back what it brings when it wakes."""
+        with uninterrupted():
+            with self._lock:
+                self._left, inside = True, self._inside
+            self._room.put(None)
+            if not inside and self._thread is not threading.current_thread():
+                self._thread.join()
+            with self._lock:
+                # In front of what a thread that was inside may have given back by now.
+                for taken in reversed(self._taken):
+                    self._stream.give_back(taken, first=True)
+                self._taken.clear()
+                self._stream.rest()
+
+    def _plan_all(self):
+        capacity: Any = None
+        try:
+            while self._enter_stream() and (taken := self._take()) is not END:
+                plans = plan(self._spec, _batch(taken, "a run").ids, capacity)
+                capacity = capacity_of(plans)
+                self._made.put(((taken, plans), None))
+            self._made.put((None, None))
+        except BaseException as error:
+            self._keep(error)
+            self._made.put((None, error))
+        finally:
+            self._stream.free.set()
+
+    def _enter_stream(self):
+        self._room.get()
+        with self._lock:
+            self._inside = not self._left
+            return self._inside
+
+    def _take(self):
+        """The next batch, kept until it is trained; END if there is none, or nobody wants it any more."""
+        try:
+            taken = self._stream.take()
+        except BaseException as error:
+            taken = error
+        with self._lock:
+            self._inside = False
+            if self._left:
+                self._stream.give_back(taken)
+                return END
+            if taken is not END:
+                self._taken.append(taken)
+        if isinstance(taken, BaseException):
+            raise taken
+        return taken
+
+    def _keep(self, error):
+        # In the place of its batch: what cannot be planned does not come again, and the error is told once.
+        with self._lock:
+            self._taken[-1] = error

@@ -1,0 +1,84 @@
+"""What an engine is asked by its user: requests that all engines refuse in the same words."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxrec.embedding import EmbeddingSpec
+from jaxrec.types import ShardsLost, TrainState
+
+# How often shards may be lost again before one more step is committed.
+MOST_TRIES = 8
+
+
+def check_hooks(hooks: Any) -> tuple[Callable, ...]:
+    """The hooks as a tuple, as they are called in every step and may come from a generator.
+
+    Raises:
+      ValueError: they are no functions.
+    """
+    once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
+    if not all(map(callable, once)):
+        raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
+    return once
+
+
+def check_change(change: Any) -> None:
+    """Refuses what cannot change tables.
+
+    Raises:
+      ValueError: it is no function.
+    """
+    if not callable(change):
+        raise ValueError(f"exclusive wants a function (tables) -> tables, and was given a {type(change).__name__}.")
+
+
+def check_watcher(watcher: Any) -> None:
+    """Refuses what cannot be entered.
+
+    Raises:
+      ValueError: it is no context manager.
+    """
+    if not hasattr(watcher, "__enter__") or not hasattr(watcher, "__exit__"):
+        raise ValueError(f"enter wants a context manager, and was given a {type(watcher).__name__}.")
+
+
+def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) -> set[int]:
+    """The shards that a hook wants lost.
+
+    Raises:
+      ValueError: they are no numbers of shards; nothing runs.
+    """
+    try:
+        wanted = {operator.index(shard) for shard in shards}
+    except TypeError:
+        raise ValueError(f"lose wants the numbers of shards, as in [3], and was given {shards!r:.80}.") from None
+    if wrong := [shard for shard in wanted if shard not in range(spec.shards)]:
+        raise ValueError(f"shards {wrong} must lie between 0 and {spec.shards - 1}.")
+    if not running:
+        raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
+    return wanted
+
+
+def tell_restarted(watchers: Iterable[Any], state: TrainState) -> None:
+    """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
+    for watcher in watchers:
+        getattr(watcher, "restarted", lambda state: None)(state)
+
+
+class Tries:
+    """How often shards were brought back at one step: what is lost again and again ends the run."""
+
+    def __init__(self):
+        self._step, self._tries = -1, 0
+
+    def count(self, step: int, shards: Iterable[int], remedy: str) -> None:
+        """Counts a recovery.
+
+        Raises:
+          ShardsLost: it is one too many.
+        """
+        self._tries = self._tries + 1 if self._step == step else 1
+        self._step = step
+        if self._tries > MOST_TRIES:
+            raise ShardsLost(shards, f"again, after {MOST_TRIES} recoveries at step {step}: {remedy}")
