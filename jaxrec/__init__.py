@@ -37,11 +37,12 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.engine import Engine, Serial, planned
+from jaxrec.engine import Engine, Serial
 from jaxrec.loop import evaluate, every, fit, train
 from jaxrec.models import DLRM, DCNv2
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_eval_step, make_train_step, make_update, run_hooks, update
+from jaxrec.stream import planned
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
 
 __version__ = "0.1.0"

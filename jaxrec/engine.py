@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from jaxrec.announced import Announced, Cut
-from jaxrec.boundary import check_not_donated, own_batch
+from jaxrec.boundary import check_not_donated
 from jaxrec.bounds import whole_number
 from jaxrec.data.loader import prefetch
-from jaxrec.embedding import EmbeddingSpec, Tables, capacity_of, plan
+from jaxrec.embedding import Tables
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.step import check_finite, run_hooks
-from jaxrec.stream import END, Streams
+from jaxrec.stream import Streams, in_pairs, planned_of
 from jaxrec.types import Batch, ShardsLost, TrainState
 
 
@@ -179,7 +179,7 @@ class Serial:
         # again.
         stream.free.clear()
         try:
-            with contextlib.closing(prefetch(_planned_of(stream, self.tables.spec, taken), 2)) as pairs:
+            with contextlib.closing(prefetch(planned_of(stream, self.tables.spec, taken), 2)) as pairs:
                 yield from self._over_pairs(pairs, hooks, check_every_steps, taken.popleft)
         finally:
             # What was planned and not trained goes back in front, in its order, so that the next
@@ -303,59 +303,3 @@ class Serial:
             # Before what was entered is left: a recovery must still be there while the run ends.
             generator.close()
         self._cuts.warn(self.step)
-
-
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
-
-    Args:
-      spec: the tables and lookups.
-      batches: Batch after Batch, of one size.
-      capacity: {stack: U} to begin with; it grows when a batch does not fit.
-      depth: how many batches to be ahead.
-
-    Yields:
-      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
-
-    Raises:
-      ValueError: as `plan`; what comes is no Batch.
-    """
-    return prefetch(_plan_each(spec, batches, capacity), depth)
-
-
-def _plan_each(spec, batches, capacity):
-    for batch in batches:
-        # Plans run ahead, and a loader may fill the same arrays again.
-        batch = own_batch(_batch(batch, "`planned`"))
-        plans = plan(spec, batch.ids, capacity)
-        capacity = capacity_of(plans)
-        yield batch, plans
-
-
-def _planned_of(stream, spec, taken):
-    """Pairs of a stream, in the thread that reads it; what could not be planned does not come again
-    with the stream."""
-    capacity = None
-    while (batch := stream.take()) is not END:
-        plans = plan(spec, _batch(batch, "a run").ids, capacity)
-        capacity = capacity_of(plans)
-        # Before it is handed over: the run takes it off this list when its step begins.
-        taken.append(batch)
-        yield batch, plans
-
-
-def _batch(batch, who):
-    if not isinstance(batch, Batch):
-        raise ValueError(f"{who} makes the plans itself from Batch after Batch, but got a {type(batch).__name__}.")
-    return batch
-
-
-def in_pairs(batches):
-    """The pairs of an iterable, each looked at before a step is given it."""
-    for pair in batches:
-        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
-                "planned(spec, batches)."
-            )
-        yield pair

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxrec import metrics
 from jaxrec.bounds import whole_number
-from jaxrec.engine import Engine, Serial, in_pairs, planned
+from jaxrec.engine import Engine, Serial
+from jaxrec.stream import in_pairs, planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]

@@ -1,12 +1,17 @@
-"""The stream of a run: the caller's iterator, and what was taken from it and not trained."""
+"""The stream of a run: the caller's iterator, what was taken from it and not trained, and its plans.
+
+Legend: U padded unique rows per shard.
+"""
 
 import collections
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jaxrec.boundary import own_batch
+from jaxrec.data.loader import prefetch
+from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.types import Batch
 
 END = object()  # what `take` returns when the stream has ended
@@ -106,3 +111,59 @@ def _weak(iterator):
         return weakref.ref(iterator)
     except TypeError:
         return None
+
+
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
+    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
+
+    Args:
+      spec: the tables and lookups.
+      batches: Batch after Batch, of one size.
+      capacity: {stack: U} to begin with; it grows when a batch does not fit.
+      depth: how many batches to be ahead.
+
+    Yields:
+      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+
+    Raises:
+      ValueError: as `plan`; what comes is no Batch.
+    """
+    return prefetch(_plan_each(spec, batches, capacity), depth)
+
+
+def _plan_each(spec, batches, capacity):
+    for batch in batches:
+        # Plans run ahead, and a loader may fill the same arrays again.
+        batch = own_batch(_batch(batch, "`planned`"))
+        plans = plan(spec, batch.ids, capacity)
+        capacity = capacity_of(plans)
+        yield batch, plans
+
+
+def planned_of(stream, spec, taken):
+    """Pairs of a stream, in the thread that reads it; what could not be planned does not come again
+    with the stream."""
+    capacity = None
+    while (batch := stream.take()) is not END:
+        plans = plan(spec, _batch(batch, "a run").ids, capacity)
+        capacity = capacity_of(plans)
+        # Before it is handed over: the run takes it off this list when its step begins.
+        taken.append(batch)
+        yield batch, plans
+
+
+def _batch(batch, who):
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{who} makes the plans itself from Batch after Batch, but got a {type(batch).__name__}.")
+    return batch
+
+
+def in_pairs(batches):
+    """The pairs of an iterable, each looked at before a step is given it."""
+    for pair in batches:
+        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
+                "planned(spec, batches)."
+            )
+        yield pair
