@@ -94,7 +94,8 @@ def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, An
     for way, (mode, every) in recoveries_of(costs, config.target_pls).items():
         law = modelled(costs, mode, every)
         replays = [replay_in_useful_time(long, mode, every, hours).overhead for hours in drawn]
-        key, parts = f"setting_{name}_{way}", {part: 100 * value for part, value in law._asdict().items()}
+        key = f"setting_{name}_{way}"
+        parts = {part: 100 * value for part, value in law._asdict().items()}
         results[f"{key}_percent_modelled"] = 100 * law.total
         results[f"{key}_percent_emulated"] = 100 * float(np.mean([overhead.total for overhead in replays]))
         results |= {f"{key}_{part}_percent_modelled": percent for part, percent in parts.items()}

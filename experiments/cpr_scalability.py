@@ -71,7 +71,8 @@ class Config(Flags):
     """Flags of the experiment."""
 
     traces: Path | None = None
-    """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures are drawn."""
+    """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures
+    are drawn."""
     setting: Literal["a", "b"] = "a"
     """Costs of parts 2 and 4."""
     target_pls: float = 0.1

@@ -32,11 +32,13 @@ class JobConfig(Flags):
     """Prepared Criteo rows, a directory."""
     examples: int | None = None
     rows: int | None = None
-    """Of all synthetic tables together; 0.74 per example by default, as Criteo Kaggle has: 33.8M and 45.8M."""
+    """Of all synthetic tables together; 0.74 per example by default, as Criteo Kaggle has: 33.8M
+    and 45.8M."""
     batch_size: int | None = None
     fraction: float = 0.125
     watched: int = 26
-    """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in the paper."""
+    """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in
+    the paper."""
     learning_rate: float = 1e-3
     row_learning_rate: float = 0.02
     width: int = 16

@@ -58,7 +58,8 @@ class Config(Flags):
     """Flags of link prediction; what is not given follows from the preset."""
 
     path: Path | None = None
-    """Directory with train2id.txt(.gz), valid2id.txt(.gz) and test2id.txt(.gz); a generated graph if not given."""
+    """Directory with train2id.txt(.gz), valid2id.txt(.gz) and test2id.txt(.gz); a generated graph
+    if not given."""
     model: Literal["distmult", "complex"] = "complex"
     modes: tuple[Mode, ...] = ("sync", "async", "oac")
     """How batches are trained, one run for each."""
@@ -173,7 +174,8 @@ class LinkRecorder:
     """The clock, the progress bar and the history of a run, as hooks."""
 
     def __init__(self, run: Run, config: Config, job: LinkJob, ranker: Ranker, mode: str, pipeline: Pipeline):
-        self.run, self.job, self.ranker, self.mode, self.pipeline = run, job, ranker, mode, pipeline
+        self.run, self.job, self.ranker = run, job, ranker
+        self.mode, self.pipeline = mode, pipeline
         valid = ranker.triples.valid
         # The same in every run.
         self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]

@@ -29,7 +29,8 @@ class Job:
     equal_tables: int = 0
     """So many tables of equal size; 26 of Criteo Kaggle's proportions if 0."""
     precision: Literal["default", "highest"] = "default"
-    """Of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs know f32 only."""
+    """Of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs know
+    f32 only."""
     seed: int = 0
 
     @property

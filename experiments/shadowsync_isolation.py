@@ -93,7 +93,8 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     first = {"command": command, "regime": "free-running", "rule": config.rule}
     results = first | rates_over_none(run_in_turns(config, run))
-    gap, rate = (lambda name: results[f"average_sync_gap_{name}"]), (lambda name: results[f"{name}_over_no_sync"])
+    gap = lambda name: results[f"average_sync_gap_{name}"]
+    rate = lambda name: results[f"{name}_over_no_sync"]
     curve = sorted(
         (gap(name), rate(name)) for name in synchronisers_of(config) if name.startswith("shadow") and gap(name)
     )

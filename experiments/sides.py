@@ -145,10 +145,12 @@ class JaxSide:
         from jaxrec.embedding import DeviceTables, plan
 
         on_device = isinstance(self.state.tables, DeviceTables)
-        reader, putter = (lambda tables, plans: tables.read(plans)), (lambda tables, plans, new: tables.put(plans, new))
+        reader = lambda tables, plans: tables.read(plans)
+        putter = lambda tables, plans, new: tables.put(plans, new)
         if on_device:
             reader, putter = jax.jit(reader), jax.jit(putter, donate_argnums=0)
-        tables, times = self.state.tables, {name: list[float]() for name in ("plan", "read", "update", "put")}
+        tables = self.state.tables
+        times = {name: list[float]() for name in ("plan", "read", "update", "put")}
         for i in range(repeats):
             batch, marks = self.batches[i % BATCHES], [time.perf_counter()]
             plans = plan(self.spec, batch.ids, self.capacity)

@@ -73,7 +73,8 @@ class Config(Flags):
     resume: bool = False
     """Go on with the run in --workdir, bit for bit."""
     requeue: bool = False
-    """When stopped by a signal, exit with 75, by which a scheduler knows that it should start this command again."""
+    """When stopped by a signal, exit with 75, by which a scheduler knows that it should start this
+    command again."""
 
 
 def make_job(config: Config, data: Data) -> ClickJob:

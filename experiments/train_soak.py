@@ -98,7 +98,8 @@ class Soak:
         """One run, disturbed until it is finished or the time is over, then compared."""
         rng = np.random.default_rng([self.seed, number])
         home = list(HOMES)[number % len(HOMES)]
-        flags, workdir = AS_OFTEN[int(rng.integers(len(AS_OFTEN)))], self.directory / f"run-{number}-{home}"
+        flags = AS_OFTEN[int(rng.integers(len(AS_OFTEN)))]
+        workdir = self.directory / f"run-{number}-{home}"
         code = None
         while code != 0:
             process = self.start(home, workdir, flags)
@@ -121,7 +122,8 @@ class Soak:
         """Sends a signal at a random instant, waits for the end, and looks at it."""
         # One in four comes while Python starts; the others after a line that says how far the run
         # has come.
-        way, lines = WAYS[int(rng.integers(len(WAYS)))], int(rng.integers(2, LINES)) if rng.random() < 0.75 else 0
+        way = WAYS[int(rng.integers(len(WAYS)))]
+        lines = int(rng.integers(2, LINES)) if rng.random() < 0.75 else 0
         assert process.stdout is not None
         said = ""
         for _ in range(lines):

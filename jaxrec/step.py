@@ -90,8 +90,7 @@ def make_update(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Puts `update` on a mesh: (dense, rows, plans, batch) -> dense', rows', metrics, not yet
-    jitted.
+    """Puts `update` on a mesh, not jitted: (dense, rows, plans, batch) -> dense', rows', metrics.
 
     Args:
       spec, loss, optimizer, row_optimizer, row_gradient, seed: as for `make_train_step`.
@@ -158,8 +157,7 @@ def make_train_step(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Makes the train step of both homes: (state, plans, batch) -> state', metrics; it donates the
-    state.
+    """Makes the train step of both homes, (state, plans, batch) -> state', metrics; it donates.
 
     A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a
     seed it is called with `rng=key` as well, the key of this seed, step and device. It may return
@@ -250,8 +248,7 @@ def _verbs(spec, mesh):
 
 
 def _looked_at(run, refuse, spec, mesh):
-    """A step as a user calls it: what it is given is looked at, and where it lies if JAX refuses
-    it."""
+    """A step as a user calls it: it looks at what it is given, and if JAX refuses it, where."""
 
     def step(state, plans, batch):
         boundary.check_state(spec, state)

@@ -1,5 +1,4 @@
-"""Images on disk: whole or absent, verified before they are believed. The one file that knows
-Orbax.
+"""Images on disk: whole or absent, verified before they are believed. Only this file knows Orbax.
 
 An image is a directory of ours: Orbax writes one leaf an array inside NAME.partial, a manifest
 lists size and checksum of every file, all is flushed, and one rename commits. So a killed save
@@ -54,11 +53,9 @@ class Image(NamedTuple):
       tables: {table: [rows, width]} in the order of the spec.
       shards: S.
       layout: {stack: {part: [width, dtype]}} of 'value' and each slot.
-      seed: of the initial rows. scales: {table: half width of their distribution}, None for the
-        default.
+      seed: of the initial rows. scales: {table: half width of their distribution}, or None.
       spec: digest of the spec.
-      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if it was not
-        saved.
+      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if not saved.
       extra: what the caller saved along, such as the data position.
       parents: {name: digest} of the images that this one needs, oldest first.
       files: {name: [bytes, crc32]}.
@@ -145,8 +142,7 @@ def _write_files(partial, image):
 
 
 def _pieces(arrays):
-    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all that it is given at
-    once."""
+    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all of what it gets."""
     piece, size = {}, 0
     for name, array in arrays.items():
         piece[name], size = array, size + array.nbytes
@@ -176,8 +172,7 @@ def _write_arrays(directory, arrays):
 
 
 def _as_os_error(error, path):
-    """The OSError that another library's error stands for: nothing but the disk can refuse arrays
-    of ours."""
+    """The OSError behind another library's error: only the disk can refuse arrays of ours."""
     if isinstance(error, OSError):
         return error
     text = str(error)
@@ -188,8 +183,7 @@ def _as_os_error(error, path):
 
 
 def set_aside(path: Path) -> Path:
-    """Renames an image that is not to be read again to NAME.damaged (and a number); returns that
-    path."""
+    """Renames an image that is not to be read again to NAME.damaged (and a number): the path."""
     for number in range(1000):
         name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
         if not name.exists():
@@ -204,8 +198,7 @@ def images(directory: str | Path) -> list[Path]:
 
 
 def deltas(directory: str | Path) -> list[Path]:
-    """The committed row deltas of a directory, newest first; each needs the images that its
-    manifest names."""
+    """The committed row deltas of a directory, newest first; each needs what its manifest names."""
     return _numbered(directory, "delta_")
 
 
@@ -226,15 +219,13 @@ def number_of(path: Path) -> int:
 
 
 def remove_partial(directory: Path, prefix: str) -> None:
-    """Removes what killed saves have left of images whose names begin with a prefix; the caller
-    holds their lock."""
+    """Removes what killed saves have left of images of a prefix; the caller holds their lock."""
     for torn in directory.glob(f"{prefix}*{PARTIAL}"):
         shutil.rmtree(torn, ignore_errors=True)
 
 
 def needed(directory: str | Path) -> set[str]:
-    """Names of the images that a row delta of a directory needs, or that one is about to be written
-    over.
+    """Names of the images that a row delta of a directory needs, or is to be written over.
 
     What cannot be read may need any image: then all are needed.
     """
@@ -293,8 +284,7 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
       advise: makes of the image's path the last sentence of an error.
 
     Raises:
-      DamagedImage: a file is missing, or its size or checksum differs; names it, and the newest
-        older image.
+      DamagedImage: a file is missing or differs; names it, and the newest older image.
     """
     for name, (size, crc) in image.files.items():
         if leaves is not None and name.count("/") > 1 and name.split("/")[1] not in leaves:
@@ -311,8 +301,7 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an image is there and can be believed, file by file; what it needs is not looked
-    at."""
+    """Whether an image is there and can be believed, file by file; not what it needs."""
     try:
         verify(read_manifest(path, str), advise=str)
     except DamagedImage:
@@ -321,8 +310,7 @@ def is_whole(path: Path) -> bool:
 
 
 def warn_skipped(errors: Sequence[BaseException]) -> None:
-    """Warns, once, that images were passed over because they are damaged; the errors name them,
-    newest first."""
+    """Warns, once, that damaged images were passed over; the errors name them, newest first."""
     if errors:
         more = f" (and {len(errors) - 1} more before it)" if len(errors) > 1 else ""
         warnings.warn(f"skipped what is damaged: {errors[0]}{more}", stacklevel=3)

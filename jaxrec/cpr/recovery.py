@@ -230,8 +230,7 @@ class Recovery:
     # ---- at each step
 
     def hook(self, state: TrainState, step: int, plans: dict[str, Plan], metrics) -> TrainState:
-        """Tracks the batch, and tells the engine when the next save and the next emulated failure
-        are.
+        """Tracks the batch, and announces the next save and emulated failure to the engine.
 
         Raises:
           ValueError: it was not entered; the step is not the engine's.
@@ -310,11 +309,9 @@ class Recovery:
     # ---- recovering
 
     def recover(self, shards: Sequence[int], without: Collection[str] = ()) -> None:
-        """Brings lost shards back: partial recovery restores them alone, full recovery raises
-        `RolledBack`.
+        """Brings lost shards back: they alone, or with full recovery all, by `RolledBack`.
 
-        Where an image is damaged, the newest one that is whole is used, with a warning; its step
-        decides the PLS.
+        A damaged image is passed over, with a warning; the step of the one used decides the PLS.
 
         Args:
           shards: the ones that are lost, of all stacks.
@@ -371,8 +368,7 @@ class Recovery:
         return tables
 
     def _lost_by(self, step, source, older, without):
-        """What a shard adds to the PLS that comes back from a source; an older one if the newest is
-        not whole."""
+        """What a shard that comes back adds to the PLS; `older` if not from the newest source."""
         found = chain(source, without) if older and source is not None else []
         saved = _regular_of(found) if found else self._first if older else self._saves.regular
         return lost_portion(step, saved, max(self._total, step), self.spec.shards)

@@ -125,6 +125,7 @@ class Committing(Leaving):
             raise self.flow.unsaved
 
     def _refuse_elsewhere(self):
+        # A step in another thread may donate the dense state that this call would look at.
         generator, here = self._generator(), threading.current_thread()
         if generator is not None and generator.gi_running and self._iterating is not here:
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
@@ -201,6 +202,7 @@ class Committing(Leaving):
 
     def _recover_emulated(self):
         """Has watchers bring back what hooks want lost."""
+        # Taken off first: if bringing them back fails, the next step must not lose them once more.
         wanted, self._to_lose = self._to_lose, set()
         if wanted:
             self._recover(wanted)
@@ -209,6 +211,7 @@ class Committing(Leaving):
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
             raise ShardsLost(shards, f"no watcher brings them back: pipeline.enter(Recovery(...)) first; now {REMEDY}")
+        # Counted per step: a home that loses again what was just brought back would go on for ever.
         self._tries.count(self.step, shards, REMEDY)
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()

@@ -118,6 +118,7 @@ class Ends:
         """Rows of a committed batch are lost: only what is before it is still written. The first
         error counts."""
         with self._changed:
+            # The earliest batch, whatever the order in which threads find that they have failed.
             self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
             self.stopped = True
             self._changed.notify_all()

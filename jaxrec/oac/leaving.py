@@ -144,6 +144,7 @@ class Leaving:
             self._view = self.tables
 
     def _take_untold(self):
+        # Taken off: what was told once is not raised again by the next call.
         failures, self._untold = self._untold, []
         return failures
 

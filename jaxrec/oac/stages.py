@@ -126,6 +126,7 @@ class Stages:
                 f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
                 "jaxrec.Batch(ids, dense, label, weight), not the pairs of `planned`."
             )
+        # With the capacity of the batches before, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         boundary.check_batch(self.tables.spec, plans, batch, self.devices)
         self.capacity = capacity_of(plans)
@@ -165,12 +166,14 @@ class Stages:
           floor: what batches before it left in the ring is void.
           tell_gathered: called with its number when the tables have been read.
         """
-        number, window, source, plans, place = planned.number, self.way.window, planned.source, planned.plans, {}
+        number, window, source = planned.number, self.way.window, planned.source
+        plans, place = planned.plans, {}
         if self.way.skip_reads and number - window >= floor:  # before that, little is in the ring
             fresh = {name: where < 0 for name, where in source.items()}
             if (some := self._without_gaps("sent", plans, fresh)) is not None:
                 plans, _, place = some
         read = self.tables.read(plans)
+        # Before anything is sent: in semisync the write of the batch before waits for this gather.
         tell_gathered(number)
         whole = self._rows_bytes(planned.plans) + nbytes(source)
         rows, source_there, place_there = self._send_counted((read, source, place), "rows", whole)

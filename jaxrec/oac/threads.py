@@ -65,7 +65,8 @@ class Workers:
     """
 
     def __init__(self, flow: Flow, stages: Stages, stream: Stream, standing: Standing, threads: Threads):
-        self.flow, self.stages, self.stream, self.standing, self.count = flow, stages, stream, standing, threads
+        self.flow, self.stages, self.stream = flow, stages, stream
+        self.standing, self.count = standing, threads
         self.threads: list[Worker] = []
         self.process = os.getpid()  # a fork has the run without its threads
 
