@@ -30,9 +30,10 @@ class Figure(NamedTuple):
 def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     """What results hold, each value with its interval; a single round or seed has none.
 
-    >>> found = figures({"a": 2.0, "a_low": 1.0, "a_high": 3.0, "a_max": 9.0, "b_half_interval":
-    None, "b": 5}) >>> found["a"], found["b"], len(found) (Figure(value=2.0, low=1.0, high=3.0),
-    Figure(value=5, low=None, high=None), 2)
+    >>> results = {"a": 2.0, "a_low": 1.0, "a_high": 3.0, "a_max": 9.0, "b_half_interval": None, "b": 5}
+    >>> found = figures(results)
+    >>> found["a"], found["b"], len(found)
+    (Figure(value=2.0, low=1.0, high=3.0), Figure(value=5, low=None, high=None), 2)
     """
     beside: dict[str, dict[str, Any]] = {}
     taken = set()
@@ -70,11 +71,12 @@ def grid(
       columns: {heading with its unit: key with {} for the word, or (key, what to multiply the
         figure by)}.
 
-    >>> found = {"full_s": 0.5, "rows_s": 0.25, "rows_s_low": 0.2, "rows_s_high": 0.3,
-    "full_auc_loss": 2e-5} >>> columns = {"save, s": "{}_s", "AUC lost, 1e-5": ("{}_auc_loss", 1e5)}
-    >>> print(grid(found, "way", {"full": "full", "1/8 of it": "rows"}, columns)) way
-    save, s  AUC lost, 1e-5 full       0.50                          2.000 1/8 of it  0.25 (0.20 to
-    0.30)
+    >>> found = {"full_s": 0.5, "rows_s": 0.25, "rows_s_low": 0.2, "rows_s_high": 0.3}
+    >>> columns = {"save, s": "{}_s", "AUC lost, 1e-5": ("{}_auc_loss", 1e5)}
+    >>> print(grid(found | {"full_auc_loss": 2e-5}, "way", {"full": "full", "1/8 of it": "rows"}, columns))
+    way                    save, s  AUC lost, 1e-5
+    full       0.50                          2.000
+    1/8 of it  0.25 (0.20 to 0.30)
     """
     named = rows if isinstance(rows, Mapping) else {row: row for row in rows}
     found, lines = figures(results), [[corner], *([name] for name in named)]

@@ -211,6 +211,7 @@ def to_json(content, indent: int | None = None) -> str:
     """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a
     warning.
 
+    >>> import numpy as np
     >>> to_json({"auc": 0.5, "path": Path("a"), "loss": np.float32(2)})
     '{"auc": 0.5, "path": "a", "loss": 2.0}'
     """

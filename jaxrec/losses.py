@@ -1,8 +1,7 @@
 """What a loss is given and what it may return: a key, figures of its own, variables of the model.
 
-    loss(params, activations, batch) -> f32[B], or (f32[B], figures), or (f32[B], figures,
-    variables) loss(params, activations, batch, *, rng) of a step that was made with a seed:
-    likewise
+    loss(params, activations, batch) -> f32[B], (f32[B], figures) or (f32[B], figures, variables)
+    loss(params, activations, batch, *, rng)         likewise, of a step that was made with a seed
 
 The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed
 run, for both homes of the rows and in every mode of `oac`. Each device of the mesh, and so each

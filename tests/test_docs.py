@@ -21,6 +21,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUNNING = ["README.md", "docs/techniques.md", "docs/your_model.md"]
 README_LIMIT_CHARACTERS, DESIGN_LIMIT_LINES = 5000, 200
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
+SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
+WITH_EXAMPLES = [path.stem for path in SCRIPTS if "    >>> " in path.read_text()]
 KINDS = ("measured", "emulated", "modelled", "simulated")
 NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # where things lay
 A_RUN = re.compile(
@@ -77,6 +79,13 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path):
 def test_a_page_that_is_wrong_is_noticed(tmp_path):
     (tmp_path / "page.md").write_text("```python\n>>> 1 + 1\n3\n\n```\n")
     assert python(tmp_path, "-m", "doctest", "page.md").returncode == 1
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_an_experiment_run(name):
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    done = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert done.attempted > 0 and done.failed == 0
 
 
 TWO_TRAINERS = """
