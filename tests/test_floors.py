@@ -44,6 +44,7 @@ HOST_FILES += [
     "shadowsync.trainers",
     "shadowsync.transport",
     "shadowsync.workers",
+    "cpr.costs",
     "cpr.traces",
     "cpr.recovery",
     "cpr.saves",
