@@ -133,6 +133,8 @@ def test_a_job_by_hand():
     partial = replay_in_useful_time(costs, "partial", 10, [14, 25], np.array([1, 4]))
     np.testing.assert_allclose(30 * np.array(partial.overhead), [3, 3, 0, 1])
     assert partial.pls == pytest.approx((1 * 4 + 4 * 5) / (8 * 30))
+    quick = replay_in_useful_time(costs._replace(partial_load_hours=0.25), "partial", 10, [14, 25])
+    np.testing.assert_allclose(30 * np.array(quick.overhead), [3, 2 * 0.25, 0, 1])
     # Wall clock: work to 10, save to 11, work to 14; recovery to 16; work from 10 again to 25, where it is 19.
     wall = replay_in_wall_time(costs, "full", 10, [14, 25], 25.5)
     assert wall.useful_hours == 10 and wall.saves == 1 and wall.wall_hours == pytest.approx(25.5)
