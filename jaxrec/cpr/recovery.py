@@ -239,7 +239,9 @@ class Recovery:
         if step != self._engine.step:
             raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
         if step <= self._seen:
-            raise ValueError(f"step {step} was seen before (up to {self._seen}): give this recovery's hook once.")
+            raise ValueError(
+                f"step {step} was seen before (up to {self._seen}): give the hook once, to this recovery's engine."
+            )
         if self._tell_missed(step - 1):
             self._saves.want_base()  # nobody knows which rows have changed
         self._seen = step
