@@ -8,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from world import no_threads_left, workers
 
 from jaxrec.shadowsync import Left
 from jaxrec.types import DenseState, TrainState
@@ -33,6 +34,23 @@ def step(state, change=1.0):
 
 def weights(state):
     return np.asarray(state.dense.params["w"])[:, 0]
+
+
+def of(*values):
+    """Parameters of as many replicas as values, as a transport takes them."""
+    return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
+
+
+def waits(transport, *trainers):
+    """A condition that holds once each of them waits in `meet`; made before they come."""
+    before = [transport.last_seen(trainer) for trainer in trainers]
+    return lambda: all(transport.last_seen(i) != seen for i, seen in zip(trainers, before, strict=True))
+
+
+def joined(transport, *trainers):
+    for trainer in trainers:
+        transport.join(trainer)
+    return transport
 
 
 def folded(shadow, state):
@@ -122,17 +140,6 @@ class Ends:
         return self.transport.meet(trainer, before, done)
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        os.sched_yield()
-
-
-def no_threads_left():
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("shadow-")]
-
-
 class Stuck:
     """A transport whose `meet` returns when the test lets it, whoever leaves."""
 
@@ -151,9 +158,8 @@ class Stuck:
     def end(self):
         """Its threads end, and have done nothing more."""
         self.returns.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("shadow-"):
-                thread.join(60)
+        for thread in workers("shadow-"):
+            thread.join(60)
         assert no_threads_left() and self.met == 1
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from world import batch_of, loss
 
-from jaxrec import Batch, init_state, make_train_step
+from jaxrec import init_state, make_train_step
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
 from jaxrec.shadowsync import (
     ALL_REDUCE,
@@ -28,15 +29,11 @@ PARAMS = {"w": jnp.ones(4)}
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
 def batches(number, seed=0, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(number):
         ids, label = rng.integers(0, 40, size).astype(np.int32), rng.integers(0, 2, size)
-        yield Batch({"item": ids}, np.zeros((size, 0), np.float32), label.astype(np.float32), np.ones(size, np.float32))
+        yield batch_of({"item": ids}, label.astype(np.float32))
 
 
 def emulate(number, trainers, workers=1, script=None, dense=None, rows=None, **more):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
 from oac_failures import WatchedTables
 from strategies import draw_ids, specs
+from world import no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
@@ -125,10 +126,6 @@ def watched(state, **before):
 def wrap_update(pipeline, wrapper):
     """Puts a function around the compiled update of a pipeline."""
     pipeline._steps.update = wrapper(pipeline._steps.update)
-
-
-def no_threads_left():
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
 
 
 @pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True, "skip_rewritten": True}])

@@ -23,13 +23,13 @@ from test_oac import (
     frozen,
     make_batches,
     make_state,
-    no_threads_left,
     plain_loop,
     same,
     update_of,
     watched,
 )
 from test_oac import ctrl_c as ctrl_c  # a fixture
+from world import no_threads_left
 
 import jaxrec
 from jaxrec.checkpoint import snapshot

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from hooks import at_step
 from oac_failures import equal
-from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, no_threads_left, update_of, wrap_update
+from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, update_of, wrap_update
 from test_oac import ctrl_c as ctrl_c  # a fixture
 from test_oac_exits import Blocking, Failing, all_notes, chain, states_of, to_host
+from world import no_threads_left, workers
 
 import jaxrec
 from jaxrec.embedding import HostTables
@@ -178,7 +179,7 @@ def test_a_pipeline_that_was_collected_by_its_own_planner_leaves_the_tables_free
     gc.disable()
     try:
         drop()
-        planner = [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        planner = workers("oac-")
         go.set()
         assert done.wait(60)
         for thread in planner:
@@ -566,7 +567,7 @@ def test_ctrl_c_gives_up_what_hangs_once_it_was_said(stage, ctrl_c):
         assert pipeline.tables.step is not None
         held = frozen(jaxrec.TrainState((), pipeline.tables))
     finally:
-        left = [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        left = workers("oac-")
         go.set()
         for thread in left:
             thread.join(60)

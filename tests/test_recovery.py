@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from world import batch_of
 
-from jaxrec import Batch, init_state, make_mesh, make_train_step
+from jaxrec import init_state, make_mesh, make_train_step
 from jaxrec.checkpoint import RowCheckpointer, deltas, images
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.watch import without_rows
@@ -49,7 +50,7 @@ def batches(start=0, stop=STEPS, size=12):
         pair = np.stack([rng.zipf(1.5, size) % 90, rng.integers(0, 7, size)], axis=1).astype(np.int32)
         ids = {"pair": pair, "wide": (rng.zipf(1.3, size) % 40).astype(np.int32)}
         label = rng.integers(0, 2, size).astype(np.float32)
-        yield Batch(ids, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+        yield batch_of(ids, label)
 
 
 def fresh(home):
@@ -200,7 +201,7 @@ def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_
 def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_path):
     row = 4 * 17 + 1  # of shard 1
     ids = {"pair": np.array([[row, -1]], np.int32), "wide": np.array([-1], np.int32)}
-    once = Batch(ids, np.zeros((1, 0), np.float32), np.ones(1, np.float32), np.ones(1, np.float32))
+    once = batch_of(ids, np.ones(1, np.float32))
     with watched("host", tmp_path, "mfu", save_every_steps=1000.0) as (engine, recovery):
         value = engine.tables.shards["width_4"][1]["value"]
         before = value[17].copy()

@@ -20,12 +20,11 @@ from free_trainers import (
     WAYS,
     every,
     lasting,
-    loss,
-    no_threads_left,
     raising,
     stream,
     synchronisers,
 )
+from world import frames, loss, no_threads_left, workers
 
 from jaxrec.embedding import HostTables, sgd
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging, train_freely
@@ -107,7 +106,7 @@ def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(mon
         )
     assert "trainer-0" in caught.value.__notes__[-1] and "0.2 s" in caught.value.__notes__[-1]
     as_left = jax.tree.map(np.array, tables.shards)
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("trainer-0")]
+    left = workers("trainer-0")
     wake.set()
     for thread in left:
         thread.join(60)
@@ -188,7 +187,7 @@ def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
     with pytest.raises(OSError, match="the disk is gone") as caught:
         train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken()], make, leave_timeout_s=0.2)
     assert "synchronisation-0" in caught.value.__notes__[-1]
-    left = [thread for thread in threading.enumerate() if thread.name.startswith(("shadow", "synchronisation"))]
+    left = workers("shadow", "synchronisation")
     wake.set()
     for thread in left:
         thread.join(30)
@@ -246,7 +245,7 @@ def test_ctrl_c_again_and_again_while_leaving_leaves_no_synchroniser_behind(monk
     with pytest.raises(KeyboardInterrupt) as caught:
         train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, hook=hook)
     ended.append(True)
-    left = [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
+    left = workers()
     wake.set()
     for thread in left:
         thread.join(30)
@@ -271,7 +270,7 @@ def train_for_ever(way):
 
 def child():
     """Trains until SIGINT, again and again, and tells in a line which threads of Python are still at work."""
-    before = set(sys._current_frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
+    before = set(frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
     for way in itertools.cycle(["none", *WAYS]):
         told = {"way": way, "raised": None}
         try:
@@ -279,7 +278,7 @@ def child():
             train_for_ever(way)
         except KeyboardInterrupt:
             told["raised"] = "KeyboardInterrupt"
-        told["left"] = len(set(sys._current_frames()) - before)
+        told["left"] = len(set(frames()) - before)
         told["names"] = [thread.name for thread in threading.enumerate()]
         print(json.dumps(told), flush=True)
 

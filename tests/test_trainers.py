@@ -12,11 +12,10 @@ from free_trainers import (
     SPEC,
     WAYS,
     counting,
-    loss,
-    no_threads_left,
     stream,
     synchronisers,
 )
+from world import loss, no_threads_left
 
 from jaxrec import init_state, make_train_step
 from jaxrec.embedding import HostTables, adagrad, plan, sgd

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxrec.shadowsync.emulate import Emulation
 
 import jaxrec
 from abuse import situation
 from abuse.objects import DENSE, PARAMS, ROWS, SPEC, batch_of, loss, predict, train
 from jaxrec.embedding import HostTables
+from jaxrec.shadowsync import Emulation
 
 
 def _makes(seed=None, made=loss):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from hooks import at_step
+from world import no_threads_left
 
 import jaxrec
 from abuse import situation
@@ -70,7 +71,7 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
             for _ in pipeline.run(batches_of() if batches is None else batches, [hook] if hook else []):
                 pass
     finally:
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        assert no_threads_left()
         assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
     return pipeline
 
