@@ -63,14 +63,22 @@ def folded(shadow, state):
     return state
 
 
-class Gate:
-    """A transport that waits until it is opened, or fails."""
+class Around:
+    """A transport over another one; what it does not do itself, that one does."""
 
-    def __init__(self, transport, error=None):
-        self.transport, self.error, self.entered, self.open = transport, error, threading.Event(), threading.Event()
+    def __init__(self, transport):
+        self.transport = transport
 
     def __getattr__(self, name):
         return getattr(self.transport, name)
+
+
+class Gate(Around):
+    """A transport that waits until it is opened, or fails."""
+
+    def __init__(self, transport, error=None):
+        super().__init__(transport)
+        self.error, self.entered, self.open = error, threading.Event(), threading.Event()
 
     def meet(self, trainer, before, done):
         self.entered.set()
@@ -80,14 +88,12 @@ class Gate:
         return self.transport.meet(trainer, before, done)
 
 
-class Once:
+class Once(Around):
     """A transport of one round over another one, which trainer 0 has joined; who brings more waits until it leaves."""
 
     def __init__(self, transport):
-        self.transport, self.met, self.left = transport, False, threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.met, self.left = False, threading.Event()
 
     def join(self, trainer):
         pass
@@ -103,14 +109,12 @@ class Once:
         self.left.set()
 
 
-class Steps:
+class Steps(Around):
     """A transport whose rounds begin one by one, when the test releases them; it keeps what they brought."""
 
     def __init__(self, transport):
-        self.transport, self.begin, self.brought, self.left = transport, threading.Semaphore(0), [], False
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.begin, self.brought, self.left = threading.Semaphore(0), [], False
 
     def meet(self, trainer, before, done):
         assert self.begin.acquire(timeout=60)
@@ -125,14 +129,12 @@ class Steps:
         self.begin.release()
 
 
-class Ends:
+class Ends(Around):
     """A transport that keeps the first weight that each trainer had when it was done."""
 
     def __init__(self, transport):
-        self.transport, self.ends = transport, {}
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.ends = {}
 
     def meet(self, trainer, before, done):
         if done:
@@ -140,14 +142,12 @@ class Ends:
         return self.transport.meet(trainer, before, done)
 
 
-class Stuck:
+class Stuck(Around):
     """A transport whose `meet` returns when the test lets it, whoever leaves."""
 
     def __init__(self, transport):
-        self.transport, self.entered, self.returns, self.met = transport, threading.Event(), threading.Event(), 0
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.entered, self.returns, self.met = threading.Event(), threading.Event(), 0
 
     def meet(self, trainer, before, done):
         self.met += 1

@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meetings import in_threads, joined, of, waits
+from meetings import Around, in_threads, joined, of, waits
 from world import interrupt_when, no_threads_left, until
 
 from jaxrec.shadowsync import Foreground, Left, Shadow
@@ -184,14 +184,12 @@ def test_a_trainer_on_a_slow_server_can_leave():
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
-class Interrupting:
+class Interrupting(Around):
     """A transport that sends Ctrl-C once the first trainer that has come to it waits there."""
 
     def __init__(self, transport):
-        self.transport, self.met = transport, []
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.met = []
 
     def meet(self, trainer, before, done):
         self.met.append(trainer)

@@ -27,6 +27,22 @@ def batch_of(ids, label):
     return Batch(ids, np.zeros((len(label), 0), np.float32), label, np.ones(len(label), np.float32))
 
 
+def pair_predict(params, activations, batch):
+    """The logits of two lookups in one, `pair`, and a bias."""
+    return activations["pair"].prod(axis=1).sum(axis=-1) + params["bias"]
+
+
+def pair_loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(pair_predict(params, activations, batch), batch.label)
+
+
+def pair_batch(size=8, seed=0, **changes):
+    """Ids of tables of 40 and 9 rows."""
+    rng = np.random.default_rng(seed)
+    ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
+    return batch_of(ids, (rng.random(size) < 0.5).astype(np.float32))._replace(**changes)
+
+
 def until(condition):
     """Waits for what another thread does."""
     end = time.monotonic() + 20
@@ -77,12 +93,13 @@ def at_line(function, number, act):
         sys.settrace(before)
 
 
-def interrupt_when(condition):
-    """Sends Ctrl-C to the main thread as soon as a condition holds; returns the thread that does so."""
+def interrupt_when(condition, then=lambda: None):
+    """Sends Ctrl-C to the main thread as soon as a condition holds, and does some more; returns the thread for that."""
 
     def wait_and_send():
         until(condition)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        then()
 
     thread = threading.Thread(target=wait_and_send)
     thread.start()
