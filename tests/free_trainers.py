@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-from world import batch_of
+import optax
+from world import batch_of, loss
 
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging, train_freely
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS = {"w": jnp.ones(4)}
@@ -21,6 +22,12 @@ def stream(seed, batches, rows=40, size=8):
     for _ in range(batches):
         ids, label = rng.integers(0, rows, size), rng.integers(0, 2, size)
         yield batch_of({"item": ids.astype(np.int32)}, label)
+
+
+def freely(tables, streams, synchroniser=None, workers=1, **more):
+    """Trains the small model over some tables."""
+    dense, rows = optax.sgd(0.1), sgd(0.1)
+    return train_freely(SPEC, loss, dense, rows, PARAMS, tables, streams, synchroniser, workers, **more)
 
 
 def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
