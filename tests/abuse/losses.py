@@ -4,26 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
-from abuse.objects import DENSE, PARAMS, ROWS, SPEC, batch_of, loss, predict, train
+from abuse.objects import DENSE, PARAMS, ROWS, SPEC, train
 from jaxrec.embedding import HostTables
 from jaxrec.shadowsync import Emulation
 
 
-def _makes(seed=None, made=loss):
+def _makes(seed=None, made=pair_loss):
     return jaxrec.make_train_step(SPEC, made, DENSE, ROWS, seed=seed)
 
 
 def _keyed(params, activations, batch, *, rng):
-    return loss(params, activations, batch) * jax.random.uniform(rng)
+    return pair_loss(params, activations, batch) * jax.random.uniform(rng)
 
 
 def _returns(*more):
     """One step of a loss that returns more than its numbers; the state must be as it was."""
     made = lambda params, activations, batch: (
-        loss(params, activations, batch),
+        pair_loss(params, activations, batch),
         *[each(params) if callable(each) else each for each in more],
     )
     train(step=_makes(made=made))
@@ -79,7 +80,7 @@ def _(directory):
 
 
 def _step(step):
-    batch = batch_of()
+    batch = pair_batch()
     state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
     return step(state, jaxrec.plan(SPEC, batch.ids), batch)
 
@@ -89,7 +90,7 @@ def _(directory):
     _step(
         _makes(
             made=lambda params, activations, batch, rng=None: (
-                loss(params, activations, batch) + (0 if rng is None else 1)
+                pair_loss(params, activations, batch) + (0 if rng is None else 1)
             )
         )
     )
@@ -97,13 +98,13 @@ def _(directory):
 
 @situation("a prediction that draws", ValueError, "Predictions and free trainers draw nothing")
 def _(directory):
-    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: predict(params, activations, batch))
+    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch))
 
 
 @situation("the emulation of a loss that draws", ValueError, "wants a key, `rng`, and gets none")
 def _(directory):
     one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    Emulation(one, _keyed, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
+    Emulation(one, _keyed, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([pair_batch()])
 
 
 # ---- figures
@@ -123,7 +124,7 @@ def _(directory):
     "a list of a loss and figures", ValueError, "loss returned a list, but one array f32.8. is wanted, or that and"
 )
 def _(directory):
-    train(step=_makes(made=lambda *args: [loss(*args), {}]))
+    train(step=_makes(made=lambda *args: [pair_loss(*args), {}]))
 
 
 @situation("four results", ValueError, "loss returned a tuple of 4, but one array")
@@ -230,7 +231,7 @@ def _(directory):
     "parameters are a ArrayImpl: put them into a dict|Tracer: put",
 )
 def _(directory):
-    batch, tables = batch_of(), HostTables.create(SPEC, ROWS)
+    batch, tables = pair_batch(), HostTables.create(SPEC, ROWS)
     made = lambda params, activations, batch: (jnp.square(batch.label - params), {}, {"mean": params})
     state = jaxrec.init_state(jnp.zeros(()), DENSE, tables)
     _makes(made=made)(state, jaxrec.plan(SPEC, batch.ids), batch)
@@ -241,5 +242,5 @@ def _(directory):
 )
 def _(directory):
     one = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    made = lambda params, *args: (loss(params, *args), {}, {"bias": params["bias"]})
-    Emulation(one, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([batch_of()])
+    made = lambda params, *args: (pair_loss(params, *args), {}, {"bias": params["bias"]})
+    Emulation(one, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1).run([pair_batch()])
