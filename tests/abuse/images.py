@@ -837,13 +837,13 @@ def _(directory):
 
     def slow(write, *given, **more):
         running.set()
-        go_on.wait()
+        go_on.wait(60)
         return write(*given, **more)
 
     checkpointer = Checkpointer(directory)
     with slow_writes(slow):
         checkpointer.save(state_of(3))
-        running.wait()
+        running.wait(60)
         for leave in (checkpointer.wait, checkpointer.close):
             with pytest.raises(KeyboardInterrupt):
                 interrupt_when(lambda: is_inside(Checkpointer.wait))
@@ -867,7 +867,7 @@ def _(directory):
                 yield piece
                 if not number:
                     running.set()
-                    go_on.wait()
+                    go_on.wait(60)
 
         return write(path, image._replace(later=later()), **more)
 
