@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Bins over the logit: 6e-4 wide between -20 and 20, so that few pairs of examples share one.
-_BINS, _LIMIT = 1 << 16, 20.0
+BINS, _LIMIT = 1 << 16, 20.0
 
 
 def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -78,7 +78,7 @@ class Evaluation(NamedTuple):
 
 def empty_evaluation() -> Evaluation:
     """The statistics of no examples."""
-    return Evaluation(np.zeros(_BINS), np.zeros(_BINS), 0.0, 0.0, 0)
+    return Evaluation(np.zeros(BINS), np.zeros(BINS), 0.0, 0.0, 0)
 
 
 def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> Evaluation:
@@ -93,10 +93,10 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
       FloatingPointError: a logit that is not finite.
     """
     logit, label, weight = _clicks(logit, label, weight)
-    place = np.clip((logit + _LIMIT) * (_BINS / (2 * _LIMIT)), 0, _BINS - 1).astype(np.int64)
+    place = np.clip((logit + _LIMIT) * (BINS / (2 * _LIMIT)), 0, BINS - 1).astype(np.int64)
     return Evaluation(
-        np.bincount(place, weight * label, _BINS),
-        np.bincount(place, weight * (1 - label), _BINS),
+        np.bincount(place, weight * label, BINS),
+        np.bincount(place, weight * (1 - label), BINS),
         float(np.sum(weight * _cross_entropy(logit, label))),
         float(np.sum(weight / (1 + np.exp(-logit)))),
         int(np.sum(weight > 0)),

@@ -1,21 +1,15 @@
 """A small model for trainers that run freely, and ways to synchronise them."""
 
-import threading
-
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import batch_of, loss
 
-from jaxrec import Batch
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging, train_freely
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS = {"w": jnp.ones(4)}
-
-
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
 
 
 def counting(params, activations, batch):
@@ -27,17 +21,19 @@ def stream(seed, batches, rows=40, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(batches):
         ids, label = rng.integers(0, rows, size), rng.integers(0, 2, size)
-        yield Batch({"item": ids.astype(np.int32)}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+        yield batch_of({"item": ids.astype(np.int32)}, label)
+
+
+def freely(tables, streams, synchroniser=None, workers=1, **more):
+    """Trains the small model over some tables."""
+    dense, rows = optax.sgd(0.1), sgd(0.1)
+    return train_freely(SPEC, loss, dense, rows, PARAMS, tables, streams, synchroniser, workers, **more)
 
 
 def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
     of = of or (Centre if rule.has_centre else AllToAll)
     transport = of(rule, PARAMS, trainers, on_failure=on_failure, timeout_s=timeout_s)
     return lambda number: kind(transport, number, **more)
-
-
-def no_threads_left():
-    return not [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
 
 
 WAYS = {

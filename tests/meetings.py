@@ -8,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from world import no_threads_left, workers
 
 from jaxrec.shadowsync import Left
 from jaxrec.types import DenseState, TrainState
@@ -35,6 +36,23 @@ def weights(state):
     return np.asarray(state.dense.params["w"])[:, 0]
 
 
+def of(*values):
+    """Parameters of as many replicas as values, as a transport takes them."""
+    return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
+
+
+def waits(transport, *trainers):
+    """A condition that holds once each of them waits in `meet`; made before they come."""
+    before = [transport.last_seen(trainer) for trainer in trainers]
+    return lambda: all(transport.last_seen(i) != seen for i, seen in zip(trainers, before, strict=True))
+
+
+def joined(transport, *trainers):
+    for trainer in trainers:
+        transport.join(trainer)
+    return transport
+
+
 def folded(shadow, state):
     """The state with the result of one round more, which is folded in as soon as it is there."""
     rounds, end = shadow.rounds, time.monotonic() + 60
@@ -45,14 +63,22 @@ def folded(shadow, state):
     return state
 
 
-class Gate:
-    """A transport that waits until it is opened, or fails."""
+class Around:
+    """A transport over another one; what it does not do itself, that one does."""
 
-    def __init__(self, transport, error=None):
-        self.transport, self.error, self.entered, self.open = transport, error, threading.Event(), threading.Event()
+    def __init__(self, transport):
+        self.transport = transport
 
     def __getattr__(self, name):
         return getattr(self.transport, name)
+
+
+class Gate(Around):
+    """A transport that waits until it is opened, or fails."""
+
+    def __init__(self, transport, error=None):
+        super().__init__(transport)
+        self.error, self.entered, self.open = error, threading.Event(), threading.Event()
 
     def meet(self, trainer, before, done):
         self.entered.set()
@@ -62,14 +88,12 @@ class Gate:
         return self.transport.meet(trainer, before, done)
 
 
-class Once:
+class Once(Around):
     """A transport of one round over another one, which trainer 0 has joined; who brings more waits until it leaves."""
 
     def __init__(self, transport):
-        self.transport, self.met, self.left = transport, False, threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.met, self.left = False, threading.Event()
 
     def join(self, trainer):
         pass
@@ -85,14 +109,12 @@ class Once:
         self.left.set()
 
 
-class Steps:
+class Steps(Around):
     """A transport whose rounds begin one by one, when the test releases them; it keeps what they brought."""
 
     def __init__(self, transport):
-        self.transport, self.begin, self.brought, self.left = transport, threading.Semaphore(0), [], False
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.begin, self.brought, self.left = threading.Semaphore(0), [], False
 
     def meet(self, trainer, before, done):
         assert self.begin.acquire(timeout=60)
@@ -107,14 +129,12 @@ class Steps:
         self.begin.release()
 
 
-class Ends:
+class Ends(Around):
     """A transport that keeps the first weight that each trainer had when it was done."""
 
     def __init__(self, transport):
-        self.transport, self.ends = transport, {}
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.ends = {}
 
     def meet(self, trainer, before, done):
         if done:
@@ -122,25 +142,12 @@ class Ends:
         return self.transport.meet(trainer, before, done)
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        os.sched_yield()
-
-
-def no_threads_left():
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("shadow-")]
-
-
-class Stuck:
+class Stuck(Around):
     """A transport whose `meet` returns when the test lets it, whoever leaves."""
 
     def __init__(self, transport):
-        self.transport, self.entered, self.returns, self.met = transport, threading.Event(), threading.Event(), 0
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+        super().__init__(transport)
+        self.entered, self.returns, self.met = threading.Event(), threading.Event(), 0
 
     def meet(self, trainer, before, done):
         self.met += 1
@@ -151,9 +158,8 @@ class Stuck:
     def end(self):
         """Its threads end, and have done nothing more."""
         self.returns.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("shadow-"):
-                thread.join(60)
+        for thread in workers("shadow-"):
+            thread.join(60)
         assert no_threads_left() and self.met == 1
 
 

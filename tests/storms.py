@@ -14,7 +14,8 @@ import threading
 import time
 import warnings
 
-from test_oac import SPEC, frozen, make_batches, make_state, no_threads_left, plain_loop, same, update_of
+from test_oac import SPEC, frozen, make_batches, make_state, plain_loop, same, update_of
+from world import no_threads_left
 
 from jaxrec.oac import Pipeline
 

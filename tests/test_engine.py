@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from world import batch_of, loss
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
@@ -19,22 +20,18 @@ SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
 
 
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
 STEP = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
 UPDATE = jaxrec.make_update(SPEC, loss, DENSE, ROWS)
 
 
-def batch_of(index, size=8):
+def batch_at(index, size=8):
     rng = np.random.default_rng(index)
     ids, label = (rng.zipf(1.3, size) % 40).astype(np.int32), rng.integers(0, 2, size).astype(np.float32)
-    return jaxrec.Batch({"item": ids}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+    return batch_of({"item": ids}, label)
 
 
 def stream_from(first, last=12):
-    return (batch_of(index) for index in range(first, last))
+    return (batch_at(index) for index in range(first, last))
 
 
 def fresh(home):
@@ -65,7 +62,7 @@ def plain(steps, home="host", act=lambda state, step: state):
     """What a loop of five lines gives; `act` is called after every step."""
     state, losses = fresh(home), []
     for index in range(steps):
-        batch = batch_of(index)
+        batch = batch_at(index)
         state, metrics = STEP(state, plan(SPEC, batch.ids, {"width_4": 8}), batch)
         losses.append(float(metrics["loss"]))
         state = act(state, index + 1)
@@ -247,19 +244,19 @@ def test_another_state_takes_the_place_between_runs(make):
 
 @each
 def test_a_loss_that_is_not_finite_is_refused_by_its_step(make):
-    bad = batch_of(3)
+    bad = batch_at(3)
     bad.label[2] = np.nan
     with make() as engine, pytest.raises(FloatingPointError, match="at step 3"):
-        list(engine.run([batch_of(0), batch_of(1), bad, batch_of(2)], check_every_steps=2))
+        list(engine.run([batch_at(0), batch_at(1), bad, batch_at(2)], check_every_steps=2))
 
 
 @each
 def test_what_comes_in_place_of_a_batch_is_refused(make):
     with make() as engine:
-        for given in ([batch_of(0), (batch_of(1), {})], [batch_of(0), None]):
+        for given in ([batch_at(0), (batch_at(1), {})], [batch_at(0), None]):
             with pytest.raises(ValueError, match="got a (tuple|NoneType)"):
                 list(engine.run(given))
-        for never in (batch_of(0), 3):
+        for never in (batch_at(0), 3):
             with pytest.raises(ValueError, match="run wants an iterable"):
                 list(engine.run(never))
 

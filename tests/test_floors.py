@@ -1,6 +1,7 @@
 """Imports point down, siblings do not meet, and only host files touch threads, clocks and disks.
 
-docs/design.md shows these floors; `python tests/test_floors.py` prints what has to stand there.
+docs/design.md shows these floors; `python tests/test_floors.py` prints what has to stand there. And
+of the tests: they look at the library from outside, and none is longer than a screen.
 """
 
 import ast
@@ -182,3 +183,67 @@ def test_a_forbidden_import_is_found(tmp_path, path, line):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(source.read_text() + (f"\n{line}\n" if source == ROOT / path else ""))
     assert len(violations(tmp_path)) == 1
+
+
+TESTS = Path(__file__).parent
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public in spite of their names
+MOST_PRIVATE_TOUCHES, MOST_LINES_OF_A_TEST = 3, 30
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE
+
+
+def private_touches(tree):
+    """Lines that use a private name of another object, import one, or give it to `monkeypatch.setattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.lineno for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+            names = [str(given.value).rpartition(".")[2] for given in node.args[:2] if isinstance(given, ast.Constant)]
+            yield from (node.lineno for name in names if is_private(name))
+
+
+def long_tests(tree):
+    """Lines of the tests that are longer than a screen, decorators not counted."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_TEST:
+                yield node.lineno
+
+
+def found_in_tests(rule):
+    return [f"{path.name}:{line}" for path in sorted(TESTS.rglob("*.py")) for line in rule(ast.parse(path.read_text()))]
+
+
+def test_tests_use_what_is_public():
+    """Faults come in by arguments: a stream, a hook, a transfer, a transport, a file that was changed on disk."""
+    found = found_in_tests(private_touches)
+    assert len(found) <= MOST_PRIVATE_TOUCHES, found
+
+
+def test_no_test_is_longer_than_a_screen():
+    assert found_in_tests(long_tests) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "touches"),
+    [
+        ("shadow._busy", 1), ("recovery._saves._whole", 2), ("sys._current_frames()", 1), ("saver._write = slow", 1),
+        ("from jaxrec.checkpoint.restore import _overlay, restore", 1), ("self._seen = state._replace(step=1)", 0),
+        ("tables.__enter__()", 0), ("patch.setattr(saver, '_write', slow)", 1), ("patch.setattr('a._b', slow)", 1),
+    ],
+)  # fmt: skip
+def test_a_private_touch_is_found(code, touches):
+    """Negative control."""
+    assert len(list(private_touches(ast.parse(code)))) == touches
+
+
+@pytest.mark.parametrize(("lines", "found"), [(30, []), (31, [2])])
+def test_a_long_test_is_found(lines, found):
+    """Negative control."""
+    code = "@pytest.mark.slow\ndef test_it():\n" + "    pass\n" * (lines - 1)
+    assert list(long_tests(ast.parse(code))) == found

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from world import batch_of, loss
 
-from jaxrec import Batch, init_state, make_train_step
+from jaxrec import init_state, make_train_step
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
 from jaxrec.shadowsync import (
     ALL_REDUCE,
@@ -28,15 +29,11 @@ PARAMS = {"w": jnp.ones(4)}
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
 def batches(number, seed=0, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(number):
         ids, label = rng.integers(0, 40, size).astype(np.int32), rng.integers(0, 2, size)
-        yield Batch({"item": ids}, np.zeros((size, 0), np.float32), label.astype(np.float32), np.ones(size, np.float32))
+        yield batch_of({"item": ids}, label.astype(np.float32))
 
 
 def emulate(number, trainers, workers=1, script=None, dense=None, rows=None, **more):
@@ -109,6 +106,51 @@ def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
     assert np.ptp(weights(alone), axis=0).max() > 3 * np.ptp(weights(averaged), axis=0).max()
 
 
+def walk(params, activations, batch):
+    """Its gradient by every weight is a constant of the batch, so that a trainer needs no program to make a step."""
+    return -params["w"].sum() * (1 + batch.label)
+
+
+def walks(trainers, ticks):
+    """What every tick adds to each trainer's weights: f32[ticks, trainers]."""
+    means = [1 + batch.label.mean() for batch in batches(trainers * ticks)]
+    return np.array(means, np.float32).reshape(ticks, trainers)
+
+
+class Plainly:
+    """A script played by plain code, over trainers that walk.
+
+    Attributes:
+      live: weights of each trainer. shared: what the rule shares. before: copies that a round under way has taken.
+      rounds: of all trainers.
+    """
+
+    def __init__(self, rule, added, every, latency):
+        ticks, n = added.shape
+        self.rule, self.groups = rule, [[i] for i in range(n)] if rule.has_centre else [list(range(n))]
+        self.live, self.before = [np.ones(4, np.float32) for _ in range(n)], [None] * n
+        self.shared, self.rounds = rule.init(np.ones(4, np.float32)), 0
+        for tick in range(1, ticks + 1):
+            if tick > 1:  # what a tick has computed is applied in the next
+                self.live = [w + more for w, more in zip(self.live, added[tick - 2], strict=True)]
+            for number, group in enumerate(self.groups):
+                begins, ends = ((t + number) % every == 0 < t for t in (tick, tick - latency))
+                for act in (self.begin, self.end) if latency == 0 else (self.end, self.begin):
+                    if begins if act == self.begin else ends:
+                        act(group)
+        self.live = [w + more for w, more in zip(self.live, added[-1], strict=True)]
+
+    def begin(self, group):
+        for i in group:
+            self.before[i] = self.live[i].copy()
+
+    def end(self, group):
+        self.shared, target = self.rule.combine(self.shared, np.mean([self.before[i] for i in group], axis=0))
+        for i in group:
+            self.live[i] = self.rule.merge(self.live[i], self.before[i], target)
+            self.before[i], self.rounds = None, self.rounds + 1
+
+
 @pytest.mark.parametrize(
     "rule", [easgd(0.3), model_averaging(0.5), bmuf(0.5, eta=0.9, momentum=0.4)], ids=lambda r: r.name
 )
@@ -116,30 +158,11 @@ def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
 def test_a_script_does_what_the_rules_say(rule, latency):
     """Beside plain code, with rows that do not move and a dense part that walks by its own constant step."""
     n, every, ticks = 3, 4, 13
-    walk = lambda params, activations, batch: -params["w"].sum() * (1 + batch.label)
     found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, n, script=Script(rule, every, latency))
-    order = list(batches(n * ticks))
-    found.run(order)
-    live, before = [np.ones(4, np.float32) for _ in range(n)], [None] * n
-    shared, rounds = rule.init(np.ones(4, np.float32)), 0
-    for tick in range(1, ticks + 1):
-        if tick > 1:  # what a tick has computed is applied in the next
-            for i in range(n):
-                live[i] = live[i] + 1 + order[(tick - 2) * n + i].label.mean()
-        groups = [[i] for i in range(n)] if rule.has_centre else [list(range(n))]
-        for number, group in enumerate(groups):
-            begins, ends = ((t + number) % every == 0 < t for t in (tick, tick - latency))
-            for phase in ("begin", "end") if latency == 0 else ("end", "begin"):
-                if phase == "begin" and begins:
-                    for i in group:
-                        before[i] = live[i].copy()
-                if phase == "end" and ends:
-                    shared, target = rule.combine(shared, np.mean([before[i] for i in group], axis=0))
-                    for i in group:
-                        live[i], rounds = rule.merge(live[i], before[i], target), rounds + 1
-    live = [w + 1 + order[(ticks - 1) * n + i].label.mean() for i, w in enumerate(live)]
-    close(weights(found), np.stack(live))
-    assert found.average_sync_gap == pytest.approx(ticks * n / rounds)
+    found.run(batches(n * ticks))
+    plain = Plainly(rule, walks(n, ticks), every, latency)
+    close(weights(found), np.stack(plain.live))
+    assert found.average_sync_gap == pytest.approx(ticks * n / plain.rounds)
 
 
 RULES = [
@@ -152,17 +175,6 @@ RULES = [
     bmuf(1.0, momentum=0.8),
 ]
 TRAINERS, EVERY, TICKS = 3, 4, 27
-
-
-def walk(params, activations, batch):
-    """Its gradient by every weight is a constant of the batch, so that a trainer needs no program to make a step."""
-    return -params["w"].sum() * (1 + batch.label)
-
-
-def walks():
-    """What every tick adds to each trainer's weights: f32[TICKS, TRAINERS]."""
-    means = [1 + batch.label.mean() for batch in batches(TRAINERS * TICKS)]
-    return np.array(means, np.float32).reshape(TICKS, TRAINERS)
 
 
 def emulated(rule, latency=0, finish=True):
@@ -178,7 +190,7 @@ def in_earnest(rule, kind, finish, **more):
     transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, TRAINERS)
     live, added = (
         [dict(PARAMS) for _ in range(TRAINERS)],
-        np.concatenate([np.zeros((1, TRAINERS), np.float32), walks()]),
+        np.concatenate([np.zeros((1, TRAINERS), np.float32), walks(TRAINERS, TICKS)]),
     )
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(TRAINERS))
@@ -204,7 +216,7 @@ def test_the_foreground_in_earnest_is_the_emulation(rule):
     assert min(rounds) >= 6
     played = emulated(rule, finish=False)
     np.testing.assert_allclose(found, weights(played), rtol=1e-6)
-    alone = 1 + walks().sum(axis=0)  # negative control
+    alone = 1 + walks(TRAINERS, TICKS).sum(axis=0)  # negative control
     assert np.abs(found[:, 0] - alone).max() > 0.01
 
 
@@ -215,12 +227,12 @@ def test_the_last_rounds_are_those_of_finish(rule):
         assert (weights(played) == weights(played)[0]).all()
         found, _ = in_earnest(rule, Foreground, finish=True, every_steps=EVERY)
         assert (found == found[0]).all()
-        shared, live = np.asarray(before._rounds._shared["w"]), list(weights(before))
-        for w in live:
-            shared, _ = rule.combine({"w": shared}, {"w": w})
-            shared = shared["w"]
-        np.testing.assert_allclose(weights(played)[0], shared, rtol=1e-6)
-        np.testing.assert_allclose(found[0], shared, rtol=0.02)
+        plain = Plainly(rule, walks(TRAINERS, TICKS), EVERY, latency=0)
+        for group in plain.groups:
+            plain.begin(group)
+            plain.end(group)
+        close(weights(played)[0], plain.shared)
+        np.testing.assert_allclose(found[0], plain.shared, rtol=0.02)
     else:
         found, _ = in_earnest(rule, Foreground, finish=True, every_steps=EVERY)
         np.testing.assert_allclose(found, weights(played), rtol=1e-6)
@@ -230,20 +242,15 @@ def test_the_last_rounds_are_those_of_finish(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
 def test_a_round_under_way_is_folded_in_before_the_last_ones(rule):
-    """By plain code, from the emulation as it stands after its last step."""
-    before, played = emulated(rule, latency=4, finish=False), emulated(rule, latency=4)
-    live, shared = list(weights(before)), jax.tree.map(np.asarray, before._rounds._shared)
-    under_way = before._rounds._before
-    assert all(params is not None for params in under_way)
-    groups = [[i] for i in range(TRAINERS)] if rule.has_centre else [list(range(TRAINERS))]
-    for last in (False, True):
-        for group in groups:
-            brought = {i: live[i] if last else np.asarray(under_way[i]["w"]) for i in group}
-            shared, target = rule.combine(shared, {"w": np.mean(list(brought.values()), axis=0)})
-            for i, w in brought.items():
-                live[i] = rule.merge({"w": live[i]}, {"w": w}, target)["w"]
-    wanted = [shared["w"]] * TRAINERS if rule.has_centre else live
-    np.testing.assert_allclose(weights(played), np.stack(wanted), rtol=1e-6)
+    """By plain code."""
+    plain, played = Plainly(rule, walks(TRAINERS, TICKS), EVERY, latency=4), emulated(rule, latency=4)
+    assert all(weights is not None for weights in plain.before)
+    for group in plain.groups:
+        plain.end(group)
+    for group in plain.groups:
+        plain.begin(group)
+        plain.end(group)
+    close(weights(played), np.stack([plain.shared] * TRAINERS if rule.has_centre else plain.live))
 
 
 def test_trainers_that_have_finished_train_no_more():

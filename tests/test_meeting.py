@@ -1,14 +1,13 @@
 """Who takes part: everyone is named who is missing, nobody waits for ever, who left is not used."""
 
-import os
-import signal
 import threading
 import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meetings import in_threads, until
+from meetings import Around, in_threads, joined, of, waits
+from world import interrupt_when, no_threads_left, until
 
 from jaxrec.shadowsync import Foreground, Left, Shadow
 from jaxrec.shadowsync.rules import easgd, model_averaging
@@ -16,17 +15,6 @@ from jaxrec.shadowsync.transport import AllToAll, Centre
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 MEAN = model_averaging(1.0)
-
-
-def of(*values):
-    """Parameters of as many replicas as values, as a transport takes them."""
-    return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
-
-
-def joined(transport, *trainers):
-    for trainer in trainers:
-        transport.join(trainer)
-    return transport
 
 
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
@@ -98,7 +86,7 @@ def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
 
 def test_with_drop_the_others_go_on_without_what_it_had_brought():
     transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
-    late = threading.Event()
+    late, brought = threading.Event(), waits(transport, 0)
 
     def leaves_while_it_waits():
         try:
@@ -107,7 +95,7 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
             late.set()
 
     def second():
-        until(lambda: 0 in transport._brought)  # no outside sign tells that a trainer waits
+        until(brought)
         transport.leave(0, KeyboardInterrupt())
         assert late.wait(20)
         return transport.meet(1, of(2.0), False)
@@ -126,8 +114,10 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
 def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
     transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
 
+    both_have_brought = waits(transport, 0, 1)
+
     def leaves_and_meets():
-        until(lambda: len(transport._brought) == 2)  # no outside sign tells that they wait
+        until(both_have_brought)
         transport.leave(0)
         return transport.meet(2, of(4.0), False)
 
@@ -150,9 +140,10 @@ def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back():
 
 def test_a_trainer_that_waits_is_dropped_with_nobody_left_to_wait_for():
     transport = joined(AllToAll(MEAN, PARAMS, 2, on_failure="drop"), 0, 1)
+    brought = waits(transport, 0)
 
     def leave():
-        until(lambda: 0 in transport._brought)
+        until(brought)
         transport.leave(1)
 
     (target, last), _ = in_threads(lambda: transport.meet(0, of(5.0), False), leave)
@@ -193,37 +184,34 @@ def test_a_trainer_on_a_slow_server_can_leave():
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
+class Interrupting(Around):
+    """A transport that sends Ctrl-C once the first trainer that has come to it waits there."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.met = []
+
+    def meet(self, trainer, before, done):
+        self.met.append(trainer)
+        if len(self.met) == 1:
+            interrupt_when(waits(self.transport, trainer))
+        return self.transport.meet(trainer, before, done)
+
+
 @pytest.mark.parametrize("where", ["Shadow.finish", "Foreground.finish", "Foreground.exchange"])
 def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
     kind, act = where.split(".")
-    transport, met = AllToAll(MEAN, PARAMS, 2), []
-    joined(transport, 1)
-
-    class Told:
-        def __getattr__(self, name):
-            return getattr(transport, name)
-
-        def meet(self, trainer, before, done):
-            met.append(trainer)
-            if len(met) == 1:
-                sender.start()
-            return transport.meet(trainer, before, done)
-
-    def interrupt():
-        until(lambda: 0 in transport._brought)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    sender = threading.Thread(target=interrupt)
+    transport, params = joined(AllToAll(MEAN, PARAMS, 2), 1), {"w": jnp.ones(3)}
+    told = Interrupting(transport)
     with pytest.raises(KeyboardInterrupt):
-        with Shadow(Told()) if kind == "Shadow" else Foreground(Told(), every_steps=1) as synchroniser:
+        with Shadow(told) if kind == "Shadow" else Foreground(told, every_steps=1) as synchroniser:
             try:
-                getattr(synchroniser, act)({"w": jnp.ones(3)})
+                getattr(synchroniser, act)(params)
             finally:
                 for again in (synchroniser.finish, synchroniser.exchange) if act == "finish" else ():
                     with pytest.raises(ValueError, match="too late: .* has begun to finish before"):
-                        again({"w": jnp.ones(3)})
-    sender.join(20)
-    assert met == [0] and not [t for t in threading.enumerate() if t.name.startswith("shadow-")]
+                        again(params)
+    assert told.met == [0] and no_threads_left()
     with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
         transport.meet(1, of(0.0), False)
 
@@ -267,9 +255,10 @@ def test_a_transfer_longer_than_the_time_out_loses_nobody():
 
 def test_a_trainer_on_a_slow_server_hears_that_another_fails():
     centre = joined(Centre(easgd(), PARAMS, 2, bytes_per_s=0.001), 0, 1)  # 24,000 s
+    in_the_transfer = waits(centre, 0)
 
     def fails():
-        until(lambda: max(centre._free_at) > 0)
+        until(in_the_transfer)
         centre.leave(1, OSError("the disk is gone"))
 
     found, _ = in_threads(lambda: centre.meet(0, of(1.0), False), fails)

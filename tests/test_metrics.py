@@ -58,7 +58,7 @@ def test_streaming_auc_is_exact_to_1e_5(seed):
 
 def test_a_coarse_histogram_fails_the_same_bound(monkeypatch):
     """Negative control: with 64 bins the streaming AUC is no longer within 1e-5."""
-    monkeypatch.setattr(metrics, "_BINS", 64)
+    monkeypatch.setattr(metrics, "BINS", 64)
     logit, label, weight = click_data(0)
     result = metrics.summarize(metrics.evaluate_batch(logit, label, weight))
     assert abs(result["auc"] - metrics.exact_auc(logit, label, weight)) > 1e-5

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
 from oac_failures import WatchedTables
 from strategies import draw_ids, specs
+from world import no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.stale import LastWriters
+from jaxrec.oac.steps import Steps
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -117,18 +119,27 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
     return pipeline, (pipeline.state, losses)
 
 
+def reset(tables):
+    """What a failed shard needs, and what a row of an earlier batch must not undo."""
+    for name in SPEC.stacks:
+        tables.reset_shard(name, 1)
+    return tables
+
+
 def watched(state, **before):
     """A state whose tables call functions before they are read and written."""
     return state._replace(tables=WatchedTables.of(state.tables, **before))
 
 
-def wrap_update(pipeline, wrapper):
-    """Puts a function around the compiled update of a pipeline."""
-    pipeline._steps.update = wrapper(pipeline._steps.update)
+def pipeline_with(wrapper):
+    """A kind of pipeline with a function around its compiled update."""
 
+    class Wrapped(Steps):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.update = wrapper(self.update)
 
-def no_threads_left():
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+    return type("WrappedPipeline", (Pipeline,), {"steps_type": Wrapped})
 
 
 @pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True, "skip_rewritten": True}])
@@ -263,11 +274,6 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
         pytest.skip("skipping needs planned sources")
     batches = make_batches(20)
 
-    def reset(tables):
-        for name in SPEC.stacks:
-            tables.reset_shard(name, 1)
-        return tables
-
     def fail(state, step, plan, metrics):
         if step == 9:
             pipeline.exclusive(reset)
@@ -329,42 +335,50 @@ def broken_stream(batches):
     raise Broken
 
 
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("stage", ["plan", "ids", "load", "commit", "hook", "consumer", "fetch", "write back", "cut"])
-def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_batch(stage, skip):
-    batches, losses, expected = make_batches(16), [], {0: make_state()}
-    plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
-    stream, options, hooks, error = batches, {}, [], Broken
-    if stage == "plan":
-        stream = broken_stream(batches)
-    elif stage == "ids":
-        bad = batches[7]._replace(ids={**batches[7].ids, "bias": np.full_like(batches[7].ids["bias"], 1)})
-        stream, error = [*batches[:7], bad, *batches[8:]], ValueError
-    elif stage == "load":
+def broken_pipeline(stage, **options):
+    """A pipeline of which a stage fails, by what it is given."""
+    if stage == "load":
         load = raise_at(14, jax.device_put)  # row numbers to fetch are sent too, in another thread
         in_load = lambda: threading.current_thread().name == "oac-load"
         options["send"] = lambda *args: load(*args) if in_load() else jax.device_put(*args)
-    elif stage == "hook":
-        hooks = [raise_at(7)]
     elif stage == "fetch":
         options["fetch"] = raise_at(7, lambda tree: jax.tree.map(np.asarray, tree))
     write = raise_at(7) if stage == "write back" else lambda shards: None
-    state = watched(make_state(), before_write=write)
-    pipeline = Pipeline(state, update_of(SPEC), window=3, skip_stale_reads=skip, skip_rewritten=skip, **options)
-    if stage == "commit":
-        wrap_update(pipeline, lambda update: raise_at(7, update))
-    elif stage == "cut":
+    kind = pipeline_with(lambda update: raise_at(7, update)) if stage == "commit" else Pipeline
+    pipeline = kind(watched(make_state(), before_write=write), update_of(SPEC), window=3, **options)
+    if stage == "cut":
         pipeline.cut(7, raise_at(0))
-    with pytest.raises(error) as raised, pipeline:
-        for step, (_, metrics) in enumerate(pipeline.run(stream, hooks)):
-            losses.append(metrics["loss"])
+    return pipeline
+
+
+def broken_stream_of(stage, batches):
+    if stage == "plan":
+        return broken_stream(batches)
+    if stage == "ids":
+        bad = batches[7]._replace(ids={**batches[7].ids, "bias": np.full_like(batches[7].ids["bias"], 1)})
+        return [*batches[:7], bad, *batches[8:]]
+    return batches
+
+
+def check_named(stage, notes):
+    """The error says where it comes from."""
+    named = {"ids": "plan", "hook": "commit"}.get(stage, stage)
+    assert stage == "consumer" or f"in stage '{named}' of the pipeline, batch" in notes
+    assert stage not in ("plan", "ids", "commit", "hook") or "batch 7" in notes
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("stage", ["plan", "ids", "load", "commit", "hook", "consumer", "fetch", "write back", "cut"])
+def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_batch(stage, skip):
+    batches, expected = make_batches(16), {0: make_state()}
+    plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
+    pipeline = broken_pipeline(stage, skip_stale_reads=skip, skip_rewritten=skip)
+    hooks = [raise_at(7)] if stage == "hook" else []
+    with pytest.raises(ValueError if stage == "ids" else Broken) as raised, pipeline:
+        for step, _ in enumerate(pipeline.run(broken_stream_of(stage, batches), hooks)):
             if stage == "consumer" and step == 7:
                 raise Broken
-    if stage != "consumer":
-        named = {"ids": "plan", "hook": "commit"}.get(stage, stage)
-        assert f"in stage '{named}' of the pipeline, batch" in " ".join(raised.value.__notes__)
-        if stage in ("plan", "ids", "commit", "hook"):
-            assert "batch 7" in " ".join(raised.value.__notes__)
+    check_named(stage, " ".join(getattr(raised.value, "__notes__", [])))
     assert no_threads_left()
     done = int(pipeline.state.dense.step)
     if stage in ("fetch", "write back"):  # rows are lost: the tables stand at an earlier batch than the dense state
@@ -400,9 +414,9 @@ def test_ctrl_c_leaves_no_thread_and_no_half_batch(place, ctrl_c):
         return args[0]
 
     fetch = lambda tree: jax.tree.map(np.asarray, interrupt(tree) if place == "thread" else tree)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch)
-    if place == "update":  # in the middle of a commit
-        wrap_update(pipeline, lambda update: lambda *args: interrupt(update(*args)))
+    in_the_commit = pipeline_with(lambda update: lambda *args: interrupt(update(*args)))
+    kind = in_the_commit if place == "update" else Pipeline
+    pipeline = kind(make_state(), update_of(SPEC), window=3, fetch=fetch)
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(batches, [interrupt] if place == "hook" else []):
             pass

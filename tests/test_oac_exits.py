@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hooks import at_step
 from oac_equivalence import Numbered
 from oac_failures import equal as equal
 from test_oac import (
@@ -23,17 +24,18 @@ from test_oac import (
     frozen,
     make_batches,
     make_state,
-    no_threads_left,
     plain_loop,
     same,
     update_of,
     watched,
 )
 from test_oac import ctrl_c as ctrl_c  # a fixture
+from world import interrupt_when, is_inside, no_threads_left, workers
 
 import jaxrec
 from jaxrec.checkpoint import snapshot
 from jaxrec.embedding import HostTables
+from jaxrec.interrupts import wait
 from jaxrec.loop import planned
 from jaxrec.oac import BrokenPipeline, Pipeline
 from jaxrec.oac.flow import Flow
@@ -278,49 +280,71 @@ SKIPS = {"skip_stale_reads": True, "skip_rewritten": True}
 
 def let_go(stream):
     stream.let_go.set()
-    for thread in threading.enumerate():
-        if thread.name == "oac-plan":
-            thread.join(60)
+    for thread in workers("oac-plan"):
+        thread.join(60)
     assert no_threads_left()
+
+
+class BrokenSend:
+    """A transfer to the device that raises at the inputs of one batch, until it is mended."""
+
+    def __init__(self, batch, after=None):
+        self.batch, self.after = batch, after
+
+    def __call__(self, tree, placement):
+        is_inputs = isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch)
+        if self.batch is not None and is_inputs and np.array_equal(tree[1].label, self.batch.label):
+            assert self.after is None or self.after.wait(60)
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    def mend(self):
+        self.batch = None
+
+
+def goes_on(pipeline, stream, batches):
+    """Whether the rest of a stream, which another run has left, gives what one batch after the other gives."""
+    for _ in pipeline.run(stream):
+        pass
+    return equal(pipeline.state, states_of(batches)[len(batches)])
+
+
+def interrupting(when):
+    """A kind of `Flow` that sends a real Ctrl-C, once, where somebody has to wait and a condition holds."""
+    asked = []
+
+    class Interrupting(Flow):
+        def wait(self, ready):
+            if not asked and when() and not ready():
+                asked.append(True)
+                signal.raise_signal(signal.SIGINT)
+            super().wait(ready)
+
+    return Interrupting
 
 
 @pytest.mark.parametrize("way", ["break", "close", "ctrl-c", "load"])
 def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothing_else(way, ctrl_c):
     """Whether a row is rewritten is not known of the last W batches taken: they wait, and leaving does not."""
-    batches, bad, asked = make_batches(16), [way == "load"], ["once"] * (way == "ctrl-c")
+    batches, last = make_batches(16), 8 - WINDOW
     stream = Blocking(batches, 8)
-
-    class Telling(Flow):
-        def wait(self, ready):
-            if asked and pipeline.step == 8 - WINDOW and not ready():
-                asked.clear()
-                signal.raise_signal(signal.SIGINT)  # or it would wait for ever: the stream does not come back
-            super().wait(ready)
-
-    def send(tree, placement):
-        if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad[0]:
-            if np.array_equal(tree[1].label, batches[6].label):
-                assert stream.blocked.wait(60)
-                raise Broken
-        return jax.device_put(tree, placement)
-
+    send = BrokenSend(batches[6] if way == "load" else None, stream.blocked)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **SKIPS)
-    pipeline.flow_type = Telling
+    if way == "ctrl-c":
+        pipeline.flow_type = interrupting(lambda: pipeline.step == last)
     raised = {"ctrl-c": pytest.raises(KeyboardInterrupt), "load": pytest.raises(Broken)}
     with raised.get(way, contextlib.nullcontext()), pipeline:
         for _ in pipeline.run(stream):
-            if pipeline.step == 8 - WINDOW and way in ("break", "close"):
+            if pipeline.step == last and way in ("break", "close"):
                 assert stream.blocked.wait(60)
                 if way == "break":
                     break
                 pipeline.close()
-    done = 6 if way == "load" else 8 - WINDOW  # all before the batch that failed: no batch behind it is waited for
+    done = 6 if way == "load" else last  # all before the batch that failed: no batch behind it is waited for
     assert pipeline.step == done and equal(pipeline.state, states_of(batches)[done])
-    bad[0] = False
+    send.mend()
     let_go(stream)
-    for _ in pipeline.run(stream):
-        pass
-    assert equal(pipeline.state, states_of(batches)[16])
+    assert goes_on(pipeline, stream, batches)
 
 
 @pytest.mark.parametrize("window", [5, 8])
@@ -337,20 +361,9 @@ def test_with_skip_rewritten_a_stream_shorter_than_the_window_is_trained_to_its_
 @pytest.mark.parametrize("way", ["break", "hook", "load", "fetch"])
 def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     batches = make_batches(16)
-    stream, options = Blocking(batches, 8), {}
-    if way == "load":
-        bad = batches[6]
-
-        def send(tree, placement):
-            if isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch) and bad is not None:
-                if np.array_equal(tree[1].label, bad.label):
-                    raise Broken
-            return jax.device_put(tree, placement)
-
-        options["send"] = send
-    if way == "fetch":
-        options["fetch"] = Failing(7, to_host)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, **options)
+    stream, send = Blocking(batches, 8), BrokenSend(batches[6] if way == "load" else None)
+    options = {"fetch": Failing(7, to_host)} if way == "fetch" else {}
+    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **options)
     hook = Failing(5, lambda state, *args: state)
     with contextlib.nullcontext() if way == "break" else pytest.raises(Broken), pipeline:
         for number, _ in enumerate(pipeline.run(stream, [hook] if way == "hook" else []), 1):
@@ -359,20 +372,17 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
                 break
     done = {"break": 5, "hook": 6, "load": 6, "fetch": 8}[way]
     assert int(pipeline.state.dense.step) == done
-    if way == "fetch":
+    if way == "fetch":  # its rows are lost
         stream.let_go.set()
         return
-    assert equal(pipeline.state, states_of(batches)[done])
     if stream.blocked.is_set():
         pipeline.patience_seconds = 0.05
         with pytest.raises(ValueError, match="still waits inside this iterator"):
             pipeline.run(stream)
-    bad = None
+    send.mend()
     let_go(stream)
     assert equal(pipeline.state, states_of(batches)[done])  # who woke up touched nothing
-    for _ in pipeline.run(stream):
-        pass
-    assert equal(pipeline.state, states_of(batches)[16])
+    assert goes_on(pipeline, stream, batches)
 
 
 # ---- O7: what lags says so
@@ -396,38 +406,35 @@ def ask_all(state, check):
         check(act)
 
 
-def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained():
-    def refused(act):
-        with pytest.raises(ValueError, match=r"call pipeline.drain\(\) before reading, evaluating or saving"):
-            act()
+def refused(act):
+    with pytest.raises(ValueError, match=r"call pipeline.drain\(\) before reading, evaluating or saving"):
+        act()
 
-    batches, seen, last = make_batches(12), [], None
+
+def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained():
+    batches, drained = make_batches(12), []
     states = states_of(batches)
 
-    def hook(state, step, plan, metrics):
-        assert isinstance(state.tables, HostTables) and state.tables.spec is SPEC and "width_4" in repr(SPEC.stacks)
-        ask_all(state, refused)
-        if step == 6:
-            pipeline.drain()
-            assert equal(frozen(state), states[6])
-            seen.append(state)
-        return state
+    def drain(state):
+        assert isinstance(state.tables, HostTables) and state.tables.spec is SPEC  # which every state knows
+        pipeline.drain()
+        assert equal(frozen(state), states[pipeline.step])
+        drained.append(state)
 
+    ask = lambda state, *args: ask_all(state, refused) or state
     with Pipeline(make_state(), update_of(SPEC), window=WINDOW) as pipeline:
-        for number, (state, _) in enumerate(pipeline.run(batches, [hook]), 1):
-            last = state
+        for number, (state, _) in enumerate(pipeline.run(batches, [ask, at_step(6, drain)]), 1):
             if number == 6:
                 assert equal(frozen(state), states[6])  # still drained
                 repr(state)
             else:
                 ask_all(state, refused)
             if number == 9:
-                pipeline.drain()
-                assert equal(frozen(state), states[9])
+                drain(state)
                 with pytest.raises(ValueError, match="stood at step 6"):
-                    seen[0].tables.read({})
-        assert equal(frozen(last), states[12]) and equal(frozen(pipeline.state), states[12])
-    assert len(seen) == 1
+                    drained[0].tables.read({})
+        assert equal(frozen(state), states[12]) and equal(frozen(pipeline.state), states[12])
+    assert len(drained) == 2
 
 
 # ---- O3, O12: waits end, claims that have become void are let go
@@ -545,38 +552,43 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
 # ---- cuts
 
 
-@pytest.mark.parametrize("ask", ["leave", "cut", "exclusive", "drain"])
-def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(ask):
-    batches, failed, saving = make_batches(16), threading.Event(), []
+class BrokenSave:
+    """A save of a cut that fails, and what is asked of the pipeline afterwards."""
 
-    def save(state):
-        saving.append(threading.current_thread())
-        failed.set()
+    def __init__(self):
+        self.began, self.thread = threading.Event(), None
+
+    def __call__(self, state):
+        self.thread = threading.current_thread()
+        self.began.set()
         raise Broken
 
-    def hook(state, step, plan, metrics):
-        if step == 6 and ask != "leave":
-            assert failed.wait(60)
-            saving[0].join(60)  # it tells the failure after it has raised it, and a cut before that is a good one
-            if ask == "cut":
-                pipeline.cut(9, save)
-            elif ask == "drain":
-                pipeline.drain()
-            pipeline.exclusive(unchanged)
-        return state
+    def wait(self):
+        """It tells the failure after it has raised it, and a cut before that is a good one."""
+        assert self.began.wait(60)
+        self.thread.join(60)
 
+
+@pytest.mark.parametrize("what", ["leave", "cut", "exclusive", "drain"])
+def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(what):
+    batches, save = make_batches(16), BrokenSave()
     stream = iter(batches)
+
+    def ask(state):
+        save.wait()
+        given = {"cut": (9, save), "drain": (), "exclusive": (unchanged,)}[what]
+        getattr(pipeline, what)(*given)
+        pytest.fail("the call says nothing of the save")
+
     with pytest.raises(Broken) as raised, Pipeline(make_state(), update_of(SPEC), window=8) as pipeline:
         pipeline.cut(4, save)
-        for number, _ in enumerate(pipeline.run(stream, [hook]), 1):
-            if number == 6 and ask == "leave":
+        for number, _ in enumerate(pipeline.run(stream, [at_step(6, ask)] if what != "leave" else []), 1):
+            if number == 6:
                 break
     assert "in stage 'cut' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
     assert equal(pipeline.state, states_of(batches)[pipeline.step]) and pipeline.step <= 6
     with pipeline:
-        for _ in pipeline.run(stream):
-            pass
-    assert equal(pipeline.state, states_of(batches)[16])
+        assert goes_on(pipeline, stream, batches)
 
 
 def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
@@ -625,53 +637,45 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
     assert equal(pipeline.state, states_of(batches)[1])
 
 
-@pytest.mark.parametrize("place", ["drain", "exclusive", "cut", "commit", "leave"])
-def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, ctrl_c):
-    """A real signal, sent when the thread is in the wait, which the same thread then ends by leaving."""
-    batches, go = make_batches(12), threading.Event()
+# Where the main thread waits, by the function of the pipeline, or of the flow, that it is called in.
+WAITS = {
+    "drain": Flow.drain,
+    "exclusive": Flow.drain,
+    "cut": Flow.wait_for_release,
+    "commit": Flow.wait_to_commit,
+    "leave": Flow.wait_for_threads,
+}
 
-    def interrupt_when(waiting):
-        def watch():
-            assert waiting.wait(60)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            go.set()
 
-        threading.Thread(target=watch).start()
-
-    waiting = threading.Event()
-
-    class Telling(Flow):
-        def wait(self, ready):
-            if not ready() and self.committed - self.first == 5 and name_of_caller() in wanted:
-                waiting.set()
-            super().wait(ready)
-
-    wanted = {"drain": "drain", "exclusive": "drain", "cut": "wait_for_release", "commit": "wait_to_commit"}
-    wanted = {wanted.get(place, "wait_for_threads")}
+def waiting_pipeline(place, go):
+    """A pipeline that waits at step 5 in a given place until it may go on; Ctrl-C comes there, and lets it go."""
+    fetches = itertools.count()
 
     def fetch(tree):
         if next(fetches) == 4:
             assert go.wait(60)
         return to_host(tree)
 
-    def hook(state, step, plan, metrics):
-        if step == 5 and place == "drain":
-            pipeline.drain()
-        if step == 5 and place == "exclusive":
-            pipeline.exclusive(unchanged)
-        return state
-
-    fetches, options = itertools.count(), {"window": 0} if place == "commit" else {"window": WINDOW}
-    pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, **options)
-    pipeline.flow_type = Telling
+    pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, window=0 if place == "commit" else WINDOW)
     if place == "cut":
         pipeline.cut(4, lambda state: go.wait(60))
         pipeline.cut(5, print, unreached="ignore")
-    interrupt_when(waiting)
+    return pipeline
+
+
+@pytest.mark.parametrize("place", WAITS)
+def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, ctrl_c):
+    """A real signal, sent when the thread is in the wait, which the same thread then ends by leaving."""
+    batches, go = make_batches(12), threading.Event()
+    pipeline = waiting_pipeline(place, go)
+    acts = {"drain": lambda state: pipeline.drain(), "exclusive": lambda state: pipeline.exclusive(unchanged)}
+    waits = lambda: pipeline.step == 5 and is_inside(WAITS[place]) and is_inside(wait)
+    sender = interrupt_when(waits, then=go.set)
     with pytest.raises(KeyboardInterrupt), pipeline:
-        for number, _ in enumerate(pipeline.run(batches, [hook]), 1):
+        for number, _ in enumerate(pipeline.run(batches, [at_step(5, acts[place])] if place in acts else []), 1):
             if number == 5 and place == "leave":
                 break
+    sender.join(60)
     assert no_threads_left() and equal(pipeline.state, states_of(batches)[5])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -694,10 +698,6 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
         for _ in pipeline.run(batches):
             pass
     assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])
-
-
-def name_of_caller():
-    return sys._getframe(2).f_code.co_name
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

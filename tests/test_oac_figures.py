@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 from oac_equivalence import same
-from test_oac import SPEC, make_batches, make_state, plain_loop, train, update_of, wrap_update
+from test_oac import SPEC, make_batches, make_state, pipeline_with, plain_loop, train, update_of
 
 import jaxrec
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
 from jaxrec.oac import Pipeline, memory_bytes
 from jaxrec.oac.ways import nbytes
 from jaxrec.types import Batch
@@ -84,12 +84,13 @@ def skewed_batches(number, spec, size=256):
 def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
     """Rows are sent only where no batch of the window wrote them, fetched only where none will; with small change."""
     spec = EmbeddingSpec({"t": Table(2_000, 16)}, {"t": Lookup(("t",) * 4)}, shards=4)
-    window, number, moved, compiled = 4, 60, {}, {}
+    window, number, moved, compiled, capacity = 4, 60, {}, {}, {}
     batches = skewed_batches(number, spec)
     for way, options in SAVINGS.items():
         seen, _, found = bytes_of_run(batches, spec=spec, window=window, **options)
         moved[way] = seen
-        pipeline, again = train(batches, spec, late=False, window=window, **options)
+        keep = lambda state, step, plans, metrics: (capacity.update(capacity_of(plans)), state)[1]
+        pipeline, again = train(batches, spec, late=False, window=window, hooks=[keep], **options)
         compiled[way] = pipeline.compilations
         assert same(found, again)
     rows = [set(np.unique(batch.ids["t"])) for batch in batches]
@@ -98,7 +99,7 @@ def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
     assert 0.4 < share < 0.9
     middle = (number - 2 * window) / number
     row_bytes = 4 * 32  # rows and slots
-    full = number * row_bytes * spec.shards * pipeline._stages.capacity["width_16"]
+    full = number * row_bytes * spec.shards * capacity["width_16"]
     # Sizes are rounded up and padded to the fullest shard, and small arrays say which rows travel.
     for way, direction in [("reads", "sent"), ("writes", "fetched")]:
         saved = moved["none"][direction] - moved[way][direction]
@@ -151,21 +152,28 @@ def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring
         assert sum(int(m[name]) for m in metrics) == pipeline.counters[name]
 
 
-class Growing(list):
-    """Containers reachable from a pipeline, and how much is in them."""
+def is_container(thing):
+    return isinstance(thing, (dict, list, set, tuple)) or type(thing).__module__ in ("collections", "_collections")
 
-    def __init__(self, root):
-        seen, todo = set(), [root]
-        while todo:
-            thing = todo.pop()
-            if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType, np.ndarray)):
-                continue
-            seen.add(id(thing))
-            if isinstance(thing, (dict, list, set, tuple)) or type(thing).__module__ in ("collections", "_collections"):
-                self.append(len(thing))
-                todo += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else list(thing)
-            elif type(thing).__module__.startswith("jaxrec"):
-                todo += [getattr(thing, name) for name in getattr(thing, "__dict__", {})]
+
+def reachable(root):
+    """{id: thing} of all that a pipeline holds, through containers and through objects of jaxrec."""
+    seen, todo = {}, [root]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType)):
+            continue
+        seen[id(thing)] = thing
+        if is_container(thing):
+            todo += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else list(thing)
+        elif any(kind.__module__.startswith("jaxrec") for kind in type(thing).__mro__):
+            todo += list(getattr(thing, "__dict__", {}).values())
+    return seen
+
+
+def things_in(pipeline):
+    """How much is in all containers that can be reached from a pipeline."""
+    return sum(len(thing) for thing in reachable(pipeline).values() if is_container(thing))
 
 
 def steady_batches(kinds=8):
@@ -185,7 +193,7 @@ def growth(number, **options):
             full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
             assert flow.wait_until(full, seconds=30)
             gc.collect()
-            found.append((sys.getallocatedblocks(), sum(Growing(pipeline)), len(jax.live_arrays())))
+            found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
         return state
 
     with Pipeline(make_state(), update_of(SPEC), window=4, **options) as pipeline:
@@ -215,7 +223,7 @@ def test_nothing_grows_with_the_number_of_runs():
                 pass
             if run in (10, 50):
                 gc.collect()
-                found.append((sum(Growing(pipeline)), len(jax.live_arrays()), threading.active_count()))
+                found.append((things_in(pipeline), len(jax.live_arrays()), threading.active_count()))
     assert found[0] == found[1]
 
 
@@ -237,13 +245,11 @@ def shaped(shape):
     return spec, [Batch({"t": ids()}, *rest) for _ in range(18)]
 
 
-def held_on_the_host(stages):
-    """Bytes of numpy arrays that batches on their way hold, and of the last writers."""
-    leaves = jax.tree.leaves([vars(item) for item in list(stages.items.values())])
-    if stages.last is not None:
-        leaves += jax.tree.leaves((stages.last._writer, stages.last._place))
-    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic))}
-    return sum(leaf.nbytes for leaf in unique.values())
+def held_on_the_host(pipeline):
+    """Bytes of the numpy arrays of a pipeline, without its tables: of batches on their way, and of last writers."""
+    tables = reachable(pipeline.tables.shards)
+    mine = [thing for key, thing in reachable(pipeline).items() if key not in tables]
+    return sum(thing.nbytes for thing in mine if isinstance(thing, (np.ndarray, np.generic)))
 
 
 def await_(flow, ready):
@@ -279,68 +285,82 @@ def buffer_of(array):
             raise
 
 
+class Measured:
+    """A run whose device is slow at one step, and whose cut holds all writing at another; what it holds then.
+
+    Attributes:
+      most: live bytes on devices after every transfer and update. filled: when all is gathered that may be.
+      host: bytes of numpy arrays while nothing is written. capacity: U of each stack.
+    """
+
+    def __init__(self, spec, batches, cut_at=5, slow_at=3, **options):
+        self.cut_at, self.slow_at, self.inputs = cut_at, slow_at, 0
+        self.live, self.most, self.filled, self.host, self.capacity = Live(), [], [], [], {}
+        state = make_state(spec, features=batches[0].dense.shape[1])
+        self.dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
+        kind = pipeline_with(lambda update: functools.partial(self.update, update))
+        with kind(state, update_of(spec), send=self.send, fetch=self.fetch, **options) as self.pipeline:
+            self.pipeline.cut(cut_at, self.save)
+            for _ in self.pipeline.run(batches, [self.hook]):
+                pass
+
+    def hook(self, state, step, plans, metrics):
+        self.capacity = capacity_of(plans)
+        return state
+
+    def send(self, tree, placement):
+        found = jax.device_put(tree, placement)
+        self.most.append(self.live.bytes())  # also here, as the formula says how much there is at most, at any time
+        self.inputs += isinstance(tree, tuple) and isinstance(tree[1], Batch)
+        return found
+
+    def fetch(self, tree):
+        found = jax.tree.map(np.asarray, tree)
+        self.most.append(self.live.bytes())
+        return found
+
+    def save(self, state):
+        flow = self.pipeline.flow
+        end = flow.first + self.cut_at + self.pipeline.window + 1  # committed while nothing is written
+        await_(flow, lambda: (
+            flow.committed == end and flow.planned == end + self.pipeline.window + 3
+            and all(n in flow.fetched for n in range(end - self.pipeline.window - 1, end))
+        ))  # fmt: skip
+        self.host.append(held_on_the_host(self.pipeline))
+
+    def update(self, update, *args):
+        flow = self.pipeline.flow
+        slow = flow.committed == flow.first + self.slow_at
+        if slow:  # nothing is committed until all that may be gathered is, and all threads wait
+            end = flow.committed + self.pipeline.window + 1
+            await_(flow, lambda: (
+                flow.planned == end + 2 and flow.watermark() == flow.committed
+                and flow.first + self.inputs == end + 2
+                and all(n in flow.loaded for n in range(flow.committed, end))
+            ))  # fmt: skip
+        found = update(*args)
+        self.most.append(self.live.bytes())
+        self.filled += self.most[-1:] * slow
+        return found
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", ["sync", "semisync", "async", "none", "device"])
 def test_memory_is_what_the_formula_says(way, shape):
     """Live arrays when the device is slow and all is gathered; host arrays when a cut holds all writing."""
-    options, (spec, batches), cut_at, slow_at = dict(WAYS[way]), shaped(shape), 5, 3
+    options, (spec, batches) = WAYS[way], shaped(shape)
     window = {"sync": 0, "semisync": 1}.get(way, 3)
-    live, most, filled, host = Live(), [0], [], []
-
-    def save(state):
-        flow = pipeline.flow
-        end = flow.first + cut_at + window + 1  # committed while nothing is written
-        await_(flow, lambda: (
-            flow.committed == end and flow.planned == end + window + 3
-            and all(n in flow.fetched for n in range(end - window - 1, end))
-        ))  # fmt: skip
-        host.append(held_on_the_host(pipeline._stages))
-
-    def watched(function):
-        """Looks after every transfer, too: the formula says how much there is at most, at any time."""
-
-        def call(*args):
-            out = function(*args)
-            most.append(live.bytes())
-            return out
-
-        return call
-
-    state = make_state(spec, features=batches[0].dense.shape[1])
-    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
-    transfers = {"send": watched(jax.device_put), "fetch": watched(lambda tree: jax.tree.map(np.asarray, tree))}
-    with Pipeline(state, update_of(spec), **options, **transfers) as pipeline:
-
-        def measured(update, *args):
-            flow = pipeline.flow
-            slow = flow.committed == flow.first + slow_at
-            if slow:  # nothing is committed until all that may be gathered is, and all threads wait
-                end, items = flow.committed + window + 1, pipeline._stages.items
-                await_(flow, lambda: (
-                    flow.planned == end + 2 and flow.watermark() == flow.committed
-                    and all(items[n].inputs is not None for n in range(flow.committed, end + 2))
-                    and all(n in flow.loaded for n in range(flow.committed, end))
-                ))  # fmt: skip
-            out = update(*args)
-            most.append(live.bytes())
-            filled.extend(most[-1:] * slow)
-            return out
-
-        wrap_update(pipeline, lambda update: functools.partial(measured, update))
-        pipeline.cut(cut_at, save)
-        for _ in pipeline.run(batches):
-            pass
-        capacity = pipeline._stages.capacity
-    plans = jaxrec.plan(spec, batches[0].ids, capacity)
+    found = Measured(spec, batches, **options)
+    plans = jaxrec.plan(spec, batches[0].ids, found.capacity)
     (p,) = plans.values()
     expected = memory_bytes(
         window, p.unique.size, 2 * SHAPES[shape][3], mode=options.get("mode", "oac"),
         validation=options.get("validation", "planned"), input_bytes=nbytes((plans, batches[0])),
         table_rows=SHAPES[shape][0],
     )  # fmt: skip
-    assert 0.9 < (filled[0] - 2 * dense) / expected["device"] < 1.1, (filled, expected)
-    assert (max(most) - 2 * dense) / expected["device"] < 1.05, (max(most), expected)
-    assert 0.9 < host[0] / expected["host"] < 1.1, (host, expected)
+    assert 0.9 < (found.filled[0] - 2 * found.dense) / expected["device"] < 1.1, (found.filled, expected)
+    assert (max(found.most) - 2 * found.dense) / expected["device"] < 1.05, (max(found.most), expected)
+    assert 0.99 < found.host[0] / expected["host"] < 1.01, (found.host, expected)
 
 
 def test_the_ring_is_made_where_it_stays():

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from hooks import at_step
 from oac_failures import equal
-from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, no_threads_left, update_of, wrap_update
+from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, pipeline_with, update_of
 from test_oac import ctrl_c as ctrl_c  # a fixture
 from test_oac_exits import Blocking, Failing, all_notes, chain, states_of, to_host
+from world import interrupt_when, no_threads_left, workers
 
 import jaxrec
 from jaxrec.embedding import HostTables
@@ -28,8 +29,8 @@ from jaxrec.oac.flow import Flow
 WINDOW = 3
 
 
-def pipeline_of(state=None, update=None, **options):
-    return Pipeline(state or make_state(), update or update_of(SPEC), **({"window": WINDOW} | options))
+def pipeline_of(state=None, update=None, kind=Pipeline, **options):
+    return kind(state or make_state(), update or update_of(SPEC), **({"window": WINDOW} | options))
 
 
 def interrupt(state):
@@ -115,9 +116,8 @@ def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
             pipeline.run(stream)
     finally:
         blocking.let_go.set()
-        for thread in threading.enumerate():
-            if thread.name == "oac-plan":
-                thread.join(60)
+        for thread in workers("oac-plan"):
+            thread.join(60)
     assert len(list(pipeline.run(stream))) == 8
 
 
@@ -178,7 +178,7 @@ def test_a_pipeline_that_was_collected_by_its_own_planner_leaves_the_tables_free
     gc.disable()
     try:
         drop()
-        planner = [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        planner = workers("oac-")
         go.set()
         assert done.wait(60)
         for thread in planner:
@@ -222,10 +222,9 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
         hooked.append(step)
         return state
 
-    pipeline, stream = pipeline_of(update=update), iter(batches)
+    kind = interrupted_in_the_commit(5) if way == "commit" else Pipeline
+    pipeline, stream = pipeline_of(update=update, kind=kind), iter(batches)
     pipeline.cut(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
-    if way == "commit":
-        interrupt_the_commit(pipeline, 5)
     with pytest.raises((KeyboardInterrupt, Broken)), pipeline:
         for _ in pipeline.run(stream, [hook]):
             pass
@@ -237,12 +236,8 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
     assert equal(pipeline.state, states_of(batches)[12])
 
 
-def interrupt_the_commit(pipeline, step):
-    """A real signal while the compiled update of a step is called."""
-    signal_in_the_commit(pipeline, step, signal.SIGINT)
-
-
-def signal_in_the_commit(pipeline, step, number):
+def interrupted_in_the_commit(step, number=signal.SIGINT):
+    """A kind of pipeline to which a real signal comes while the compiled update of a step is called."""
     calls = itertools.count(1)
 
     def signalled(compiled, *args):
@@ -251,12 +246,11 @@ def signal_in_the_commit(pipeline, step, number):
             signal.raise_signal(number)
         return found
 
-    wrap_update(pipeline, lambda compiled: functools.partial(signalled, compiled))
+    return pipeline_with(lambda compiled: functools.partial(signalled, compiled))
 
 
 def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
-    pipeline = pipeline_of()
-    interrupt_the_commit(pipeline, 5)
+    pipeline = pipeline_of(kind=interrupted_in_the_commit(5))
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(make_batches(12), [at_step(5, interrupt), at_step(5, pytest.fail)]):
             pass
@@ -266,8 +260,7 @@ def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_
 def test_sigterm_with_a_handler_that_exits_tears_no_batch():
     before = signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))
     try:
-        batches, pipeline = make_batches(12), pipeline_of()
-        signal_in_the_commit(pipeline, 5, signal.SIGTERM)
+        batches, pipeline = make_batches(12), pipeline_of(kind=interrupted_in_the_commit(5, signal.SIGTERM))
         with pytest.raises(SystemExit), pipeline:
             for _ in pipeline.run(batches):
                 pass
@@ -530,44 +523,50 @@ def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_
 # ---- what hangs
 
 
+class Hanging:
+    """A transfer that hangs at its tenth call until it may go on."""
+
+    def __init__(self):
+        self.calls, self.hangs, self.go = itertools.count(), threading.Event(), threading.Event()
+
+    def __call__(self, tree, *placement):
+        if next(self.calls) == 9:
+            self.hangs.set()
+            assert self.go.wait(60)
+        return jax.device_put(tree, *placement) if placement else to_host(tree)
+
+
+class Said(Flow):
+    """Sends a real Ctrl-C when the threads are waited for once more, after the warning."""
+
+    waits = 0
+
+    def wait_for_threads(self, enough=lambda: False):
+        self.waits += 1
+        if self.waits == 2:
+            interrupt_when(lambda: True)
+        super().wait_for_threads(enough)
+
+
 @pytest.mark.parametrize("stage", ["send", "fetch"])
 def test_ctrl_c_gives_up_what_hangs_once_it_was_said(stage, ctrl_c):
     """Two real signals: one leaves the loop, the other, after the warning, what hangs."""
-    batches, go, hangs, calls = make_batches(12), threading.Event(), threading.Event(), itertools.count()
-
-    def hang(tree, *placement):
-        if next(calls) == 9:
-            hangs.set()
-            assert go.wait(60)
-        return jax.device_put(tree, *placement) if placement else to_host(tree)
-
-    class Telling(Flow):
-        def wait_for_threads(self, enough=lambda: False):
-            waits.append(self)
-            if len(waits) == 2:  # the warning was said
-                interrupt_soon()
-            super().wait_for_threads(enough)
-
-    def interrupt_soon():
-        thread = threading.Thread(target=lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
-        thread.start()
-
-    waits: list = []
-    pipeline = pipeline_of(**{stage: hang})
-    pipeline.flow_type, pipeline.patience_seconds = Telling, 0.05
+    transfer = Hanging()
+    pipeline = pipeline_of(**{stage: transfer})
+    pipeline.flow_type, pipeline.patience_seconds = Said, 0.05
     try:
         with pytest.warns(UserWarning, match=f"oac-{'load' if stage == 'send' else stage} at batch"):
             with pytest.raises(KeyboardInterrupt), pipeline:
-                for _ in pipeline.run(batches):
-                    if hangs.is_set():
+                for _ in pipeline.run(make_batches(12)):
+                    if transfer.hangs.is_set():
                         interrupt(None)
         with pytest.raises(BrokenPipeline, match="gave up what did not end"):
             pipeline.drain()
         assert pipeline.tables.step is not None
         held = frozen(jaxrec.TrainState((), pipeline.tables))
     finally:
-        left = [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
-        go.set()
+        left = workers("oac-")
+        transfer.go.set()
         for thread in left:
             thread.join(60)
     assert len(left) == 1 and no_threads_left()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from oac_equivalence import HeldBack, Numbered, same
-from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, train, update_of, watched
+from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, reset, train, update_of, watched
 
 import jaxrec
 from jaxrec.oac import Pipeline
@@ -14,13 +14,6 @@ from jaxrec.oac.flow import Flow
 from jaxrec.types import TrainState
 
 BOTH = {"skip_stale_reads": True, "skip_rewritten": True}
-
-
-def reset(tables):
-    """What a failed shard needs, and what a row of an earlier batch must not undo."""
-    for name in SPEC.stacks:
-        tables.reset_shard(name, 1)
-    return tables
 
 
 def reset_at(step):

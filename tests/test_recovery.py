@@ -1,6 +1,7 @@
 """Recovery: survivors do not notice, the victim is what was saved, no failure is no difference; both homes and OAC."""
 
 import contextlib
+import functools
 import math
 import threading
 
@@ -8,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from world import batch_of, is_inside, until
 
-from jaxrec import Batch, init_state, make_mesh, make_train_step
-from jaxrec.checkpoint import RowCheckpointer, deltas, images, restore
+from jaxrec import init_state, make_mesh, make_train_step
+from jaxrec.checkpoint import deltas, images, read_manifest, restore
+from jaxrec.checkpoint.deltas import write_delta
+from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.watch import without_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
@@ -49,7 +54,7 @@ def batches(start=0, stop=STEPS, size=12):
         pair = np.stack([rng.zipf(1.5, size) % 90, rng.integers(0, 7, size)], axis=1).astype(np.int32)
         ids = {"pair": pair, "wide": (rng.zipf(1.3, size) % 40).astype(np.int32)}
         label = rng.integers(0, 2, size).astype(np.float32)
-        yield Batch(ids, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+        yield batch_of(ids, label)
 
 
 def fresh(home):
@@ -94,9 +99,28 @@ def make(engine, directory, scheme="vanilla", **more):
     return Recovery(engine, directory, **given)
 
 
-def save_now(engine, recovery):
-    """A save between two steps, as at a cut."""
-    recovery._saves.save(engine.state, engine.step)
+def nothing(number, size=12):
+    """Batches that look up no row: what is saved after them are rows of before."""
+    return [batch_of({"pair": np.full((size, 2), -1), "wide": np.full(size, -1)}, np.ones(size, np.float32))] * number
+
+
+def rows_saved(directory, spec=SPEC):
+    """{(stack, shard): rows} of each delta of a directory, oldest first."""
+    found = []
+    for image in map(read_manifest, reversed(deltas(directory))):
+        arrays = load_arrays(image, leaves_of(image, "rows."))
+        keys = [(name, shard) for name in spec.stacks for shard in range(spec.shards)]
+        found.append({key: arrays.get(leaf_name(*key, ROW_IDS), np.zeros(0, np.int32)) for key in keys})
+    return found
+
+
+@contextlib.contextmanager
+def in_the_way(directory, number):
+    """A delta cannot be written: a file stands where its directory will be made. Those after it wait for it."""
+    path = directory / f"delta_{number:06d}.partial"
+    path.write_text("in the way")
+    yield
+    path.unlink()
 
 
 BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
@@ -162,13 +186,6 @@ def moving(spec):
     return Serial(TrainState(DenseState(np.int32(0), {}, ()), HostTables.create(spec, ROWS)), step)
 
 
-def written_by(recovery):
-    """The rows of each delta, as they are given to the saver."""
-    rows_of_saves, save = [], recovery._saves._deltas.save
-    recovery._saves._deltas.save = lambda t, rows, *more: rows_of_saves.append(rows) or save(t, rows, *more)
-    return rows_of_saves
-
-
 @pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
 def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
     """Every row is touched between saves, so that a save writes its whole budget: 3 of 12 and 2 of 5 rows per shard."""
@@ -177,8 +194,8 @@ def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds
     more = {"save_every_steps": 8, "fraction": 0.25, "pick_ahead_steps": 0}
     with moving(spec) as engine:
         recovery = engine.enter(make(engine, tmp_path, scheme, **more))
-        saved = written_by(recovery)
         list(engine.steps([pair] * 12, [recovery.hook]))
+    saved = rows_saved(tmp_path, spec)
     assert len(saved) == 6
     for rows in saved:
         assert {key: len(ids) for key, ids in rows.items()} == {
@@ -191,16 +208,16 @@ def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_
     """Its rows are those of the last save, so the tracker has nothing to save of it until it is touched again."""
     with watched(home, tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
         run(engine, 0, 6, [recovery.hook])
-        saved = written_by(recovery)
         recovery.recover([1])
-        save_now(engine, recovery)
-    assert all((len(rows) == 0) == (shard == 1) for (_, shard), rows in saved[0].items())
+        run(engine, given=nothing(2), hooks=[recovery.hook])  # saves at 8
+    (saved,) = rows_saved(tmp_path)
+    assert all((len(rows) == 0) == (shard == 1) for (_, shard), rows in saved.items())
 
 
 def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_path):
     row = 4 * 17 + 1  # of shard 1
     ids = {"pair": np.array([[row, -1]], np.int32), "wide": np.array([-1], np.int32)}
-    once = Batch(ids, np.zeros((1, 0), np.float32), np.ones(1, np.float32), np.ones(1, np.float32))
+    once = batch_of(ids, np.ones(1, np.float32))
     with watched("host", tmp_path, "mfu", save_every_steps=1000.0) as (engine, recovery):
         value = engine.tables.shards["width_4"][1]["value"]
         before = value[17].copy()
@@ -238,26 +255,16 @@ def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other
     assert not all(same(rows_of(found, shard), rows_of(calm, shard)) for shard in range(4))
 
 
-def fail_writes(monkeypatch, fails):
-    """The n-th delta cannot be written if fails[n]; those after them can."""
-    write, fails = RowCheckpointer._commit, iter(fails)
-
-    def commit(saver, image):
-        if next(fails, False):
-            raise OSError(28, "No space left on device")
-        return write(saver, image)
-
-    monkeypatch.setattr(RowCheckpointer, "_commit", commit)
+FAILED = pytest.warns(UserWarning, match="a save failed, and the next one tries again.*File exists")
 
 
-FAILED = pytest.warns(UserWarning, match="a save failed, and the next one tries again.*No space left")
-
-
-def test_rows_of_a_save_that_failed_are_saved_by_the_next_one_and_training_goes_on(tmp_path, monkeypatch):
-    fail_writes(monkeypatch, [True])
+def test_rows_of_a_save_that_failed_are_saved_by_the_next_one_and_training_goes_on(tmp_path):
     with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
+        with in_the_way(tmp_path, 1):
+            run(engine, 0, 12, [recovery.hook])  # fails at 8
+            until(lambda: recovery.failed_saves)
         with FAILED:
-            run(engine, 0, 16, [recovery.hook])  # fails at 8
+            run(engine, 12, 16, [recovery.hook])
         wanted = rows_of(engine.state, 1)
         recovery.recover([1])
         assert same(rows_of(engine.state, 1), wanted) and len(recovery.failed_saves) == 1
@@ -275,14 +282,12 @@ def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_
         return state
 
     with watched(home, tmp_path, scheme, fraction=1.0) as (engine, recovery):
-        written = written_by(recovery)
-        given = [*batches(0, 4), *batches(0, 4), *batches(0, more)]
-        run(engine, given=given, hooks=[keep, recovery.hook])
-        save_now(engine, recovery)
+        given = [*batches(0, 4), *batches(0, 4), *batches(0, more), *nothing(8 - more)]
+        run(engine, given=given, hooks=[keep, recovery.hook])  # the second save is at 16
         recovery.recover([2])
         restored = rows_of(engine.state, 2)
     assert more or scheme == "ssu" or same(restored, at_save[2])  # a full list forgets rows
-    first, second = written
+    first, second = rows_saved(tmp_path)
     assert sum(map(len, first.values())) > 0
     assert bool(more) == any(np.isin(rows, first[key]).any() for key, rows in second.items())
 
@@ -296,30 +301,50 @@ def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
             assert same(rows_of(engine.state, shard), wanted[shard])
 
 
-@pytest.mark.parametrize("under_oac", [False, True])
-def test_rows_that_could_not_be_copied_or_written_stay_to_be_saved(tmp_path, monkeypatch, under_oac):
-    engine = oac(window=4) if under_oac else Serial(fresh("host"), STEP)
-    recovery = make(engine, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0)
+class Uncopied(HostTables):
+    """Tables on which there is no memory for a copy of rows."""
 
-    def fail(*args):
-        raise OSError(28, "No space left on device")
+    def take(self, rows):
+        raise MemoryError("no room for a copy")
 
-    recovery.__enter__()
-    if under_oac:  # the disk is full
-        monkeypatch.setattr(RowCheckpointer, "_commit", fail)
-        with engine, FAILED:
-            list(engine.run(batches(0, 16), [recovery.hook]))
-    else:  # the copy does not succeed
-        monkeypatch.setattr(recovery._saves._deltas, "save", fail)
-        with pytest.raises(OSError, match="No space"):
+
+def as_kind(kind, tables):
+    return kind(tables.spec, tables.layout, tables.shards)
+
+
+def touched_by(given):
+    """{(stack, row)} that some batches look up."""
+    plans = [item for batch in given for item in plan(SPEC, batch.ids).items()]
+    return {(name, int(row)) for name, one in plans for row in one.unique.flat if row < SPEC.stacks[name].rows}
+
+
+def all_are_saved_by_the_next_save(engine, recovery, directory):
+    """All rows of the first 8 batches, of which the save at 8 has failed."""
+    list(engine.run(nothing(8), [recovery.hook]))
+    until(lambda: len(deltas(directory)) == 1)
+    (saved,) = rows_saved(directory)
+    return {(name, int(row)) for (name, _), rows in saved.items() for row in rows} == touched_by(batches(0, 8))
+
+
+def test_rows_that_could_not_be_copied_stay_to_be_saved(tmp_path):
+    state = fresh("host")
+    state = state._replace(tables=as_kind(Uncopied, state.tables))
+    more = {"fraction": 1.0, "pick_ahead_steps": 0}
+    with watched("host", tmp_path, "mfu", state, **more) as (engine, recovery):
+        with pytest.raises(MemoryError, match="no room for a copy"):
             run(engine, 0, 8, [recovery.hook])
-    monkeypatch.undo()
-    with FAILED if under_oac else contextlib.nullcontext():
-        recovery._saves.settle()  # nothing is being written, so nothing is saved
-    touched = {row for batch in batches(0, 8) for row in np.unique(plan(SPEC, batch.ids)["width_4"].unique)}
-    counts = recovery._watch.trackers["width_4"].count
-    assert all(counts[row % 4, row // 4] > 0 for row in touched if row < SPEC.stacks["width_4"].rows)
-    recovery.__exit__(None, None, None)  # which gives the directory back, before a collector warns in another test
+        engine.exclusive(functools.partial(as_kind, HostTables))
+        assert all_are_saved_by_the_next_save(engine, recovery, tmp_path)
+
+
+def test_rows_that_could_not_be_written_beside_a_pipeline_stay_to_be_saved(tmp_path):
+    with oac(window=4) as pipeline:
+        recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
+        with in_the_way(tmp_path, 1):
+            list(pipeline.run(batches(0, 8), [recovery.hook]))
+            until(lambda: recovery.failed_saves)
+        with FAILED:
+            assert all_are_saved_by_the_next_save(pipeline, recovery, tmp_path)
 
 
 def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_disk(tmp_path, monkeypatch):
@@ -327,9 +352,8 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
     with oac(window=2) as pipeline:
         more = {"save_every_steps": 100.0, "fraction": 0.08}
         recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", **more))
-        write = RowCheckpointer._commit
-        commit = lambda saver, image: (slow.append(done.wait(60)), write(saver, image))[1]
-        monkeypatch.setattr(RowCheckpointer, "_commit", commit)
+        write = lambda *given: (slow.append(done.wait(60)), write_delta(*given))[1]
+        monkeypatch.setattr("jaxrec.checkpoint.rows.write_delta", write)
         for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
             if int(state.dense.step) == 14:
                 done.set()
@@ -337,31 +361,22 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
 
 
 def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
-    """In the body of the loop, right after a step whose state is being saved."""
-    running, seen = threading.Event(), []
+    """In the body of the loop, right after a step whose state is being saved: that save is what comes back."""
+    slow = []
+
+    def write_meanwhile(*given):
+        until(lambda: is_inside(Recovery.recover))
+        slow.append(given)
+        return write_delta(*given)
+
+    monkeypatch.setattr("jaxrec.checkpoint.rows.write_delta", write_meanwhile)
     with oac(window=4) as pipeline:
-        recovery = make(pipeline, tmp_path, "mfu", fraction=1.0)
-        save, settle = recovery._saves.save, recovery._saves.settle
-
-        def slow_save(state, step):
-            running.set()
-            save(state, step)
-            running.clear()
-
-        def settle_during(*args):
-            if threading.current_thread() is threading.main_thread():
-                seen.append(running.is_set())
-            settle()
-
-        monkeypatch.setattr(recovery._saves, "save", slow_save)
-        monkeypatch.setattr(recovery._saves, "settle", settle_during)
-        pipeline.enter(recovery)
+        recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
         for number, _ in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
             if number in (8, 16):
                 recovery.recover([1])
-                wanted = rows_of(pipeline.state, 1)
-                assert all(np.isfinite(array).all() for array in wanted.values())
-    assert seen and not any(seen) and recovery.pls == 0  # the save of the step was there to recover from
+    assert len(slow) == 2 and recovery.pls == 0
+    assert same(rows_of(pipeline.state, 1), rows_of(train("host", 16), 1))
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.75])
@@ -374,16 +389,19 @@ def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interv
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
-def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(tmp_path, monkeypatch, home):
+def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(tmp_path, home):
     wanted = {}
-    fail_writes(monkeypatch, [False, True, True])
 
     def keep(state, step, plans, metrics):
         wanted.update(rows_of(state, 2) if step == 8 else {})
         return state
 
     more = {"fraction": 1.0, "pick_ahead_steps": 0}
-    with pytest.raises(OSError, match="No space"), watched(home, tmp_path, "mfu", **more) as (engine, recovery):
+    with (
+        in_the_way(tmp_path, 2),
+        pytest.raises(OSError, match="File exists"),
+        watched(home, tmp_path, "mfu", **more) as (engine, recovery),
+    ):
         run(engine, 0, 20, [keep, recovery.hook])  # saves at 8; at 16 it fails
         with FAILED:
             recovery.recover([2])

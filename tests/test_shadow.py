@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -15,14 +16,14 @@ from meetings import (
     Once,
     Steps,
     folded,
-    no_threads_left,
     state_of,
     step,
-    until,
     weights,
 )
+from world import at_line, is_inside, no_threads_left, until, workers
 
 import jaxrec
+from jaxrec.interrupts import wait
 from jaxrec.shadowsync import (
     AllToAll,
     Centre,
@@ -173,7 +174,7 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
     class Late(Steps):
         def meet(self, trainer, before, done):
             entered.set()
-            until(lambda: shadow._done)  # no outside sign tells that `finish` has taken its copy
+            until(lambda: is_inside(wait))  # `finish` has taken its copy, and waits for the end
             return super().meet(trainer, before, done)
 
     steps = Late(AllToAll(rule, PARAMS))
@@ -240,34 +241,34 @@ def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
             list(pool.map(lambda sync: sync.finish(params), (paced, witness)))
 
 
-@pytest.mark.parametrize("form", [dict, collections.OrderedDict])
-def test_a_round_that_ends_in_the_middle_of_an_exchange_keeps_its_result(form):
-    """It ends when the exchange has looked for a result and not yet whether the thread is free; EASGD keeps the sum."""
-    rule = easgd(0.5)
-    steps = Steps(Centre(rule, {"w": np.zeros(3, np.float32)}))
-    armed = []
-
-    class Lets(threading.Condition):
-        """Lets the round end just when the trainer has let go of the lock."""
-
-        def __exit__(self, *given):
-            super().__exit__(*given)
-            if armed and threading.current_thread() is threading.main_thread():
-                armed.clear()
-                steps.begin.release()
-                until(lambda: not shadow._busy)
-
-    shadow = Shadow(steps)
-    shadow._changed = Lets()
-    with shadow:
+def exchanged_while_a_round_ends(form, number):
+    """A round ends before the number-th line of an exchange; whether the exchange has so many lines."""
+    steps, at_rest = Steps(Centre(easgd(0.5), {"w": np.zeros(3, np.float32)})), threading.Condition.wait_for
+    with Shadow(steps) as shadow:
+        (thread,) = workers("shadow-")
         params = shadow.exchange({"w": jnp.full(3, 8.0)})
-        until(lambda: shadow._busy)
-        armed.append(True)
-        params = shadow.exchange(form(params))
-        if armed or shadow._handed is not None or shadow._busy:  # a round that has not ended yet
-            armed.clear()
+        until(lambda: is_inside(steps.meet, thread))
+
+        def end_round(number):
+            """It does not end here where the exchange holds the lock, or where it has not begun."""
             steps.begin.release()
-        until(lambda: not shadow._busy and shadow._handed is None)
-        params = shadow.exchange(params)
-        assert shadow.rounds == len(steps.brought) > 0
-        assert float(params["w"][0] + steps.parameters["w"][0]) == 8.0
+            end, ended = time.monotonic() + 0.05, lambda: len(steps.brought) == number and is_inside(at_rest, thread)
+            until(lambda: ended() or time.monotonic() > end)
+
+        with at_line(Shadow.exchange, number, lambda: end_round(1)) as reached:
+            params = shadow.exchange(form(params))
+        for round_ in (2,) if reached else (1, 2):
+            end_round(round_)  # if this exchange began the second one: its result must not take the place of another
+        while shadow.rounds < 2:
+            params = folded(shadow, params)
+        assert len(steps.brought) == 2 and float(params["w"][0] + steps.parameters["w"][0]) == 8.0
+    return bool(reached)
+
+
+@pytest.mark.parametrize(("form", "lines"), [(dict, 5), (collections.OrderedDict, 11)])  # a known form has a short way
+def test_a_round_that_ends_in_the_middle_of_an_exchange_keeps_its_result(form, lines):
+    """At any line of it: none is folded in twice, and none is lost to the next one; EASGD keeps the sum."""
+    number = 0
+    while exchanged_while_a_round_ends(form, number):
+        number += 1
+    assert number >= lines

@@ -4,7 +4,8 @@ import signal
 import threading
 
 import pytest
-from meetings import PARAMS, Gate, Stuck, no_threads_left, state_of, step, until
+from meetings import PARAMS, Gate, Stuck, state_of, step
+from world import no_threads_left, until
 
 from jaxrec.shadowsync import AllToAll, Left, Shadow, model_averaging
 
@@ -105,14 +106,18 @@ class Interrupting(threading.Condition):
 @pytest.mark.parametrize(
     ("whose", "countdown"), [("shadow", 1), ("shadow", 2), ("shadow", 3), ("transport", 1), ("transport", 2)]
 )
-def test_ctrl_c_leaves_no_lock_held_and_no_thread(whose, countdown):
-    rule = model_averaging()
-    transport = AllToAll(rule, PARAMS)
-    changed = Interrupting(countdown)
+def test_ctrl_c_leaves_no_lock_held_and_no_thread(monkeypatch, whose, countdown):
+    changed, plain = Interrupting(countdown), threading.Condition
+
+    def made(of, make):
+        """What is made has the interrupting lock if it is the subject; an `Event` brings a lock, and keeps it."""
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, "Condition", lambda lock=None: plain(lock) if lock or whose != of else changed)
+            return make()
+
+    transport = made("transport", lambda: AllToAll(model_averaging(), PARAMS))
     with pytest.raises(KeyboardInterrupt):
-        shadow = Shadow(transport)
-        (shadow if whose == "shadow" else transport)._changed = changed
-        with shadow:
+        with made("shadow", lambda: Shadow(transport)) as shadow:
             state = shadow.exchange(state_of(1.0))
             shadow.finish(state)
     assert changed.countdown <= 0 and changed.is_free()

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import PARAMS, Steps, folded, no_threads_left, state_of, weights
+from meetings import PARAMS, Steps, folded, state_of, weights
+from world import no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd

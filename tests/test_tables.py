@@ -65,6 +65,23 @@ def small_spec(shards=8):
     )
 
 
+def random_like(activation, seed):
+    return np.random.default_rng(seed).standard_normal(activation.shape, np.float32)
+
+
+def gradient_by_table(spec, stack, ids, weights):
+    """The gradient of a sum of weighted activations by every row of a stack: f32[V, E]."""
+    gradient = np.zeros((spec.stacks[stack].rows, spec.stacks[stack].width), np.float32)
+    for lookup in spec.lookups_of(stack):
+        offset, _ = spec.columns_of(lookup)
+        flat = ids[lookup].reshape(-1, len(offset))
+        weight = weights[lookup].reshape(-1, len(offset), gradient.shape[1])
+        for column, first in enumerate(offset):
+            present = flat[:, column] >= 0
+            np.add.at(gradient, flat[present, column] + first, weight[present, column])
+    return gradient
+
+
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
@@ -75,37 +92,21 @@ def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
         ids = draw_ids(spec, 12, seed=step)
         plans = plan(spec, ids)
         rows = tables.read(plans)
-        weights = {
-            k: np.random.default_rng(step).standard_normal(
-                (*np.shape(v), spec.tables[spec.lookups[k].columns[0]].width), np.float32
-            )
-            for k, v in ids.items()
-        }
-
-        def objective(values, plans=plans, weights=weights):
-            acts = activations(spec, values, plans)
-            return sum(jnp.sum(acts[k] * weights[k]) for k in acts)
-
-        gradients = jax.grad(objective)({n: r.value for n, r in rows.items()})
+        values = {n: r.value for n, r in rows.items()}
+        weights = {k: random_like(act, step) for k, act in activations(spec, values, plans).items()}
+        weighted = lambda values, plans, weights: sum(
+            jnp.sum(act * weights[k]) for k, act in activations(spec, values, plans).items()
+        )
+        gradients = jax.grad(weighted)(values, plans, weights)
         new = {n: Rows(*row_optimizer.update(gradients[n], r.value, r.slots, step)) for n, r in rows.items()}
         before = {n: dense_table(tables, n).copy() for n in spec.stacks}
         slots = {n: {s: dense_table(tables, n, s).copy() for s in rows[n].slots} for n in spec.stacks}
         tables = tables.put(plans, new)
         for n in spec.stacks:
-            gradient = np.zeros_like(before[n])
-            for k in spec.lookups_of(n):
-                offset, _ = spec.columns_of(k)
-                flat, weight = (
-                    ids[k].reshape(-1, len(offset)),
-                    weights[k].reshape(-1, len(offset), before[n].shape[1]),
-                )
-                for column, first in enumerate(offset):
-                    present = flat[:, column] >= 0
-                    np.add.at(gradient, flat[present, column] + first, weight[present, column])
+            gradient = gradient_by_table(spec, n, ids, weights)
             value, new_slots = row_optimizer.update(gradient, before[n], slots[n], step)
-            np.testing.assert_allclose(dense_table(tables, n), value, rtol=1e-5, atol=1e-6)
-            for s in new_slots:
-                np.testing.assert_allclose(dense_table(tables, n, s), new_slots[s], rtol=1e-5, atol=1e-6)
+            for part, wanted in {"value": value, **new_slots}.items():
+                np.testing.assert_allclose(dense_table(tables, n, part), wanted, rtol=1e-5, atol=1e-6)
             untouched = np.setdiff1d(np.arange(len(gradient)), np.asarray(plans[n].unique))
             np.testing.assert_array_equal(dense_table(tables, n)[untouched], before[n][untouched])
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import batch_of, loss
 
 import jaxrec
 from jaxrec.checkpoint import restore, snapshot, write_image
@@ -20,15 +21,11 @@ FAILURES = {11: [1], 27: [0, 3]}
 STEPS = 36
 
 
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
 def batches():
     for index in range(STEPS):
         rng = np.random.default_rng(index)
         ids, label = (rng.zipf(1.3, 16) % 120).astype(np.int32), rng.integers(0, 2, 16).astype(np.float32)
-        yield jaxrec.Batch({"item": ids}, np.zeros((16, 0), np.float32), label, np.ones(16, np.float32))
+        yield batch_of({"item": ids}, label)
 
 
 def fresh():

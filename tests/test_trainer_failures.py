@@ -12,23 +12,21 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 from free_trainers import (
-    PARAMS,
     SPEC,
     WAYS,
     every,
+    freely,
     lasting,
-    loss,
-    no_threads_left,
     raising,
     stream,
     synchronisers,
 )
+from world import frames, no_threads_left, workers
 
 from jaxrec.embedding import HostTables, sgd
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging, train_freely
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging
 
 
 @pytest.mark.parametrize("kind", [None, Shadow, Foreground])
@@ -45,7 +43,7 @@ def test_a_failure_stops_everybody_and_is_named(kind):
     make = kind and synchronisers(kind, model_averaging(), 2, **more)
     tables = HostTables.create(SPEC, sgd(0.1))
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken(), endless()], make, 2)
+        freely(tables, [broken(), endless()], make, 2)
     assert "trainer 0" in caught.value.__notes__[0]
     assert no_threads_left()
 
@@ -60,55 +58,49 @@ def test_a_hook_that_raises_stops_everybody_and_its_worker_is_named(kind):
     tables = HostTables.create(SPEC, sgd(0.1))
     with pytest.raises(RuntimeError, match="no room for figures") as caught:
         streams = [stream(i, 10**6) for i in range(2)]
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, 2, hook=hook)
+        freely(tables, streams, make, 2, hook=hook)
     assert "in worker" in caught.value.__notes__[0] and "of trainer 1" in caught.value.__notes__[0]
     assert no_threads_left()
 
 
-@pytest.mark.parametrize("where", ["stream", "read"])
-def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(monkeypatch, where):
-    blocked, wake, read = threading.Event(), threading.Event(), HostTables.read
+class Blocks:
+    """Trainer 0 blocks, in its stream or where it reads rows, until it is woken; trainer 1 fails meanwhile."""
 
-    def block():
-        blocked.set()
-        assert wake.wait(60)
+    def __init__(self, where, read=HostTables.read):
+        self.where, self.read_rows, self.blocked, self.wake = where, read, threading.Event(), threading.Event()
 
-    def blocking_stream():
+    def block(self):
+        self.blocked.set()
+        assert self.wake.wait(60)
+
+    def stream(self):
         yield from stream(0, 3)
-        if where == "stream":
-            block()
+        if self.where == "stream":
+            self.block()
         yield from stream(1, 3)
 
-    def blocking_read(self, plans):
-        if where == "read" and threading.current_thread().name.startswith("trainer-0"):
-            block()
-        return read(self, plans)
+    def read(self, tables, plans):
+        if self.where == "read" and threading.current_thread().name.startswith("trainer-0"):
+            self.block()
+        return self.read_rows(tables, plans)
 
-    def broken():
+    def broken(self):
         yield from stream(1, 3)
-        assert blocked.wait(60)
+        assert self.blocked.wait(60)
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(HostTables, "read", blocking_read)
-    tables = HostTables.create(SPEC, sgd(0.1))
+
+@pytest.mark.parametrize("where", ["stream", "read"])
+def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(monkeypatch, where):
+    blocks, tables = Blocks(where), HostTables.create(SPEC, sgd(0.1))
+    monkeypatch.setattr(HostTables, "read", lambda *given: blocks.read(*given))
     make = synchronisers(Shadow, model_averaging(), 2)
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        train_freely(
-            SPEC,
-            loss,
-            optax.sgd(0.1),
-            sgd(0.1),
-            PARAMS,
-            tables,
-            [blocking_stream(), broken()],
-            make,
-            2,
-            leave_timeout_s=0.2,
-        )
+        freely(tables, [blocks.stream(), blocks.broken()], make, 2, leave_timeout_s=0.2)
     assert "trainer-0" in caught.value.__notes__[-1] and "0.2 s" in caught.value.__notes__[-1]
     as_left = jax.tree.map(np.array, tables.shards)
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("trainer-0")]
-    wake.set()
+    left = workers("trainer-0")
+    blocks.wake.set()
     for thread in left:
         thread.join(60)
     assert left and no_threads_left()
@@ -122,9 +114,7 @@ def test_a_failing_trainer_is_dropped_and_the_others_finish(kind, rule):
     made, tables = [make(number) for number in range(3)], HostTables.create(SPEC, sgd(0.1))
     streams = [raising(OSError("the disk is gone")), *(lasting(i, 30, made) for i in (1, 2))]
     with pytest.warns(RuntimeWarning, match="trainer 0 was dropped: OSError: the disk is gone"):
-        dense, figures = train_freely(
-            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, made.__getitem__, 2
-        )
+        dense, figures = freely(tables, streams, made.__getitem__, 2)
     assert list(figures.failures) == [0] and str(figures.failures[0]) == "the disk is gone"
     assert "of trainer 0" in figures.failures[0].__notes__[0]
     assert min(figures.steps[1:]) >= 30 and min(figures.rounds[1:]) > 0 and figures.steps[0] <= 3
@@ -138,10 +128,10 @@ def test_all_dropped_is_a_failure_and_ctrl_c_of_one_drops_nobody():
     make = lambda: synchronisers(Shadow, model_averaging(), 2, on_failure="drop")
     with pytest.raises(OSError, match="disk"):
         both = [raising(OSError("no disk")), raising(OSError("no disk"))]
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, both, make())
+        freely(tables, both, make())
     with pytest.raises(KeyboardInterrupt) as caught:
         streams = [raising(KeyboardInterrupt()), stream(1, 10**9)]
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make(), 2)
+        freely(tables, streams, make(), 2)
     assert "of trainer 0" in caught.value.__notes__[0]
     assert no_threads_left()
 
@@ -164,7 +154,7 @@ def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
     make = synchronisers(kind, model_averaging(), 3, of=Broken, **every(1, kind))
     with pytest.raises(ConnectionError, match="cable") as caught:
         streams = [stream(i, 10**9) for i in range(3)]
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, 2)
+        freely(tables, streams, make, 2)
     assert "trainer 1" in caught.value.__notes__[0]
     assert no_threads_left()
 
@@ -186,9 +176,9 @@ def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
 
     tables, make = HostTables.create(SPEC, sgd(0.1)), synchronisers(Shadow, model_averaging(), 1, of=Stuck)
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [broken()], make, leave_timeout_s=0.2)
+        freely(tables, [broken()], make, leave_timeout_s=0.2)
     assert "synchronisation-0" in caught.value.__notes__[-1]
-    left = [thread for thread in threading.enumerate() if thread.name.startswith(("shadow", "synchronisation"))]
+    left = workers("shadow", "synchronisation")
     wake.set()
     for thread in left:
         thread.join(30)
@@ -208,9 +198,7 @@ def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, 
     make = synchronisers(kind, rule, 2, on_failure="drop", timeout_s=0.5, **every(2, kind))
     tables = HostTables.create(SPEC, sgd(0.1))
     with pytest.warns(RuntimeWarning) as told:
-        _, figures = train_freely(
-            SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [stream(1, 5), blocking()], make, leave_timeout_s=0.2
-        )
+        _, figures = freely(tables, [stream(1, 5), blocking()], make, leave_timeout_s=0.2)
     words = " ".join(str(each.message) for each in told)
     assert "trainer 1 was dropped: Left: trainer 1 was last seen" in words and "trainer-1 did not end within" in words
     assert list(figures.failures) == [1] and figures.steps == [5, 3]
@@ -244,9 +232,9 @@ def test_ctrl_c_again_and_again_while_leaving_leaves_no_synchroniser_behind(monk
     make = synchronisers(kind, model_averaging(), 3, of=Counting, **every(1, kind))
     tables, streams = HostTables.create(SPEC, sgd(0.1)), [stream(i, 10**9) for i in range(3)]
     with pytest.raises(KeyboardInterrupt) as caught:
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make, hook=hook)
+        freely(tables, streams, make, hook=hook)
     ended.append(True)
-    left = [t for t in threading.enumerate() if t.name.startswith(("trainer", "shadow", "synchronisation"))]
+    left = workers()
     wake.set()
     for thread in left:
         thread.join(30)
@@ -266,12 +254,12 @@ def train_for_ever(way):
 
     make = kind and synchronisers(kind, rule, 2, of=Telling, **more)
     streams = [stream(0, 5), stream(1, 10**9)]
-    train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)), streams, make, 2)
+    freely(HostTables.create(SPEC, sgd(0.1)), streams, make, 2)
 
 
 def child():
     """Trains until SIGINT, again and again, and tells in a line which threads of Python are still at work."""
-    before = set(sys._current_frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
+    before = set(frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
     for way in itertools.cycle(["none", *WAYS]):
         told = {"way": way, "raised": None}
         try:
@@ -279,7 +267,7 @@ def child():
             train_for_ever(way)
         except KeyboardInterrupt:
             told["raised"] = "KeyboardInterrupt"
-        told["left"] = len(set(sys._current_frames()) - before)
+        told["left"] = len(set(frames()) - before)
         told["names"] = [thread.name for thread in threading.enumerate()]
         print(json.dumps(told), flush=True)
 
@@ -318,6 +306,6 @@ def test_of_two_errors_of_a_dropped_trainer_the_first_is_its_failure():
     make = synchronisers(Shadow, model_averaging(), 2, of=NoWayOut, on_failure="drop")
     streams, tables = [raising(OSError("the disk is gone")), stream(1, 5)], HostTables.create(SPEC, sgd(0.1))
     with pytest.warns(RuntimeWarning) as told:
-        _, figures = train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, make)
+        _, figures = freely(tables, streams, make)
     assert [str(error) for error in figures.failures.values()] == ["the disk is gone"] and no_threads_left()
     assert [word for each in told for word in ("disk", "way out") if word in str(each.message)] == ["disk", "way out"]

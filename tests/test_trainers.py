@@ -12,11 +12,11 @@ from free_trainers import (
     SPEC,
     WAYS,
     counting,
-    loss,
-    no_threads_left,
+    freely,
     stream,
     synchronisers,
 )
+from world import loss, no_threads_left
 
 from jaxrec import init_state, make_train_step
 from jaxrec.embedding import HostTables, adagrad, plan, sgd
@@ -31,7 +31,7 @@ def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeyp
     """A thread that has told that it is done is still there until the system has ended it."""
     run = threading.Thread.run
     monkeypatch.setattr(threading.Thread, "run", lambda thread: (run(thread), threading.Event().wait(0.2)))
-    train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
+    freely(HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
     assert no_threads_left()
 
 
@@ -134,31 +134,16 @@ def test_uneven_trainers_reach_their_end_together(way):
     make = synchronisers(kind, rule, 3, **more)
     made = [make(number) for number in range(3)]
     tables, batches = HostTables.create(SPEC, sgd(0.1)), (5, 20, 33)
-    dense, figures = train_freely(
-        SPEC,
-        loss,
-        optax.sgd(0.1),
-        sgd(0.1),
-        PARAMS,
-        tables,
-        [until_a_round(i, batches[i], made[i]) if kind is Shadow else stream(i, batches[i]) for i in range(3)],
-        made.__getitem__,
-        workers_per_trainer=2,
-    )
+    streams = [until_a_round(i, batches[i], made[i]) if kind is Shadow else stream(i, batches[i]) for i in range(3)]
+    dense, figures = freely(tables, streams, made.__getitem__, workers=2)
     assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
     if kind is Foreground:
         assert figures.steps == [5, 20, 33]
         assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats to and fro
         assert figures.average_sync_gap[2] == 3 and figures.average_sync_gap_per_worker[2] == 1.5
-    alone, figures = train_freely(  # negative control: what synchronises brings the replicas nearer to each other
-        SPEC,
-        loss,
-        optax.sgd(0.1),
-        sgd(0.1),
-        PARAMS,
-        HostTables.create(SPEC, sgd(0.1)),
-        [stream(i, steps) for i, steps in enumerate(figures.steps)],
-    )
+    # Negative control: what synchronises brings the replicas nearer to each other.
+    streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
+    alone, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams)
     assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
     distance = lambda states: float(np.abs(np.asarray(states[0].params["w"]) - np.asarray(states[2].params["w"])).max())
     assert distance(dense) < distance(alone)
@@ -213,12 +198,7 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
 
 def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
     devices = jax.local_devices()
-    dense, figures = train_freely(
-        SPEC,
-        loss,
-        optax.sgd(0.1),
-        sgd(0.1),
-        PARAMS,
+    dense, figures = freely(
         HostTables.create(SPEC, sgd(0.1)),
         [stream(i, 2) for i in range(3)],
         devices=devices[:2],
@@ -230,7 +210,7 @@ def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
 def test_bad_input_is_refused():
     tables = HostTables.create(SPEC, sgd(0.1))
     with pytest.raises(ValueError, match="leave_timeout_s=-1"):
-        train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, [stream(0, 1)], leave_timeout_s=-1)
+        freely(tables, [stream(0, 1)], leave_timeout_s=-1)
     for streams, workers in (([], 1), ([stream(0, 1)], 0)):
         with pytest.raises(ValueError, match="must be (1 or more|a whole number from 1)"):
-            train_freely(SPEC, loss, optax.sgd(0.1), sgd(0.1), PARAMS, tables, streams, workers_per_trainer=workers)
+            freely(tables, streams, workers=workers)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import in_threads, until
+from meetings import in_threads, joined, of, waits
+from world import until
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
 from jaxrec.shadowsync import Emulation, Foreground, Left, Script, Shadow
@@ -20,17 +21,6 @@ from jaxrec.types import Batch
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 MEAN = model_averaging(1.0)
-
-
-def of(*values):
-    """Parameters of as many replicas as values, as a transport takes them."""
-    return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
-
-
-def joined(transport, *trainers):
-    for trainer in trainers:
-        transport.join(trainer)
-    return transport
 
 
 def test_trainers_of_different_precision_are_averaged_in_float32():
@@ -192,6 +182,7 @@ def test_who_is_dropped_while_it_combines_does_not_move_the_centre():
 
 
 def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
+    """When trainer 0 leaves, the round must not end with what trainer 2 had brought to the mean that raised."""
     calls = []
 
     def combine(shared, mean):
@@ -201,11 +192,20 @@ def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
         return shared, mean
 
     rule = Rule("mean", False, lambda parameters: (), combine, lambda live, before, target: target)
-    transport = joined(AllToAll(rule, PARAMS), 0)
-    with pytest.raises(MemoryError):
-        transport.meet(0, of(1.0), False)
-    assert not transport._brought
-    assert transport.meet(0, of(2.0), False)[0]["w"][0, 0] == 2.0 and calls == [1.0, 2.0]
+    transport = joined(AllToAll(rule, PARAMS, 3, on_failure="drop"), 0, 1, 2)
+    both_have_brought = waits(transport, 0, 1)
+
+    def comes_last():
+        until(both_have_brought)
+        with pytest.raises(MemoryError):
+            transport.meet(2, of(6.0), False)
+        transport.leave(0)
+        return transport.meet(2, of(4.0), False)
+
+    meets = [lambda i=i: transport.meet(i, of(2.0), False) for i in (0, 1)]
+    gone, one, two = in_threads(*meets, comes_last)
+    assert isinstance(gone, Left) and [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
+    assert calls == pytest.approx([10 / 3, 3.0])
 
 
 def test_a_centre_keeps_nothing_that_a_step_may_donate():

@@ -4,26 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
-from abuse.objects import DENSE, PARAMS, ROWS, SPEC, batch_of, loss, predict, train
+from abuse.objects import DENSE, PARAMS, ROWS, SPEC, train
 from jaxrec.embedding import HostTables
 from jaxrec.shadowsync import Emulation, train_freely
 
 
-def _makes(seed=None, made=loss):
+def _makes(seed=None, made=pair_loss):
     return jaxrec.make_train_step(SPEC, made, DENSE, ROWS, seed=seed)
 
 
 def _keyed(params, activations, batch, *, rng):
-    return loss(params, activations, batch) * jax.random.uniform(rng)
+    return pair_loss(params, activations, batch) * jax.random.uniform(rng)
 
 
 def _returns(*more):
     """One step of a loss that returns more than its numbers; the state must be as it was."""
     made = lambda params, activations, batch: (
-        loss(params, activations, batch),
+        pair_loss(params, activations, batch),
         *[each(params) if callable(each) else each for each in more],
     )
     train(step=_makes(made=made))
@@ -79,7 +80,7 @@ def _(directory):
 
 
 def _step(step):
-    batch = batch_of()
+    batch = pair_batch()
     state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
     return step(state, jaxrec.plan(SPEC, batch.ids), batch)
 
@@ -89,7 +90,7 @@ def _(directory):
     _step(
         _makes(
             made=lambda params, activations, batch, rng=None: (
-                loss(params, activations, batch) + (0 if rng is None else 1)
+                pair_loss(params, activations, batch) + (0 if rng is None else 1)
             )
         )
     )
@@ -97,19 +98,19 @@ def _(directory):
 
 @situation("a prediction that draws", ValueError, "Predictions and free trainers draw nothing")
 def _(directory):
-    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: predict(params, activations, batch))
+    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch))
 
 
 ONE = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
 
 
 def _emulated(made):
-    Emulation(ONE, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1, seed=3).run([batch_of()])
+    Emulation(ONE, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1, seed=3).run([pair_batch()])
 
 
 def _freely(made, batches=2):
     """Free trainers over tables that must be as they were; what is left of their stream."""
-    tables, stream = HostTables.create(SPEC, ROWS), iter([batch_of() for _ in range(batches)])
+    tables, stream = HostTables.create(SPEC, ROWS), iter([pair_batch() for _ in range(batches)])
     before = [array.copy() for shards in tables.shards.values() for parts in shards for array in parts.values()]
     try:
         train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [stream])
@@ -120,7 +121,7 @@ def _freely(made, batches=2):
 
 
 def _keeps_statistics(params, *args):
-    return loss(params, *args), {}, {"bias": params["bias"]}
+    return pair_loss(params, *args), {}, {"bias": params["bias"]}
 
 
 @situation(
@@ -144,9 +145,11 @@ def _(directory):
 
 @situation("free trainers of a loss with dropout that can do without")
 def _(directory):
-    made = lambda params, activations, batch, rng=None: loss(params, activations, batch) + (0 if rng is None else 1)
+    made = lambda params, activations, batch, rng=None: (
+        pair_loss(params, activations, batch) + (0 if rng is None else 1)
+    )
     tables = HostTables.create(SPEC, ROWS)
-    (dense,), figures = train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [[batch_of()]])
+    (dense,), figures = train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [[pair_batch()]])
     assert figures.steps == [1] and int(dense.step) == 1
 
 
@@ -175,7 +178,7 @@ def _(directory):
     "a list of a loss and figures", ValueError, "loss returned a list, but one array f32.8. is wanted, or that and"
 )
 def _(directory):
-    train(step=_makes(made=lambda *args: [loss(*args), {}]))
+    train(step=_makes(made=lambda *args: [pair_loss(*args), {}]))
 
 
 @situation("four results", ValueError, "loss returned a tuple of 4, but one array")
@@ -282,7 +285,7 @@ def _(directory):
     "parameters are a ArrayImpl: put them into a dict|Tracer: put",
 )
 def _(directory):
-    batch, tables = batch_of(), HostTables.create(SPEC, ROWS)
+    batch, tables = pair_batch(), HostTables.create(SPEC, ROWS)
     made = lambda params, activations, batch: (jnp.square(batch.label - params), {}, {"mean": params})
     state = jaxrec.init_state(jnp.zeros(()), DENSE, tables)
     _makes(made=made)(state, jaxrec.plan(SPEC, batch.ids), batch)

@@ -7,10 +7,10 @@ import pickle
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from hooks import at_step
+from world import no_threads_left, pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
@@ -18,19 +18,11 @@ from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.types import Batch, ShardsLost, TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.sgd(0.01)
 DRAIN = r"call pipeline.drain\(\) before reading, evaluating or saving"
-
-
-def predict(params, activations, batch):
-    return jnp.sum(activations["pair"].prod(axis=1), axis=-1) + params["bias"]
-
-
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
 
 
 def two_devices(replicas=1):
@@ -39,7 +31,7 @@ def two_devices(replicas=1):
 
 @functools.cache  # one compiled program for all situations
 def update_of(mesh=None):
-    return jaxrec.make_update(SPEC, loss, DENSE, ROWS, mesh)
+    return jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS, mesh)
 
 
 def state_of(mesh=None, home=HostTables.create):
@@ -54,11 +46,7 @@ def batches_of(number=6, **changes):
     """Batches; the fourth has `changes`."""
     found = []
     for seed in range(number):
-        rng = np.random.default_rng(seed)
-        ids = {"pair": rng.integers(0, [40, 9], (8, 2)).astype(np.int32)}
-        label = (rng.random(8) < 0.5).astype(np.float32)
-        batch = Batch(ids, np.zeros((8, 0), np.float32), label, np.ones(8, np.float32))
-        found.append(batch._replace(**changes) if seed == 3 else batch)
+        found.append(pair_batch(seed=seed, **(changes if seed == 3 else {})))
     return found
 
 
@@ -70,7 +58,7 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
             for _ in pipeline.run(batches_of() if batches is None else batches, [hook] if hook else []):
                 pass
     finally:
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("oac-")]
+        assert no_threads_left()
         assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
     return pipeline
 
@@ -117,7 +105,7 @@ def _(directory):
 
 @situation("a train step in place of an update", ValueError, "must take .dense, rows, plans, batch.: make it with")
 def _(directory):
-    Pipeline(state_of(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
+    Pipeline(state_of(), jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS))
 
 
 @situation("a mesh that is not the state's", ValueError, "the dense state lies on 1 devices.*give one mesh")
@@ -252,11 +240,15 @@ def _(directory):
     pipeline_of().run(batches_of(), None)
 
 
+def call_in_the_save_of_a_cut(name):
+    pipeline = pipeline_of(window=8)
+    pipeline.cut(6, lambda state: getattr(pipeline, name)())
+    train(pipeline)
+
+
 @situation("close in the save of a cut", ValueError, "close was called by a thread of the pipeline")
 def _(directory):
-    pipeline = pipeline_of(window=8)
-    pipeline.cut(6, lambda state: pipeline.close())
-    train(pipeline)
+    call_in_the_save_of_a_cut("close")
 
 
 @situation("close in another thread, which then raises here", ValueError, "in another thread than 'MainThread'")
@@ -280,9 +272,7 @@ def _(directory):
 
 @situation("drain in the save of a cut", ValueError, "a thread of the pipeline cannot wait for it")
 def _(directory):
-    pipeline = pipeline_of(window=8)
-    pipeline.cut(6, lambda state: pipeline.drain())
-    train(pipeline)
+    call_in_the_save_of_a_cut("drain")
 
 
 @situation("exclusive within exclusive", ValueError, "the tables are yours already")
@@ -565,13 +555,13 @@ def _(directory):
 
 @situation("evaluating a state that lags", ValueError, f"lag [1-3] batch.*{DRAIN}")
 def _(directory):
-    step, batch = jaxrec.make_eval_step(SPEC, predict), batches_of()[0]
+    step, batch = jaxrec.make_eval_step(SPEC, pair_predict), batches_of()[0]
     look_at(lambda state: step(state, jaxrec.plan(SPEC, batch.ids), batch))
 
 
 @situation("training a state that lags", ValueError, DRAIN)
 def _(directory):
-    step = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
+    step = jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)
     look_at(lambda state: fit(state, planned(SPEC, batches_of()), step))
 
 
@@ -631,7 +621,7 @@ def _(directory):
     for tables in kept[:2]:
         jax.tree.map(np.testing.assert_array_equal, tables.shards, pipeline.tables.shards)
         assert tables.step == 6
-    fit(pipeline.state, planned(SPEC, batches_of()), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS))
+    fit(pipeline.state, planned(SPEC, batches_of()), jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS))
 
 
 # ---- parts that fail

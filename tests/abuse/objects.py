@@ -9,31 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
 from jaxrec import boundary, loop, metrics
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
-from jaxrec.types import Batch, RowOptimizer, Rows, Slot
+from jaxrec.types import RowOptimizer, Rows, Slot
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
 ROWS, DENSE = rowwise_adagrad(0.1), optax.adam(0.01)
 PARAMS = {"bias": np.zeros((), np.float32)}
-
-
-def predict(params, activations, batch):
-    return jnp.sum(activations["pair"].prod(axis=1), axis=-1) + params["bias"]
-
-
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
-
-
-def batch_of(size=8, seed=0, **changes):
-    rng = np.random.default_rng(seed)
-    ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
-    label = (rng.random(size) < 0.5).astype(np.float32)
-    return Batch(ids, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))._replace(**changes)
 
 
 def state_of(home="host", rows=ROWS, dense=DENSE, spec=SPEC, mesh=None):
@@ -43,12 +29,12 @@ def state_of(home="host", rows=ROWS, dense=DENSE, spec=SPEC, mesh=None):
 
 @functools.cache  # one compiled program for all situations that none is needed for
 def train_step(replicas=1, devices=1, rows=ROWS, dense=DENSE):
-    return jaxrec.make_train_step(SPEC, loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
+    return jaxrec.make_train_step(SPEC, pair_loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
 
 
 @functools.cache
 def eval_step():
-    return jaxrec.make_eval_step(SPEC, predict)
+    return jaxrec.make_eval_step(SPEC, pair_predict)
 
 
 def copy_of(state):
@@ -68,7 +54,7 @@ def unchanged(state):
 
 def train(batch=None, plan=None, state=None, step=None):
     """One step that must leave the state alone where it fails."""
-    batch = batch_of() if batch is None else batch
+    batch = pair_batch() if batch is None else batch
     with unchanged(state_of() if state is None else state) as state:
         (step or train_step())(state, jaxrec.plan(SPEC, batch.ids) if plan is None else plan, batch)
 
@@ -78,63 +64,63 @@ def train(batch=None, plan=None, state=None, step=None):
 
 @situation("weight None", ValueError, "weight is a NoneType.*np.ones")
 def _(directory):
-    train(batch_of(weight=None))
+    train(pair_batch(weight=None))
 
 
 @situation("weight as a list", ValueError, "weight is a list.*np.ones")
 def _(directory):
-    train(batch_of(weight=[1.0] * 8))
+    train(pair_batch(weight=[1.0] * 8))
 
 
 @situation("weight with an axis more", ValueError, r"weight is a array of shape \(8, 1\)")
 def _(directory):
-    train(batch_of(weight=np.ones((8, 1), np.float32)))
+    train(pair_batch(weight=np.ones((8, 1), np.float32)))
 
 
 @situation("a negative weight", ValueError, r"weight\[3\] is -1.0: weights are finite and 0 or more")
 def _(directory):
-    train(batch_of(weight=np.array([1, 1, 1, -1, 1, 1, 1, 1], np.float32)))
+    train(pair_batch(weight=np.array([1, 1, 1, -1, 1, 1, 1, 1], np.float32)))
 
 
 @situation("a NaN weight", ValueError, r"weight\[2\] is nan")
 def _(directory):
-    train(batch_of(weight=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)))
+    train(pair_batch(weight=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)))
 
 
 @situation("an infinite weight", ValueError, r"weight\[0\] is inf")
 def _(directory):
-    train(batch_of(weight=np.array([np.inf] + [1.0] * 7, np.float32)))
+    train(pair_batch(weight=np.array([np.inf] + [1.0] * 7, np.float32)))
 
 
 @situation("a negative weight in an evaluation", ValueError, r"weight\[0\] is -1.0")
 def _(directory):
-    batch = batch_of(weight=-np.ones(8, np.float32))
+    batch = pair_batch(weight=-np.ones(8, np.float32))
     eval_step()(state_of(), jaxrec.plan(SPEC, batch.ids), batch)
 
 
 @situation("an empty batch", ValueError, "a batch without examples")
 def _(directory):
-    train(batch_of(0))
+    train(pair_batch(0))
 
 
 @situation("labels of another length", ValueError, r"label has shape \(7,\), but the weights are of 8 examples")
 def _(directory):
-    train(batch_of(label=np.ones(7, np.float32)))
+    train(pair_batch(label=np.ones(7, np.float32)))
 
 
 @situation("labels as a list", ValueError, "label is a list or a float.*np.asarray")
 def _(directory):
-    train(batch_of(label=[0.0, 1.0] * 4))
+    train(pair_batch(label=[0.0, 1.0] * 4))
 
 
 @situation("labels as text", ValueError, "label is a array of <U1, but an array of numbers")
 def _(directory):
-    train(batch_of(label=np.array(list("01010101"))))
+    train(pair_batch(label=np.array(list("01010101"))))
 
 
 @situation("dense features of another length", ValueError, r"dense has shape \(3, 2\)")
 def _(directory):
-    train(batch_of(dense=np.ones((3, 2), np.float32)))
+    train(pair_batch(dense=np.ones((3, 2), np.float32)))
 
 
 @situation("ids as a list", ValueError, r"ids\['pair'\] are a list, but an array.*np.asarray")
@@ -154,7 +140,7 @@ def _(directory):
 
 @situation("int64 ids, numpy's default")
 def _(directory):
-    batch = batch_of()
+    batch = pair_batch()
     wide = batch._replace(ids={"pair": batch.ids["pair"].astype(np.int64)})
     states = [train_step()(state_of(), jaxrec.plan(SPEC, b.ids), b)[0] for b in (batch, wide)]
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
@@ -173,12 +159,12 @@ def _(directory):
 
 @situation("labels of a data frame", ValueError, "label is a list or a Series, but an array")
 def _(directory):
-    train(batch_of(label=Series()))
+    train(pair_batch(label=Series()))
 
 
 @situation("ids in another lookup", ValueError, r"ids for \['pairs'\], but the spec has lookups \['pair'\]")
 def _(directory):
-    jaxrec.plan(SPEC, {"pairs": batch_of().ids["pair"]})
+    jaxrec.plan(SPEC, {"pairs": pair_batch().ids["pair"]})
 
 
 @situation("columns in the wrong order", ValueError, "ids of lookups .* are outside their tables")
@@ -188,17 +174,17 @@ def _(directory):
 
 @situation("plan of a batch instead of its ids", ValueError, "ids are a Batch.*give `batch.ids`")
 def _(directory):
-    jaxrec.plan(SPEC, batch_of())
+    jaxrec.plan(SPEC, pair_batch())
 
 
 @situation("plan with spec and ids swapped", ValueError, "spec is a dict, but an EmbeddingSpec")
 def _(directory):
-    jaxrec.plan(batch_of().ids, SPEC)
+    jaxrec.plan(pair_batch().ids, SPEC)
 
 
 @situation("a capacity of another stack", ValueError, "capacity=.* must be one positive number for each of")
 def _(directory):
-    jaxrec.plan(SPEC, batch_of().ids, {"width_8": 4})
+    jaxrec.plan(SPEC, pair_batch().ids, {"width_8": 4})
 
 
 # ---- a step and what it is given
@@ -206,22 +192,22 @@ def _(directory):
 
 @situation("a batch that was not planned", ValueError, r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan")
 def _(directory):
-    train_step()(state_of(), None, batch_of())
+    train_step()(state_of(), None, pair_batch())
 
 
 @situation("a plan of another batch of the same size", ValueError, "is that of other ids: plan this very batch")
 def _(directory):
-    train(plan=jaxrec.plan(SPEC, batch_of(seed=1).ids))
+    train(plan=jaxrec.plan(SPEC, pair_batch(seed=1).ids))
 
 
 @situation("a plan of another batch, on the device", ValueError, "is that of other ids")
 def _(directory):
-    train(plan=jaxrec.plan(SPEC, batch_of(seed=1).ids), state=state_of("device"))
+    train(plan=jaxrec.plan(SPEC, pair_batch(seed=1).ids), state=state_of("device"))
 
 
 @situation("ids overwritten after they were planned", ValueError, "is that of other ids.*do not write")
 def _(directory):
-    batch = batch_of()
+    batch = pair_batch()
     plan = jaxrec.plan(SPEC, batch.ids)
     batch.ids["pair"][5, 0] += 1 if batch.ids["pair"][5, 0] < 39 else -1
     train(batch, plan)
@@ -229,40 +215,40 @@ def _(directory):
 
 @situation("a plan of a batch of another size", ValueError, r"plan of 'width_4' is of ids .*\(4, 2\).*has .*\(8, 2\)")
 def _(directory):
-    train(plan=jaxrec.plan(SPEC, batch_of(4).ids))
+    train(plan=jaxrec.plan(SPEC, pair_batch(4).ids))
 
 
 @situation("a plan of another spec", ValueError, r"plans are \['width_8'\], but \{stack: Plan\} of \['width_4'\]")
 def _(directory):
     other = EmbeddingSpec({"user": Table(40, 8), "item": Table(9, 8)}, {"pair": Lookup(("user", "item"))}, shards=4)
-    train(plan=jaxrec.plan(other, batch_of().ids))
+    train(plan=jaxrec.plan(other, pair_batch().ids))
 
 
 @situation("a plan of another number of shards", ValueError, "is not of this spec")
 def _(directory):
     other = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
-    train(plan=jaxrec.plan(other, batch_of().ids))
+    train(plan=jaxrec.plan(other, pair_batch().ids))
 
 
 @situation("a plan that has dropped rows", ValueError, "has dropped rows: .* in a shard of capacity 1")
 def _(directory):
-    train(plan=jaxrec.embedding.host_plan(SPEC, batch_of().ids, {"width_4": 1}))
+    train(plan=jaxrec.embedding.host_plan(SPEC, pair_batch().ids, {"width_4": 1}))
 
 
 @situation("state and plan swapped", ValueError, "state is a dict, but a TrainState")
 def _(directory):
-    batch = batch_of()
+    batch = pair_batch()
     train_step()(jaxrec.plan(SPEC, batch.ids), state_of(), batch)
 
 
 @situation("plan and batch swapped", ValueError, "batch is a dict, but a jaxrec.Batch")
 def _(directory):
-    batch = batch_of()
+    batch = pair_batch()
     train_step()(state_of(), batch, jaxrec.plan(SPEC, batch.ids))
 
 
 def _used_twice(home):
-    state, batch = state_of(home), batch_of()
+    state, batch = state_of(home), pair_batch()
     plan = jaxrec.plan(SPEC, batch.ids)
     train_step()(state, plan, batch)
     train_step()(state, plan, batch)
@@ -280,7 +266,7 @@ def _(directory):
 
 @situation("the old state given to fit", ValueError, "donated to an earlier step and is gone")
 def _(directory):
-    state, batch = state_of(), batch_of()
+    state, batch = state_of(), pair_batch()
     train_step()(state, jaxrec.plan(SPEC, batch.ids), batch)
     loop.fit(state, [], train_step())
 
@@ -344,12 +330,12 @@ def _(directory):
 
 @situation("the row optimizer in place of the dense one", ValueError, "dense optimizer is a RowOptimizer")
 def _(directory):
-    jaxrec.make_train_step(SPEC, loss, ROWS, ROWS)
+    jaxrec.make_train_step(SPEC, pair_loss, ROWS, ROWS)
 
 
 @situation("no dense optimizer", ValueError, "the dense optimizer None is no optax transformation")
 def _(directory):
-    jaxrec.make_train_step(SPEC, loss, None, ROWS)
+    jaxrec.make_train_step(SPEC, pair_loss, None, ROWS)
 
 
 @situation("an optimizer that was not called", ValueError, "is no optax transformation: give optax.adam")
@@ -374,7 +360,7 @@ def _(directory):
 
 @situation("tables in place of a spec", ValueError, "spec is a HostTables, but an EmbeddingSpec")
 def _(directory):
-    jaxrec.make_train_step(HostTables.create(SPEC, ROWS), loss, DENSE, ROWS)
+    jaxrec.make_train_step(HostTables.create(SPEC, ROWS), pair_loss, DENSE, ROWS)
 
 
 # ---- meshes
@@ -383,7 +369,7 @@ def _(directory):
 @situation("130 examples on 4 devices", ValueError, "weight has 130 rows, which 4 devices cannot share.*pad with")
 def _(directory):
     step, mesh = train_step(devices=4), jaxrec.make_mesh(devices=jax.devices()[:4])
-    train(batch_of(130), state=state_of("device", mesh=mesh), step=step)
+    train(pair_batch(130), state=state_of("device", mesh=mesh), step=step)
 
 
 @situation("the mesh forgotten in init_state, device tables", ValueError, "tables lies on 4 devices.*give one mesh to")
@@ -400,7 +386,7 @@ def _(directory):
 
 @situation("the mesh forgotten in init_state, host tables")
 def _(directory):
-    four, batch = jaxrec.make_mesh(devices=jax.devices()[:4]), batch_of()
+    four, batch = jaxrec.make_mesh(devices=jax.devices()[:4]), pair_batch()
     states = [
         train_step(devices=4)(s, jaxrec.plan(SPEC, batch.ids), batch)[0] for s in (state_of(), state_of(mesh=four))
     ]
@@ -409,8 +395,8 @@ def _(directory):
 
 @situation("a mesh set by jax.set_mesh", ValueError, r"jax.set_mesh has set a mesh {'x': 2}.*leave its block")
 def _(directory):
-    batch = batch_of()
-    step = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)  # not compiled yet
+    batch = pair_batch()
+    step = jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)  # not compiled yet
     with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
         train(batch, step=step)
 
@@ -427,7 +413,7 @@ def _(directory):
 
 @situation("the mesh forgotten in an evaluation", ValueError, "lies on 4 devices.*mesh of 1 devices")
 def _(directory):
-    batch, mesh = batch_of(), jaxrec.make_mesh(devices=jax.devices()[:4])
+    batch, mesh = pair_batch(), jaxrec.make_mesh(devices=jax.devices()[:4])
     eval_step()(state_of("device", mesh=mesh), jaxrec.plan(SPEC, batch.ids), batch)
 
 
@@ -445,12 +431,12 @@ def _(directory):
 
 @situation("the prediction of a replica that is none", ValueError, "replica=1 must lie between 0 and 0")
 def _(directory):
-    jaxrec.make_eval_step(SPEC, predict, replica=1)
+    jaxrec.make_eval_step(SPEC, pair_predict, replica=1)
 
 
 @situation("no mesh at all", ValueError, "the mesh is 4, but one over")
 def _(directory):
-    jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, mesh=4)
+    jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS, mesh=4)
 
 
 @situation("a mesh with axes of other names", ValueError, r"the mesh has the axes \('batch',\), but one over")
@@ -465,7 +451,7 @@ def _(directory):
 
 @situation("more devices than shards", ValueError, "4 shards cannot be split over 8 devices")
 def _(directory):
-    jaxrec.make_eval_step(SPEC, predict, jaxrec.make_mesh(devices=jax.devices()))
+    jaxrec.make_eval_step(SPEC, pair_predict, jaxrec.make_mesh(devices=jax.devices()))
 
 
 # ---- results of losses and predictions
@@ -473,7 +459,7 @@ def _(directory):
 
 def _lost(change):
     def wrong(params, activations, batch):
-        return change(predict(params, activations, batch), batch)
+        return change(pair_predict(params, activations, batch), batch)
 
     train(step=jaxrec.make_train_step(SPEC, wrong, DENSE, ROWS))
 
@@ -496,8 +482,8 @@ def _(directory):
 
 @situation("a prediction of nn.Dense(1)", ValueError, r"predict returned an array of shape \(8, 1\)")
 def _(directory):
-    batch = batch_of()
-    step = jaxrec.make_eval_step(SPEC, lambda *a: predict(*a)[:, None])
+    batch = pair_batch()
+    step = jaxrec.make_eval_step(SPEC, lambda *a: pair_predict(*a)[:, None])
     step(state_of(), jaxrec.plan(SPEC, batch.ids), batch)
 
 
@@ -506,29 +492,29 @@ def _(directory):
 
 @situation("fit on batches without plans", ValueError, r"pair is wanted, got a Batch: iterate over planned\(spec")
 def _(directory):
-    loop.fit(state_of(), [batch_of()], train_step())
+    loop.fit(state_of(), [pair_batch()], train_step())
 
 
 @situation("evaluate on batches without plans", ValueError, "pair is wanted, got a Batch")
 def _(directory):
-    loop.evaluate(state_of(), [batch_of()], eval_step())
+    loop.evaluate(state_of(), [pair_batch()], eval_step())
 
 
 @situation("batches planned twice", ValueError, "makes the plans itself from Batch after Batch, but got a tuple")
 def _(directory):
-    list(loop.planned(SPEC, loop.planned(SPEC, [batch_of()])))
+    list(loop.planned(SPEC, loop.planned(SPEC, [pair_batch()])))
 
 
 @situation("an iterator that was used up before", ValueError, "no example .* used up before")
 def _(directory):
-    pairs = loop.planned(SPEC, [batch_of()])
+    pairs = loop.planned(SPEC, [pair_batch()])
     loop.evaluate(state_of(), pairs, eval_step())
     loop.evaluate(state_of(), pairs, eval_step())
 
 
 @situation("a hook that returns nothing", ValueError, "the hook .* returned None: a hook returns the state")
 def _(directory):
-    loop.fit(state_of(), loop.planned(SPEC, [batch_of()]), train_step(), [lambda *a: print(end="")])
+    loop.fit(state_of(), loop.planned(SPEC, [pair_batch()]), train_step(), [lambda *a: print(end="")])
 
 
 @situation("losses never looked at", ValueError, "check_every_steps=0 must be a whole number from 1")
@@ -538,7 +524,7 @@ def _(directory):
 
 @situation("labels -1 and 1", ValueError, "3 of 8 labels are wrong, the first is -1.0: labels of clicks are 0 or 1")
 def _(directory):
-    batch = batch_of(label=np.array([-1, -1, -1, 1, 1, 1, 1, 1], np.float32))
+    batch = pair_batch(label=np.array([-1, -1, -1, 1, 1, 1, 1, 1], np.float32))
     loop.evaluate(state_of(), loop.planned(SPEC, [batch]), eval_step())
 
 
@@ -569,7 +555,7 @@ def _(directory):
     state = state_of()
     params = jax.tree.map(lambda leaf: leaf * np.nan, state.dense.params)
     state = state._replace(dense=state.dense._replace(params=params))
-    loop.evaluate(state, loop.planned(SPEC, [batch_of()]), eval_step())
+    loop.evaluate(state, loop.planned(SPEC, [pair_batch()]), eval_step())
 
 
 @situation("padding that holds anything")
@@ -631,12 +617,12 @@ def _(directory):
 @situation("host tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4'.* in 4 shards")
 def _(directory):
     two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
-    HostTables.create(SPEC, ROWS).read(jaxrec.plan(two, batch_of().ids))
+    HostTables.create(SPEC, ROWS).read(jaxrec.plan(two, pair_batch().ids))
 
 
 def _put_changed(change):
     tables = HostTables.create(SPEC, ROWS)
-    plans = jaxrec.plan(SPEC, batch_of().ids)
+    plans = jaxrec.plan(SPEC, pair_batch().ids)
     rows = tables.read(plans)
     before = jax.tree.map(np.array, tables.shards)
     try:
@@ -664,25 +650,25 @@ def _(directory):
 @situation("device tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4', but")
 def _(directory):
     two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
-    DeviceTables.create(SPEC, ROWS).read(jaxrec.plan(two, batch_of().ids))
+    DeviceTables.create(SPEC, ROWS).read(jaxrec.plan(two, pair_batch().ids))
 
 
 @situation("rows put on a device without their slots", ValueError, "rows of 'width_4' have the shapes")
 def _(directory):
-    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, pair_batch().ids)
     tables.put(plans, {name: Rows(rows.value, {}) for name, rows in tables.read(plans).items()})
 
 
 @situation("rows put on a device that would be broadcast", ValueError, "rows of 'width_4' have the shapes")
 def _(directory):
-    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, batch_of().ids)
+    tables, plans = DeviceTables.create(SPEC, ROWS), jaxrec.plan(SPEC, pair_batch().ids)
     tables.put(plans, {name: rows._replace(value=rows.value[..., :1]) for name, rows in tables.read(plans).items()})
 
 
 @situation("a shard that there is not", ValueError, r"shards \[4\] must lie between 0 and 3")
 def _(directory):
     tables = HostTables.create(SPEC, ROWS)
-    plans = jaxrec.plan(SPEC, batch_of().ids)
+    plans = jaxrec.plan(SPEC, pair_batch().ids)
     tables.put(plans, tables.read(plans), [4])
 
 

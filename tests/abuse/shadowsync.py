@@ -5,6 +5,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+from world import no_threads_left
 
 from abuse import situation
 from jaxrec.shadowsync import (
@@ -58,7 +59,7 @@ def together(*trainers):
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    assert not [t for t in threading.enumerate() if t.name.startswith("shadow-")]
+    assert no_threads_left()
     for error in filter(None, errors):
         raise error
 

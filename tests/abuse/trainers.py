@@ -1,13 +1,14 @@
 """Free-running trainers and their emulation: wrong arguments, wrong streams, trainers that fail, block or are left."""
 
 import contextlib
-import threading
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from world import batch_of, loss
+from world import workers as threads_at_work
 
 from abuse import situation
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -25,22 +26,17 @@ from jaxrec.shadowsync import (
     train_freely,
 )
 from jaxrec.sharding import make_mesh
-from jaxrec.types import Batch
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
 PARAMS = {"w": jnp.ones(4)}
 RULE = model_averaging()
 
 
-def loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
 def stream(batches, seed=0, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(batches):
         ids, label = rng.integers(0, 40, size).astype(np.int32), np.zeros(size, np.float32)
-        yield Batch({"item": ids}, np.zeros((size, 0), np.float32), label, np.ones(size, np.float32))
+        yield batch_of({"item": ids}, label)
 
 
 def failing(error, after=2):
@@ -58,8 +54,7 @@ def no_thread_left():
     try:
         yield
     finally:
-        names = [thread.name for thread in threading.enumerate()]
-        assert not [name for name in names if name.startswith(("trainer", "shadow", "synchronisation"))], names
+        assert not threads_at_work(), threads_at_work()
 
 
 def train(streams, synchroniser=None, workers=1, tables=None, **more):

@@ -4,8 +4,10 @@ import gzip
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrec.data.criteo import encode, open_split, preparation, prepare, source
-from jaxrec.data.criteo import parse as parse_module
 from jaxrec.data.criteo.parsing import DENSE, FIELDS, parse
-from jaxrec.data.criteo.source import read_chunks
+from jaxrec.data.criteo.source import Chunk, read_chunks
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}
 
@@ -103,7 +104,7 @@ def test_hashing_spreads_values_and_depends_on_the_field():
 
 
 def test_counting_in_pieces_equals_counting_at_once(monkeypatch):
-    monkeypatch.setattr(encode, "_PENDING_ROWS", 40)
+    monkeypatch.setattr(encode, "PENDING_ROWS", 40)
     rng = np.random.default_rng(0)
     category, present = rng.integers(0, 30, (200, 3)).astype(np.uint32), rng.random((200, 3)) < 0.8
     pieces = [(category[i : i + 17], present[i : i + 17]) for i in range(0, 200, 17)]
@@ -227,6 +228,9 @@ def test_a_directory_belongs_to_one_preparation(tmp_path):
         open_split(tmp_path / "out", "train")
 
 
+RULE_OF_A_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})?){26}")
+
+
 def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line():
     good = GOOD[:1] + ["5"] * DENSE + ["0a"] * FIELDS
     odd = ["", "0", "-", "--1", "-0", "007", " 1", "1 ", "1e3", "1_0", "0x1f", "9" * 18, "-" + "9" * 18, "1" * 19]
@@ -250,8 +254,8 @@ def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line():
         for value in odd:
             line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
             for text in (line + b"\n", "\t".join(good).encode() + b"\n" + line + b"\n"):
-                accepted = parse_module._parse_good(text, text.count(b"\n")) is not None
-                assert accepted == (parse_module._LINE.fullmatch(line) is not None), line
+                chunk = Chunk(Path("t.txt"), 0, 1, 0, text, text.count(b"\n"), None)
+                assert (not parse(chunk, 2).bad_rows) == (RULE_OF_A_LINE.fullmatch(line) is not None), line
 
 
 def _prepare_and_die(path, out, arguments, die_at):
@@ -303,7 +307,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     rows[2] = rows[390] = "nonsense"
     path, out = write(tmp_path / "t.txt", rows), tmp_path / "out"
     arguments = {"hash_cap": 7, "split": split, "train_fraction": 0.5, "max_bad_rows": 1, **SMALL}
-    monkeypatch.setattr(source, "_CHUNK_BYTES", 4000)
+    monkeypatch.setattr(source, "CHUNK_BYTES", 4000)
     # One bad row is allowed and there are two: an undisturbed run fails at line 391, and so must every later one.
     for _ in range(3):
         with pytest.raises(ValueError, match="line 391: 1 fields"):

@@ -37,7 +37,7 @@ def stopped_in_the_second_chunk(path, out, number):
     code = f"""
 import runpy, sys
 import jaxrec.data.criteo.preparation as preparation, jaxrec.data.criteo.source as source
-source._CHUNK_BYTES = 1 << 16
+source.CHUNK_BYTES = 1 << 16
 write = preparation.write_blocks
 def told(*arguments):
     size = write(*arguments)

@@ -1,9 +1,11 @@
 """The rows are those of the files: a file that changes is refused at any moment, the same file twice as well."""
 
 import gzip
+import itertools
 import json
 import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,7 +129,7 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
     """The text is counted, edited, written in part, and put back: what was written is of no file."""
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     text = path.read_bytes()
-    monkeypatch.setattr("jaxrec.data.criteo.source._CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 1 << 18)
     calls, small = [], {"hash_cap": 7, "block_rows": 256, "blocks_per_shard": 1}
     edited = b"1" + text[1:] if text[:1] == b"0" else b"0" + text[1:]
 
@@ -136,14 +138,15 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    begin = preparation._first_test
+    readings, read = itertools.count(), preparation.read_chunks
 
     def edit_after_count(*arguments):
-        path.write_bytes(edited)
-        return begin(*arguments)
+        if next(readings) == 1:
+            path.write_bytes(edited)
+        return read(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "_first_test", edit_after_count)
+        patched.setattr(preparation, "read_chunks", edit_after_count)
         with pytest.raises(KeyboardInterrupt):
             prepare([path], out, **small, progress=progress)
     assert digests(out)
@@ -152,31 +155,22 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
         prepare([path], out, **small)
 
 
-def test_a_touch_costs_one_reading_and_nothing_else(tmp_path, monkeypatch):
+def bytes_read():
+    """By this process, of all files, as the kernel counts them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_touch_costs_one_reading_and_nothing_else(tmp_path):
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     metadata = prepare([path], out, **HASH)
     written = {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")}
     os.utime(path)
-    read, read_chunks = [], preparation.read_chunks
-    monkeypatch.setattr("jaxrec.data.criteo.source._blocks", counted(read))
-    for _ in range(2):
+    for readings in (1, 0):
+        before = bytes_read()
         again = prepare([path], out, **HASH)
+        assert readings <= (bytes_read() - before) / path.stat().st_size < readings + 0.9
         assert again["rows"] == metadata["rows"]
         assert {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")} == written
-        assert len(read) == 1
-    assert read_chunks is preparation.read_chunks
-
-
-def counted(read):
-    from jaxrec.data.criteo import source
-
-    blocks = source._blocks
-
-    def counting(path):
-        read.append(path)
-        return blocks(path)
-
-    return counting
 
 
 def test_a_touch_does_not_end_a_preparation_that_goes_on(tmp_path):

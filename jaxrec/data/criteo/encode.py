@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 MISSING, OUT_OF_VOCABULARY = 0, 1
-_PENDING_ROWS = 1 << 20
+PENDING_ROWS = 1 << 20  # counted at once: it bounds the memory of counting
 
 
 def hash_ids(category, present, cap: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
     for chunk in chunks:
         pending.append(chunk)
         rows += len(chunk[0])
-        if rows >= _PENDING_ROWS:
+        if rows >= PENDING_ROWS:
             merge()
             rows = 0
     if pending:

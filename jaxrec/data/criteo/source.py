@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxrec.files import local_path
 
-_CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20  # read at once: it bounds the memory of a preparation
 _HEAD_BYTES = 1 << 20
 _STAMPS = ("mtime_ns", "ctime_ns")
 _GZIP = b"\x1f\x8b"
@@ -148,7 +148,7 @@ def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, See
     for block, end, crc, ended in _checked(path, known):
         cut = len(block) if ended else block.rfind(b"\n") + 1
         text, rest = (rest + block[:cut], block[cut:]) if cut else (b"", rest + block)
-        if len(rest) > 4 * _CHUNK_BYTES:
+        if len(rest) > 4 * CHUNK_BYTES:
             raise ValueError(f"{path}, line {lines + 1}: no end of line in {len(rest)} bytes; is it a text file?")
         if not text:
             continue
@@ -196,7 +196,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
         read = 0
         while True:
             try:
-                block = file.read(_CHUNK_BYTES)
+                block = file.read(CHUNK_BYTES)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(
                     f"{path}, after {read} bytes of text: the .gz is truncated or corrupt ({error}); fetch it again."

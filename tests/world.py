@@ -1,0 +1,106 @@
+"""What tests of several parts share: a small click model, threads that wait for one another, Ctrl-C, who is left."""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import numpy as np
+import optax
+
+from jaxrec import Batch
+
+WORKERS = ("oac-", "trainer", "shadow", "synchronisation")  # how the names of threads begin that a run must not leave
+
+
+def loss(params, activations, batch):
+    """The log loss of one lookup, `item`, against one vector of weights, `w`."""
+    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
+
+
+def batch_of(ids, label):
+    """A batch without dense features whose examples all have weight 1."""
+    return Batch(ids, np.zeros((len(label), 0), np.float32), label, np.ones(len(label), np.float32))
+
+
+def pair_predict(params, activations, batch):
+    """The logits of two lookups in one, `pair`, and a bias."""
+    return activations["pair"].prod(axis=1).sum(axis=-1) + params["bias"]
+
+
+def pair_loss(params, activations, batch):
+    return optax.sigmoid_binary_cross_entropy(pair_predict(params, activations, batch), batch.label)
+
+
+def pair_batch(size=8, seed=0, **changes):
+    """Ids of tables of 40 and 9 rows."""
+    rng = np.random.default_rng(seed)
+    ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
+    return batch_of(ids, (rng.random(size) < 0.5).astype(np.float32))._replace(**changes)
+
+
+def until(condition):
+    """Waits for what another thread does."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+def workers(*names):
+    """The threads at work whose names begin so; without names, those that a run must not leave."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names or WORKERS)]
+
+
+def no_threads_left():
+    return not workers()
+
+
+def frames():
+    """{thread: its innermost frame}, also of threads that Python does not know of any more."""
+    return sys._current_frames()  # CPython gives the frames of other threads by this name alone
+
+
+def is_inside(function, thread=None):
+    """Whether a thread, the main one if None, is in a call of a function at this instant."""
+    frame = frames().get((thread or threading.main_thread()).ident)
+    return frame is not None and any(at.f_code is function.__code__ for at, _ in traceback.walk_stack(frame))
+
+
+@contextlib.contextmanager
+def at_line(function, number, act):
+    """Calls `act` just before this thread runs the number-th line of a function, from 0; yields a list of those times.
+
+    `act` must not wait for a lock that the function may hold there.
+    """
+    lines, times = itertools.count(), []
+
+    def trace(frame, event, argument):
+        if event == "line" and next(lines) == number:
+            times.append(frame.f_lineno)
+            act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: trace if frame.f_code is function.__code__ else None)
+    try:
+        yield times
+    finally:
+        sys.settrace(before)
+
+
+def interrupt_when(condition, then=lambda: None):
+    """Sends Ctrl-C to the main thread as soon as a condition holds, and does some more; returns the thread for that."""
+
+    def wait_and_send():
+        until(condition)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        then()
+
+    thread = threading.Thread(target=wait_and_send)
+    thread.start()
+    return thread
