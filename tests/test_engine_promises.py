@@ -14,7 +14,7 @@ from test_engine import (
     STEP,
     UPDATE,
     Watcher,
-    batch_of,
+    batch_at,
     bits,
     each,
     emptied,
@@ -69,10 +69,10 @@ def test_hooks_from_a_generator_run_at_every_step_and_one_that_is_no_function_is
 
 @each
 def test_a_loss_that_is_not_finite_is_told_though_the_run_was_left(make):
-    bad = batch_of(1)
+    bad = batch_at(1)
     bad.label[2] = np.nan
     with pytest.raises(FloatingPointError, match="at step 2"), make() as engine:
-        for _ in engine.run([batch_of(0), bad, batch_of(2), batch_of(3)]):
+        for _ in engine.run([batch_at(0), bad, batch_at(2), batch_at(3)]):
             if engine.step == 3:
                 break
 
@@ -321,7 +321,7 @@ def test_what_is_no_state_or_no_step_is_refused_before_the_first_batch():
             list(Serial(fresh("host"), wrong).run(stream))
     assert next(stream).label is not None
     with pytest.raises(ValueError, match="stream must be a function of the step"):
-        train(Serial(fresh("host"), STEP), [batch_of(0)])
+        train(Serial(fresh("host"), STEP), [batch_at(0)])
 
 
 def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_go_round_for_ever(tmp_path):
@@ -346,7 +346,7 @@ class Stumbles:
         call = next(self.calls)
         if call == 2:
             raise KeyError("of the stream")
-        return batch_of(call - (call > 2))
+        return batch_at(call - (call > 2))
 
 
 @each
@@ -357,9 +357,9 @@ def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_co
             list(engine.run(stream))
         list(engine.run(stream))
         assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
-        bad = batch_of(1)
+        bad = batch_at(1)
         bad.weight[2] = -1
-        stream = iter([batch_of(0), bad, batch_of(2)])
+        stream = iter([batch_at(0), bad, batch_at(2)])
         with pytest.raises(ValueError, match=r"weight\[2\] is -1"):
             list(engine.run(stream))
         list(engine.run(stream))

@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_of, bits, plain, same
+from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, plain, same
 
 import jaxrec
 from jaxrec.checkpoint import deltas, restore
@@ -74,7 +74,7 @@ def recovery_of(engine, directory, pick_ahead_steps):
 
 
 def batches(stop):
-    return map(batch_of, range(stop))
+    return map(batch_at, range(stop))
 
 
 @each

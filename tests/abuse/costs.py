@@ -39,7 +39,7 @@ def nothing_was_left(directory, act):
 
 for given in (0, -1, math.nan, math.inf, "0.05", None, True, np.ones(3)):
 
-    @situation(f"seconds_per_step={given!r}", ValueError, "seconds_per_step=.* must be a number above 0 and finite")
+    @situation(f"seconds_per_step={given!r}", ValueError, "seconds_per_step=.* must be above 0 and finite")
     def _(directory, given=given):
         DECIDED.in_steps(given)
 
@@ -59,7 +59,7 @@ def _(directory):
     DECIDED.in_steps(1e-320)
 
 
-@situation("a plan of no hours", ValueError, "save_every_hours=nan must be a number above 0")
+@situation("a plan of no hours", ValueError, "save_every_hours=nan must be above 0")
 def _(directory):
     DECIDED._replace(save_every_hours=math.nan).in_steps(1)
 
@@ -70,21 +70,21 @@ def _(directory):
     Recovery(Serial(state_of(), lambda *_: None), directory, **strict.in_steps(0.1), scheme=mfu())
 
 
-@situation("hours as text", ValueError, "mtbf_hours='28' must be a number above 0 and finite: give hours")
+@situation("hours as text", ValueError, "mtbf_hours='28' must be above 0 and finite: give hours")
 def _(directory):
     plan_recovery(Costs(1, 1, 0, "28", 56, 8), 0.1)
 
 
-@situation("a partial load of a negative time", ValueError, "partial_load_hours=-1 must be a number, not negative")
+@situation("a partial load of a negative time", ValueError, "partial_load_hours=-1 must be 0 or more and finite")
 def _(directory):
     plan_recovery(SETTING_A._replace(partial_load_hours=-1), 0.1)
 
 
 WRONG = {
-    "mtbf_hours": (0, "mtbf_hours=0 must be a number above 0"),
-    "total_hours": (math.nan, "total_hours=nan must be a number above 0"),
-    "reschedule_hours": (-0.1, "reschedule_hours=-0.1 must be a number, not negative"),
-    "failed_nodes": (3, "failed_nodes=3 must be from 1 to nodes=2"),
+    "mtbf_hours": (0, "mtbf_hours=0 must be above 0"),
+    "total_hours": (math.nan, "total_hours=nan must be above 0"),
+    "reschedule_hours": (-0.1, "reschedule_hours=-0.1 must be 0 or more and finite"),
+    "failed_nodes": (3, "failed_nodes=3 must be a whole number from 1 to 2, nodes"),
     "rounds": (0, "rounds=0 must be a whole number from 1"),
     "copy": ("half", "copy='half' must be 'whole' or 'shards'"),
 }
