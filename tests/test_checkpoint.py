@@ -273,6 +273,7 @@ def kill_often(tmp_path, instants):
     assert killed >= len(instants) // 2
 
 
+@pytest.mark.slow
 def test_kill_9_while_saving_leaves_a_whole_image(tmp_path):
     kill_often(tmp_path, [3, 40, 81, 122])
 

@@ -418,6 +418,7 @@ def kill_often(directory, instants):
     assert len(deltas(directory)) <= 4
 
 
+@pytest.mark.slow
 def test_kill_9_while_saving_rows_leaves_a_committed_state(tmp_path):
     kill_often(tmp_path, np.random.default_rng(1).integers(1, 250, 5).tolist())
 

@@ -278,6 +278,7 @@ def test_the_emulated_link_counts_what_passes_and_takes_its_time():
     np.testing.assert_array_equal(fetched["a"], tree["a"])
 
 
+@pytest.mark.slow
 def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
     """What is behind the last counted batch is never trained, and the next turn goes on."""
     work = Work(Job(rows=2000, batch_size=32), number=12, window=4)
@@ -452,6 +453,7 @@ def test_shadowsync_stands_stress(tmp_path):
         assert found[f"sets_{failure}_{policy}"] >= 1
 
 
+@pytest.mark.slow
 def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
     """150 steps; that the defaults gain is a claim of the experiment's own 1,500."""
     done = run("shadowsync_classifier", "--preset", "smoke", "--workdir", tmp_path)
@@ -504,7 +506,8 @@ def test_cpr_real_cost_measures_every_way(tmp_path):
     assert not (tmp_path / "files").exists()
 
 
-@pytest.mark.parametrize("tables", ["host", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", ["host", "device"])
 def test_throughput_measures_every_part(tmp_path, tables):
     done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -119,6 +119,7 @@ def kill_often(tmp_path, scheme, instants):
     return pls
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_instant_leaves_base_deltas_and_the_dense_state_saved_with_them(tmp_path):
     kill_often(tmp_path, "mfu", [60, 150, 333, 401])
 
@@ -195,6 +196,7 @@ def bytes_of(directory, scheme, saves, rows, **more):
     return recovery.bytes_written
 
 
+@pytest.mark.slow
 def test_mfu_writes_at_most_15_percent_more_than_saving_everything_over_20_intervals(tmp_path):
     rows = 40_000
     vanilla, mfu = (bytes_of(tmp_path / scheme, scheme, 20, rows) for scheme in ("vanilla", "mfu"))

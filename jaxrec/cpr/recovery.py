@@ -25,14 +25,12 @@ Legend: S shards, V rows of a stack.
 import contextlib
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxrec.checkpoint import Image, chain, images, restore, restore_shard, shard_source
-from jaxrec.checkpoint.image import set_aside, warn_skipped
+from jaxrec.checkpoint import Image, images, restore
 from jaxrec.cpr.arguments import (
     check_image,
     check_numbers,
@@ -43,6 +41,7 @@ from jaxrec.cpr.arguments import (
     warn_missed,
 )
 from jaxrec.cpr.priority import Priority
+from jaxrec.cpr.returning import bring_back, settle
 from jaxrec.cpr.saves import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.watch import Watch, ranges_of
@@ -297,7 +296,7 @@ class Recovery:
         """
         if self._rolling_back or self._closed:
             return
-        self._settle_all(self._seen)
+        settle(self._saves, self._watch, self._seen)
         self._withdraw()
         self._saves.save_first(state)
         self._seen = int(state.dense.step)
@@ -335,50 +334,20 @@ class Recovery:
         dense, step = self._engine.state.dense, self._engine.step
         self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards, without))
 
-    def _settle_all(self, step):
-        try:  # a save that failed does not keep a shard from coming back
-            if self._watch:
-                self._watch.drop_picks()  # rows of lost shards are no longer what was picked
-                self._watch.touch(step)
-            self._saves.settle()
-        except Exception as error:
-            warnings.warn(f"a save failed: {error}", stacklevel=5)
-
     def _recovered(self, state, step, shards, without) -> Tables:
-        self._settle_all(step)
-        # Behind `_settle_all`: a save that was being written is among the sources now, or has
-        # failed.
-        every, tables = self._saves.sources(without), state.tables
-        known: dict = {}
-        # All is read, verified and counted before the first row changes.
-        sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
-        lost = [self._lost_by(step, source, bool(damaged or without), without) for source, damaged in sources]
-        # Once, for the shard that had to go back furthest.
-        warn_skipped(max((damaged for _, damaged in sources), key=len))
-        for shard, (source, _) in zip(shards, sources, strict=True):
-            tables, _ = restore_shard(source, tables, shard, without)
-            if self._watch:
-                self._watch.restored(tables, shard)
+        # First: a save that was being written is among the sources then, or has failed.
+        settle(self._saves, self._watch, step)
+        state = at_step(state, step)
+        tables, saved = bring_back(self._saves, self._watch, state, shards, without, self._first)
         # Counted when all shards are back: a restore that raises has changed no figure.
-        self.pls, self.failed = self.pls + sum(lost), self.failed + len(shards)
-        skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
-        if (skipped or without) and self._watch:
-            # Nothing more goes over a damaged chain.
-            self._saves.save_base(at_step(state._replace(tables=tables), step))
-        for path in () if self._watch else skipped:
-            set_aside(path)  # it does not count among the images to keep
+        portions = [lost_portion(step, at, max(self._total, step), self.spec.shards) for at in saved]
+        self.pls, self.failed = self.pls + sum(portions), self.failed + len(shards)
         return tables
-
-    def _lost_by(self, step, source, older, without):
-        """What a shard that comes back adds to the PLS; `older` if not from the newest source."""
-        found = chain(source, without) if older and source is not None else []
-        saved = _regular_of(found) if found else self._first if older else self._saves.regular
-        return lost_portion(step, saved, max(self._total, step), self.spec.shards)
 
     def _roll_back(self, lost):
         """All goes back to the newest whole image; the engine's run has ended by now."""
         step = self._engine.step
-        self._settle_all(step)
+        settle(self._saves, self._watch, step)
         state, image = restore(self.directory, self._engine.state)
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save is due from there, and not from the steps that were lost.
@@ -392,8 +361,3 @@ class Recovery:
             self._rolling_back = False
         self._seen = image.step
         self._announce(image.step)
-
-
-def _regular_of(found):
-    """The step up to which a chain counts as saved, which mini-saves do not move."""
-    return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)

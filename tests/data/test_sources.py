@@ -70,7 +70,7 @@ def test_an_edit_with_the_old_time_put_back_is_seen(tmp_path):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, how):
     """After the fingerprint and before the first pass; after each chunk of each pass; before the end."""
-    path, begin = big(tmp_path / "t.txt"), preparation.begin
+    path, begin = big(tmp_path / "t.txt"), preparation.begin_record
     text = path.read_bytes()
     moments = []
     prepare([path], tmp_path / "whole", **kind, progress=moments.append)
@@ -81,7 +81,7 @@ def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, 
         return state
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "begin", begin_and_change)
+        patched.setattr(preparation, "begin_record", begin_and_change)
         with pytest.raises(ValueError, match="t.txt"):
             prepare([path], tmp_path / "first", **kind)
     for moment in range(len(moments)):
