@@ -87,6 +87,7 @@ def test_a_job_of_another_seed_differs_in_its_initial_rows_alone():
     assert not np.array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_loop_a_pipeline_and_an_emulation_take_the_same_job():
     job, data = small_job(), clicks.synthetic_clicks(CARDINALITIES, 32, 6, seed=0, test_batches=1)
     losses = []

@@ -66,6 +66,7 @@ def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     assert again.returncode != 0 and "holds a run already" in again.stderr and "Traceback" not in again.stderr
 
 
+@pytest.mark.slow
 def test_train_says_what_a_bad_file_has(tmp_path):
     (tmp_path / "train.txt").write_text("1\t2\n" * 12)
     for flags in ((), ("--resume",)):

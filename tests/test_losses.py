@@ -78,7 +78,7 @@ def draw(seed, step, device=0):
     return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), device)))
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("home", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_a_resumed_run_draws_what_one_without_a_break_draws(home):
     batches = [batch_of(i) for i in range(5)]
     whole, told = run(batches, home=home)
@@ -107,7 +107,7 @@ def all_at_once(params, activations, batch, *, rng):
     return per_example, figures, {"seen": params["seen"] + jnp.mean(batch.dense, axis=0)}
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_device_and_each_replica_has_a_key_of_its_own(replicas):
     """The examples of one device alone count, so that the figure is what this device has drawn."""
     mesh, found = jaxrec.make_mesh(replicas, jax.devices()[:4]), []

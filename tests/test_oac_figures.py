@@ -202,7 +202,14 @@ def growth(number, **options):
     return tuple(b - a for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"validation": "device", "writers": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"mode": "async"}, marks=pytest.mark.slow),
+        pytest.param({"validation": "device", "writers": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_grows_with_a_run(options):
     """A set of batch numbers alone would be a thing and a block per batch."""
     blocks, things, arrays = growth(1_000, **options)

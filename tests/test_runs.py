@@ -470,10 +470,10 @@ def signalled(batches, at, number):
 
 @pytest.mark.parametrize(
     ("where", "at"),
-    [("train", 7), ("test", 3)]
+    [("train", 7)]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in [("data", 0), ("train", 0), ("test", 0), ("last test", 1)]
+        for case in [("test", 3), ("data", 0), ("train", 0), ("test", 0), ("last test", 1)]
     ],
 )
 def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):

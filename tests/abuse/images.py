@@ -110,7 +110,15 @@ def train_to(engine, recovery, *steps, saves=True):
     plans = jaxrec.plan(engine.tables.spec, {"t": np.arange(8)})
     for step in steps:
         list(engine.steps([(None, plans)] * (step - engine.step), [recovery.hook]))
-        until(lambda step=step: not saves or step in [read_manifest(p).step for p in newest_first(recovery.directory)])
+        until(lambda step=step: not saves or is_saved(recovery.directory, step))
+
+
+def is_saved(directory, step):
+    """Whether an image of a step is on disk; not yet, if another one is removed while this looks."""
+    try:
+        return step in [read_manifest(path).step for path in newest_first(directory)]
+    except DamagedImage:
+        return False
 
 
 def untouched(directory):

@@ -59,7 +59,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     return child.returncode, error
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_in_a_line_and_the_same_call_goes_on(tmp_path, number, code):
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     returned, error = stopped_in_the_second_chunk(path, out, number)
@@ -92,7 +94,10 @@ def may_mount():
         return False
 
 
-@pytest.mark.parametrize("full_at", ["the vocabulary", "the first shard", "the metadata"])
+SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in ("the vocabulary", "the metadata")]
+
+
+@pytest.mark.parametrize("full_at", ["the first shard", *SLOW])
 def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
     """The disk is a tmpfs of so many bytes, in pages of 4 KiB."""
     if not may_mount():
@@ -151,6 +156,7 @@ def test_missing_rights_end_in_a_line(tmp_path):
     assert "t.txt: Permission denied" in line and "rights" in line
 
 
+@pytest.mark.slow
 def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
     path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
     whole = prepare([path], tmp_path / "whole")
