@@ -196,8 +196,7 @@ class Recovery:
             self._saves.save_first(state)
 
     def _take_figures(self, known, step):
-        """Goes on with the figures of an image; rows of before its step that it lacks are lost in
-        all shards."""
+        """Goes on with the figures of an image; what it lacks of its step is lost in all shards."""
         self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
         self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
         regular = known.get("regular", step)
@@ -245,8 +244,7 @@ class Recovery:
             self._saves.want_base()  # nobody knows which rows have changed
         self._seen = step
         if self._watch:
-            # Whether the state of this very step is saved: the engine runs hooks first and takes
-            # the cut then.
+            # The state of this very step is saved: an engine runs hooks first, then the cut.
             if step in self._announced:
                 # Before this batch is told, which then waits for the save: that one tracks it, but
                 # for the rows that it holds.
@@ -327,8 +325,7 @@ class Recovery:
         self._refuse_closed()
         check_shards(self.spec, shards)
         if self.mode == "full":
-            # Raised, not done here: the engine is in the middle of a run, whose state cannot be
-            # replaced.
+            # Raised, not done here: the state of a run that goes on cannot be replaced.
             raise RolledBack(lambda: self._roll_back(len(shards)))
         # Alone with the tables: no other thread may read a row of a shard that is half restored.
         dense, step = self._engine.state.dense, self._engine.step

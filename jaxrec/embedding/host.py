@@ -212,8 +212,7 @@ class HostTables:
         return {part: [mine[part] for mine in shards] for part in self.layout[stack]}
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are the
-        rows themselves."""
+        """Runs function(stack, shard, parts, *args) for every shard; parts are the rows."""
         return {
             (name, shard): function(name, shard, parts, *args)
             for name, shards in self.shards.items()
@@ -221,8 +220,7 @@ class HostTables:
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows, in threads: who saves rows makes training wait, so that its cores are
-        free."""
+        """Copies picked rows, in threads: training waits for the copy, and its cores are free."""
         shards = self.shards
         # Allocated on this thread, to which glibc gives back what it freed (see `keep_memory`).
         taken = {
@@ -240,16 +238,14 @@ class HostTables:
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
-        """Overwrites the first rows of one shard, as many as are given, in place; returns the same
-        tables."""
+        """Overwrites the first rows of one shard, as many as are given; returns the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         for part, rows in self.shards[stack][shard].items():
             rows[: len(parts[part])] = parts[part]
         return self
 
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
-        """Gives all rows of one shard their initial values and slots, as if never touched; returns
-        the same tables."""
+        """Gives all rows of one shard their initial values and slots; returns the same tables."""
         check_shard(self.spec, stack, shard)
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
@@ -260,8 +256,7 @@ class HostTables:
             mapped.flush(self.directory, self.spec, self.layout)
 
     def _used(self, name, plan):
-        """Row numbers i32[S, U] and rows in use i32[S] of a plan, on the host; kernels follow them
-        unchecked."""
+        """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked."""
         if name not in self.shards:
             raise ValueError(f"a plan for {name!r}, but the tables have {list(self.shards)}: plan with their own spec.")
         unique, rows = np.asarray(plan.unique), self.spec.stacks[name].rows

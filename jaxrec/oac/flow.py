@@ -54,8 +54,7 @@ class Flow(Ends):
     # Ahead of the commit: give up when the run stops.
 
     def wait_to_plan(self) -> bool:
-        """Waits until one more batch may be taken from the stream; False if none is wanted any
-        more."""
+        """Waits until one more batch may be taken from the stream; False if none is wanted."""
         with self._changed:
             limit = lambda: self.committed + self.window + 1 + self.ahead
             self._changed.wait_for(lambda: self._complete() or self.planned < limit())
@@ -97,8 +96,7 @@ class Flow(Ends):
             return self.claimed - 1, self.epoch
 
     def admit(self, number: int, epoch: int) -> int | None:
-        """Waits until a claimed batch may be gathered; returns the watermark, None if the claim is
-        void."""
+        """Waits until a claimed batch may be gathered; the watermark, None if the claim is void."""
         void = lambda: self.stopped or self.epoch != epoch
         written = lambda: self.watermark() >= number - self.window
         with self._changed:
@@ -128,8 +126,7 @@ class Flow(Ends):
             self._changed.notify_all()
 
     def tell_not_loaded(self, gone: Collection[int] = ()) -> None:
-        """The gather or the way to the device failed, perhaps as shards are gone: then it comes
-        again."""
+        """The gather or the way to the device failed; if shards are gone, it comes again."""
         with self._changed:
             # In one breath: whoever brings shards back waits until nobody gathers, and must know of
             # all by then.
@@ -178,8 +175,7 @@ class Flow(Ends):
             read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
             # The batch behind it cannot be gathered, and will be gathered anew.
             read = read or bool(self.gone)
-            # A batch behind the hold belongs to no cut: its rows would be newer than the dense
-            # state saved.
+            # A batch behind the hold belongs to no cut: its rows are newer than its dense state.
             return number in self.fetched and read and (self.hold is None or number < self.hold)
 
         with self._changed:
@@ -214,8 +210,7 @@ class Flow(Ends):
     def pause(self) -> None:
         """Stops gathering, and waits until nobody gathers."""
         with uninterrupted(), self._changed:
-            # Under the lock: every gather was admitted before, and is waited for, or comes behind
-            # `restart`.
+            # Under the lock: a gather was admitted before, and is waited for, or comes behind it.
             self.paused = True
         self.wait(lambda: self.broken or not self.gathering)
 

@@ -64,8 +64,7 @@ class Shadow(Synchroniser):
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others not to wait for this trainer any more: it fails, and its thread ends."""
         with uninterrupted():
-            # Stopped first: the thread hears from the transport that it has left, which is no
-            # failure of it.
+            # Stopped first: that it has left, which the thread then hears, is no failure of it.
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
@@ -120,8 +119,7 @@ class Shadow(Synchroniser):
         self._check_open("exchange")
         self._raise_failure()
         self._tell_alive(self._trainer)
-        # Without the lock, as most calls end here: a result that comes now is folded in by the next
-        # one.
+        # Without the lock, as most calls end here: a result that comes now is for the next one.
         if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
             self.steps += 1
             return state
@@ -199,8 +197,7 @@ class Shadow(Synchroniser):
             while (handed := self._next()) is not None:
                 self._round(handed)
             if self._at_end is not None and not self._stopped:
-                # A result that came behind the last exchange counts, before the last rounds compare
-                # replicas.
+                # A result that came behind the last exchange counts before the last rounds compare.
                 self._fold_late(self._at_end)
                 self._final = self._last_rounds(self._final)
         except BaseException as error:
@@ -231,8 +228,7 @@ class Shadow(Synchroniser):
             self._changed.wait_for(lambda: self._handed is not None or self._done or self._stopped)
             if self._done or self._stopped:
                 return None
-            # In one breath: an exchange in between would take the thread for free, and hand over a
-            # second copy.
+            # In one breath: an exchange in between would hand over a second copy.
             handed, self._handed, self._busy = self._handed, None, True
             return handed
 
