@@ -2,13 +2,11 @@
 accidents."""
 
 import contextlib
-import gc
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -69,6 +67,8 @@ class Asked:
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
+        if self._again is not None:
+            self._again.cancel()  # this one is here in its place
         # The first one says how the run ends, whatever comes while it is saved.
         if self.signal is None:
             self.signal, self._to_raise = number, not self._held
@@ -78,19 +78,22 @@ class Asked:
             signal.raise_signal(signal.SIGINT)
         self._answer(number)
         if not self._held and self._to_raise:
-            # What is raised here is lost, so the signal comes again in a moment.
-            if in_gc_callback(frame):
-                self._ctrl_c -= number == signal.SIGINT
-                self._again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
-                self._again.start()
-                return
             self._to_raise = False
             raise Stopped(number)
+
+    def on_dropped(self, number: int) -> None:
+        """What was raised came in a callback whose exceptions Python drops: the signal comes again in
+        a moment, and is no second one."""
+        self._ctrl_c -= number == signal.SIGINT
+        again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
+        again.start()
+        self._again, self._to_raise = again, True  # last: a signal in the lines above leaves that one to come
 
     def forget(self) -> None:
         """Sends no signal again."""
         if self._again is not None:
             self._again.cancel()
+            self._again.join()  # one that it has just sent still finds its handler
 
     def _answer(self, number):
         words = "the running step ends, then its state is saved" if self._held else "stopping"
@@ -101,15 +104,23 @@ class Asked:
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
 
 
-def in_gc_callback(frame: FrameType | None) -> bool:
-    """Whether a frame runs inside a callback of the garbage collector (JAX has one), which swallows
-    exceptions."""
-    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False
+@contextlib.contextmanager
+def _told_of_dropped(asked: Asked) -> Iterator[None]:
+    """Tells of each `Stopped` that a finalizer or a callback of the garbage collector (JAX has one) has
+    swallowed."""
+    before = sys.unraisablehook
+
+    def hook(unraisable):
+        if isinstance(unraisable.exc_value, Stopped):
+            asked.on_dropped(unraisable.exc_value.signal)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager
@@ -127,10 +138,11 @@ def stop_on_signals() -> Iterator[Asked]:
         raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
     asked, before = Asked(), {}
     try:  # from the first handler on: a signal may come before the second one is set
-        for number in STOPPING:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, asked.on_signal)
-        yield asked
+        with _told_of_dropped(asked):
+            for number in STOPPING:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, asked.on_signal)
+            yield asked
     finally:
         asked.forget()
         for number, handler in before.items():

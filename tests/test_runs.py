@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import clicks
@@ -256,23 +257,51 @@ except Stopped as stopped:
     assert ("stopped and saved" in done.stderr) == (code > 0)
 
 
-def test_a_signal_inside_the_garbage_collector_is_not_lost():
-    def callback(phase, info):
-        if phase == "start" and not came:
-            came.append(phase)
-            os.kill(os.getpid(), signal.SIGTERM)
-            len(came)  # Python calls handlers between two of its instructions
+class Dropping:
+    """Sends SIGINT, as often as it is asked to, from where Python drops what its handler raises."""
 
-    came: list[str] = []
-    gc.collect()  # or the signal that comes again may meet a finalizer of older garbage, where Python drops it too
-    gc.callbacks.append(callback)
-    try:
-        with pytest.raises(Stopped, match="SIGTERM"), stop_on_signals():
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, *_):
+        if self.times:
+            self.times -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+            len("")  # Python calls handlers between two of its instructions
+
+    def in_garbage_callback(self):
+        gc.callbacks.append(self)
+        try:
             gc.collect()
-            threading.Event().wait(60)
-            pytest.fail("the exception was lost")
-    finally:
-        gc.callbacks.remove(callback)
+        finally:
+            gc.callbacks.remove(self)
+
+    def in_finalizer(self):
+        class Finalized:
+            __del__ = self.__call__
+
+        Finalized()
+
+    def in_weak_callback(self):
+        class Target:
+            pass
+
+        target = Target()
+        reference = weakref.ref(target, self)
+        del target
+        del reference
+
+
+@pytest.mark.parametrize("where", ["in_garbage_callback", "in_finalizer", "in_weak_callback"])
+def test_a_signal_where_exceptions_are_dropped_is_not_lost(where, capfd):
+    dropping = Dropping(times=2)
+    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals():
+        while dropping.times:
+            getattr(dropping, where)()
+        threading.Event().wait(60)
+        pytest.fail("the exception was lost")
+    said = capfd.readouterr().err
+    assert "Exception ignored" not in said and "a third" not in said  # each that comes again is no further one
 
 
 def test_a_closed_pipe_ends_nothing(tmp_path):
