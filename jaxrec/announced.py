@@ -50,25 +50,29 @@ class Announced:
         """The cut of a step is not wanted any more; no harm if it was taken, or never announced."""
         self._to_come.pop(step, None)
 
+    def _wanted(self):
+        """Steps of the cuts that somebody is to be told of if they are not taken."""
+        return sorted(step for step, cut in self._to_come.items() if cut.unreached == "warn")
+
     def forget(self, now: int) -> None:
         """No cut is to come any more, as another state takes the place of that of now."""
-        steps = [step for step, cut in self._to_come.items() if cut.unreached == "warn"]
+        steps = self._wanted()
         self._to_come = {}
         if steps:
             warnings.warn(
-                f"cuts announced for steps {sorted(steps)} were not taken, and are forgotten: the engine was reset at "
+                f"cuts announced for steps {steps} were not taken, and are forgotten: the engine was reset at "
                 f"step {now}.",
                 stacklevel=3,
             )
 
     def warn(self, now: int) -> None:
         """Says, once, which cuts a run was left without, and forgets those that lie behind."""
-        steps = [step for step, cut in self._to_come.items() if cut.unreached == "warn"]
+        steps = self._wanted()
         later = {step: cut for step, cut in self._to_come.items() if step > now}
         self._to_come = {step: cut._replace(unreached="ignore") for step, cut in later.items()}
         if steps:
             warnings.warn(
-                f"cuts announced for steps {sorted(steps)} were not taken: the run was left at step {now}. Those of "
+                f"cuts announced for steps {steps} were not taken: the run was left at step {now}. Those of "
                 "later steps stay announced for the next run.",
                 stacklevel=4,
             )

@@ -1,10 +1,12 @@
-"""What an engine is asked by its user: requests that all engines refuse in the same words."""
+"""What all engines do in the same words: requests that they refuse, losses that they look at, shards
+that are lost again and again."""
 
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxrec.embedding import EmbeddingSpec
+from jaxrec.step import check_finite
 from jaxrec.types import ShardsLost, TrainState
 
 # How often shards may be lost again before one more step is committed.
@@ -64,6 +66,28 @@ def tell_restarted(watchers: Iterable[Any], state: TrainState) -> None:
     """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
     for watcher in watchers:
         getattr(watcher, "restarted", lambda state: None)(state)
+
+
+class Losses:
+    """The losses of steps, on the device: to look at each would make every step wait for it."""
+
+    def __init__(self):
+        self._waiting: list[tuple[int, Any]] = []  # (step, loss), not looked at yet
+
+    def note(self, step: int, metrics: dict) -> None:
+        """Keeps the loss of a step, if it has one."""
+        if "loss" in metrics:
+            self._waiting.append((step, metrics["loss"]))
+
+    def check(self, from_number: int = 1) -> None:
+        """Looks at the losses since the last time, if there are so many.
+
+        Raises:
+          FloatingPointError: one is not finite; names its step.
+        """
+        if len(self._waiting) >= from_number:
+            waiting, self._waiting = self._waiting, []
+            check_finite([loss for _, loss in waiting], waiting[-1][0])
 
 
 class Tries:

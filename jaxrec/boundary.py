@@ -54,11 +54,7 @@ def check_tables(tables) -> None:
 def check_state(spec: EmbeddingSpec, state) -> None:
     """Refuses a state that is none, that was used up before, or whose tables are of another
     spec."""
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted: a "
-            "step takes (state, plans, batch)."
-        )
+    check_is_state(state, ": a step takes (state, plans, batch)")
     check_tables(state.tables)
     check_not_donated(state)
     check_spec(spec, state.tables.spec)
@@ -75,6 +71,16 @@ def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
             f"{theirs.shards} shards, and the step wants {wanted!s:.200} in {spec.shards}. Make "
             "both with one spec."
         )
+
+
+def check_is_state(state, why: str = "") -> None:
+    """Refuses what is no state; `why` is said behind the rule.
+
+    Raises:
+      ValueError: says what it is.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted{why}.")
 
 
 def check_not_donated(state) -> None:

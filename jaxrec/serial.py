@@ -4,18 +4,17 @@ Legend: B batch, U padded unique rows per shard.
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 from jaxrec.ahead import Ahead, in_pairs
 from jaxrec.announced import Announced, Cut
-from jaxrec.asked import check_change, check_hooks, checked_shards, tell_restarted
-from jaxrec.boundary import check_not_donated
+from jaxrec.asked import Losses, check_change, check_hooks, checked_shards, tell_restarted
+from jaxrec.boundary import check_is_state, check_not_donated
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import Tables
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.step import check_finite, run_hooks
+from jaxrec.step import run_hooks
 from jaxrec.stream import Streams
 from jaxrec.types import Batch, ShardsLost, TrainState
 from jaxrec.watched import Watched
@@ -53,10 +52,9 @@ class Serial(Watched):
     def __init__(self, state: TrainState, train_step: Callable):
         super().__init__()
         self._state, self._train_step = _checked(state), train_step
-        self._run: Callable = lambda: None  # weak: who drops the iterator of a run has left it
         self._streams = Streams()
         self._cuts = Announced()
-        self._losses: list = []  # on the device, not looked at yet
+        self._losses = Losses()
         self._gone: set[int] = set()  # shards that their home has lost
         self._lost: set[int] = set()  # shards that a hook wants lost
         self._in_hook = self._alone = False
@@ -75,12 +73,6 @@ class Serial(Watched):
     def tables(self) -> Tables:
         """As they are now."""
         return self._state.tables
-
-    @property
-    def running(self) -> bool:
-        """Whether a run has begun and not ended."""
-        generator = self._run()
-        return generator is not None and generator.gi_frame is not None
 
     def run(
         self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
@@ -102,24 +94,20 @@ class Serial(Watched):
         """
         hooks = self._check_run(hooks)
         stream = self._streams.of(batches, patience_seconds=10.0)
-        return self._remember(self._over_stream(stream, hooks, check_every_steps))
+        return self._hold(self._over_stream(stream, hooks, check_every_steps))
 
     def steps(
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
         hooks = self._check_run(hooks)
-        return self._remember(self._over_pairs(in_pairs(pairs), hooks, check_every_steps))
+        return self._hold(self._over_pairs(in_pairs(pairs), hooks, check_every_steps))
 
     def _check_run(self, hooks):
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
         _check_step(self._train_step)
         return check_hooks(hooks)
-
-    def _remember(self, generator):
-        self._run = weakref.ref(generator)
-        return generator
 
     def _over_stream(self, stream, hooks, check_every_steps):
         ahead = Ahead(stream, self.tables.spec)
@@ -135,13 +123,13 @@ class Serial(Watched):
             for batch, plans in pairs:
                 metrics = self._train(plans, batch, hooks, tell)
                 yield self._state, metrics
-                self._check_losses(check_every_steps)
+                self._losses.check(check_every_steps)
         finally:
             # A step that is committed keeps its cut, though its hooks failed or were interrupted.
             if not self._gone:
                 with uninterrupted():
                     self._save_cut()
-        self._check_losses()
+        self._losses.check()
         self._cuts.warn(self.step)
 
     def _train(self, plans, batch, hooks, tell):
@@ -173,13 +161,8 @@ class Serial(Watched):
         tell()
         self._state, metrics = done
         self.step += 1
-        self._losses += [metrics["loss"]] if "loss" in metrics else []
+        self._losses.note(self.step, metrics)
         return metrics
-
-    def _check_losses(self, from_number=1):
-        if len(self._losses) >= from_number:
-            losses, self._losses = self._losses, []
-            check_finite(losses, self.step)
 
     def _settle(self):
         """What belongs to a step behind its hooks."""
@@ -188,6 +171,10 @@ class Serial(Watched):
         # Behind the cut: whoever recovers finds it saved.
         lost, self._lost = self._lost, set()
         self._recover(lost)
+
+    def _recover(self, shards):
+        for watcher in self._who_recovers(self.step, shards, "what brings them back does not") if shards else ():
+            watcher.recover(tuple(sorted(shards)))
 
     def _save_cut(self):
         while save := self._cuts.at(self.step):
@@ -276,7 +263,7 @@ class Serial(Watched):
             raise ValueError("reset to tables of another spec: make a new engine for them.")
         tell_restarted(self._watchers, state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
-        self._losses, self._gone, self._lost = [], set(), set()
+        self._losses, self._gone, self._lost = Losses(), set(), set()
         self._cuts.forget(before)  # last, as it may warn
 
     def close(self) -> None:
@@ -286,21 +273,27 @@ class Serial(Watched):
           FloatingPointError: a loss that nobody has looked at is not finite.
         """
         self._end()
-        self._warn()
-
-    def _warn(self):
         self._cuts.warn(self.step)
 
     def _end(self):
-        if (generator := self._run()) is not None:
+        if (generator := self._generator()) is not None:
             generator.close()
-        self._check_losses()
+        self._losses.check()
+
+    def _close_within(self, error):
+        try:
+            self._end()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"And leaving the engine found: {failure}")
+        if error is None:
+            self._cuts.warn(self.step)
 
 
 def _checked(state):
     """A state that an engine can train."""
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    check_is_state(state)
     check_not_donated(state)
     return state
 

@@ -1,45 +1,67 @@
-"""Who watches an engine: entered with it, asked to bring lost shards back, and left behind its run."""
+"""What all engines have alike: one run at a time, a `with` block, and who watches them."""
 
 import contextlib
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jaxrec.asked import Tries, check_watcher
 from jaxrec.types import ShardsLost
 
-_REMEDY = "no watcher brings them back: engine.enter(Recovery(...)) first"
+Entered = TypeVar("Entered")
 
 
 class Watched:
-    """An engine's `with` block, and the watchers that its end leaves. `Serial` is the one that has this."""
+    """An engine's run and `with` block, and the watchers that its end leaves."""
 
-    step: int
+    _name = "engine"  # in what is said to users
 
     def __init__(self):
+        # Weak: who drops the iterator of a run has left it.
+        self._generator: Callable = lambda: None
         self._tries = Tries()
-        self._watchers: list[Any] = []
-        self._open = contextlib.ExitStack()
-        self._within = 0  # how many `with` blocks there are
+        self._watchers: list[Any] = []  # in the order in which they were entered
+        self._entered = contextlib.ExitStack()  # what leaves them
+        self._within = 0  # how many will raise what leaving a run has found: `with` blocks, `close`
 
-    def _end(self) -> None:
-        """Ends the run, if one goes on; the engine says how."""
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun and not ended."""
+        generator = self._generator()
+        return generator is not None and generator.gi_frame is not None
 
-    def _warn(self) -> None:
-        """Says what the run was left without; the engine knows."""
+    def _hold(self, generator: Generator) -> Generator:
+        self._generator = weakref.ref(generator)
+        return generator
 
-    def enter(self, watcher: AbstractContextManager) -> Any:
+    def _close_within(self, error: BaseException | None) -> None:
+        """Ends the run at the end of a `with` block, which an error may have ended; engines say how."""
+        raise NotImplementedError
+
+    def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enters a context manager, which is left when the `with` block of this engine ends.
 
-        If it has `recover(shards)`, that is called when shards are lost.
+            with engine:
+                recovery = engine.enter(Recovery(engine, ...))
+
+        It is left behind the run: when that is closed, and its cuts are saved. Of several the last
+        is left first. If it has `recover(shards)`, that is called when shards are lost: see `lose`.
+
+        Args:
+          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if
+            there is one.
+
+        Returns:
+          What its `__enter__` has returned.
 
         Raises:
           ValueError: outside of a `with` block, or no context manager.
         """
         if not self._within:
-            raise ValueError("enter a watcher within `with engine:`, whose end will leave it.")
+            raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
         check_watcher(watcher)
-        entered = self._open.enter_context(watcher)
+        entered = self._entered.enter_context(watcher)
         self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered
 
@@ -47,37 +69,37 @@ class Watched:
         self._within += 1
         return self
 
-    def __exit__(self, kind, error, trace) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._within -= 1
         entered = contextlib.ExitStack()
         if not self._within:
-            entered, self._watchers = self._open.pop_all(), []
+            entered, self._watchers = self._entered.pop_all(), []
         try:
             self._close_within(error)
         except BaseException as failure:
-            # Watchers leave last, and are told what ends the block.
+            # Watchers leave last: what a cut has begun to save belongs to them until the run is
+            # closed. They are told what ends the block.
             if not entered.__exit__(type(failure), failure, failure.__traceback__):
                 raise
             return False
         return bool(entered.__exit__(kind, error, trace))
 
-    def _close_within(self, error):
-        try:
-            self._end()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"And leaving the engine found: {failure}")
-        if error is None:
-            self._warn()
+    def _who_recovers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
+        """The watchers that can bring shards back.
 
-    def _recover(self, shards: Iterable[int]) -> None:
-        """Has all watchers that can bring shards back."""
-        if not shards:
-            return
+        Args:
+          step: that the engine has committed.
+          shards: the lost ones.
+          again: what is said when they are lost at one step again and again.
+          otherwise: what is said behind the remedy when there is nobody.
+
+        Raises:
+          ShardsLost: there is nobody, or it is one time too many.
+        """
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
-            raise ShardsLost(shards, _REMEDY)
-        self._tries.count(self.step, shards, "what brings them back does not")
-        for watcher in watchers:
-            watcher.recover(tuple(sorted(shards)))
+            remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
+            raise ShardsLost(shards, f"no watcher brings them back: {remedy}")
+        # Counted per step: a home that loses again what was just brought back would go on for ever.
+        self._tries.count(step, shards, again)
+        return watchers

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxrec.boundary import check_not_donated
+from jaxrec.boundary import check_is_state, check_not_donated
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint import Checkpointer, restore, restore_shard, shard_source
 from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
@@ -81,11 +82,10 @@ def measure(
     >>> plan.mode, plan.in_steps(seconds_per_step=0.1)['total_steps'], costs.nodes
     ('partial', 2016000, 8)
     """
-    check_not_donated(_checked(state))
+    check_is_state(state)
+    check_not_donated(state)
     given = Costs(1.0, 0.0, reschedule_hours, mtbf_hours, total_hours, state.tables.spec.shards, failed_nodes)
-    for name, number in (("rounds", rounds), ("failed_nodes", failed_nodes)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r:.80} must be a whole number from 1.")
+    whole_number("rounds", rounds)
     check_costs(given)
     found = []
     with _directory_of_our_own(local_path(directory)) as own, _standing_kept(state.tables):
@@ -95,12 +95,6 @@ def measure(
     hours = [statistics.median(one) / 3600 for one in zip(*found, strict=True)]
     measured = dict(zip(("save_hours", "load_hours", "partial_load_hours"), hours, strict=True))
     return state, given._replace(**measured)
-
-
-def _checked(state):
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
-    return state
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ emulated failures.
 import threading
 from collections.abc import Callable, Iterable
 
-from jaxrec.asked import Tries, check_change, checked_shards
+from jaxrec.asked import check_change, checked_shards
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac.leaving import REMEDY, Leaving
@@ -24,7 +24,6 @@ class Committing(Leaving):
     def __init__(self):
         super().__init__()
         self._to_lose: set[int] = set()  # behind the cut of this step
-        self._tries = Tries()
 
     def _next_number(self):
         """The batch to commit, when it is loaded and its shards are there; None at the end."""
@@ -75,7 +74,7 @@ class Committing(Leaving):
         self._view = LaggingTables(self._standing, self.step + 1)
         # Last: from here on a fetcher may have the rows, and the step counts.
         self.flow.tell_committed(number)
-        self._steps.note_loss(self.step, metrics)
+        self._steps.losses.note(self.step, metrics)
         return metrics
 
     def _run_hooks(self, hooks, plans, metrics):
@@ -208,11 +207,7 @@ class Committing(Leaving):
             self._recover(wanted)
 
     def _recover(self, shards):
-        watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
-        if not watchers:
-            raise ShardsLost(shards, f"no watcher brings them back: pipeline.enter(Recovery(...)) first; now {REMEDY}")
-        # Counted per step: a home that loses again what was just brought back would go on for ever.
-        self._tries.count(self.step, shards, REMEDY)
+        watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()
         before = self.flow.epoch

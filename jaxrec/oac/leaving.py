@@ -28,18 +28,12 @@ says which threads are awaited, at which batch. From then on Ctrl-C gives up tho
 """
 
 import atexit
-import contextlib
 import os
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from typing import Any, Self, TypeVar
 
 import jax
 
-from jaxrec.asked import check_watcher
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.ends import caught, first, note
@@ -49,15 +43,16 @@ from jaxrec.oac.steps import Steps
 from jaxrec.oac.threads import Cuts, Workers
 from jaxrec.oac.view import Standing, check_alone, end_run, pipelines_in_a_run
 from jaxrec.types import ShardsLost, TrainState
+from jaxrec.watched import Watched
 
-Entered = TypeVar("Entered")
 REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
 
 
-class Leaving:
+class Leaving(Watched):
     """The ends of a pipeline's runs. `Pipeline` is the one that has this; its parts are listed
     here."""
 
+    _name = "pipeline"
     # How long leaving waits before it says what it waits for, and `run` for an iterator in use.
     patience_seconds = 10.0
 
@@ -73,26 +68,11 @@ class Leaving:
     _view: HostTables  # the tables of the state: they refuse while they lag
 
     def __init__(self):
-        self._watchers: list = []  # in the order in which they were entered
-        self._entered = contextlib.ExitStack()  # what leaves them
-        # Weak: who drops the iterator of a run has left it.
-        self._generator: Callable = lambda: None
-        # How many `with` blocks and `close` will raise what leaving a run has found.
-        self._within = 0
+        super().__init__()
         self._untold: list[BaseException] = []
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
         self._left, self._in_hooks = True, False
-
-    @property
-    def running(self) -> bool:
-        """Whether a run has begun and not ended."""
-        generator = self._generator()
-        return generator is not None and generator.gi_frame is not None
-
-    def _hold(self, generator: Generator) -> Generator:
-        self._generator = weakref.ref(generator)
-        return generator
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
@@ -127,7 +107,7 @@ class Leaving:
             self.compilations += self._steps.compiled() - self._compiled_before
             self._left = True
             unrecovered = ShardsLost(flow.gone, REMEDY) if flow.gone and not recovers else None
-            failures = (flow.lost, flow.unsaved, flow.failure, failed, caught(self._steps.check_losses), unrecovered)
+            failures = (flow.lost, flow.unsaved, flow.failure, failed, caught(self._steps.losses.check), unrecovered)
             self._untold += [failure for failure in failures if failure is not None]
             if postpone and asked:
                 self._interrupted = [*asked]
@@ -211,26 +191,6 @@ class Leaving:
         if failures := self._take_untold():
             raise first(failures)
 
-    def __enter__(self) -> Self:
-        self._within += 1
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self._within -= 1
-        if self._within:
-            self._close_within(error)
-            return False
-        entered, self._watchers = self._entered.pop_all(), []
-        try:
-            self._close_within(error)
-        except BaseException as failure:
-            # Watchers leave last: what a cut has begun to save belongs to them until the run is
-            # closed.
-            if not entered.__exit__(type(failure), failure, failure.__traceback__):
-                raise
-            return False
-        return bool(entered.__exit__(kind, error, trace))
-
     def _close_within(self, error):
         try:
             failures = self._end()
@@ -243,32 +203,6 @@ class Leaving:
             raise first(failures)
         else:
             self._cuts.warn(self.step)
-
-    def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
-        """Enters a context manager, which is left when the `with` block of this pipeline ends.
-
-            with Pipeline(state, update) as pipeline:
-                recovery = pipeline.enter(Recovery(...))
-
-        It is left behind the run: when that is closed, and its cuts are saved. Of several the last
-        is left first. If it has `recover(shards)`, that is called when shards are lost: see `lose`.
-
-        Args:
-          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if
-            there is one.
-
-        Returns:
-          What its `__enter__` has returned.
-
-        Raises:
-          ValueError: outside of a `with` block, or no context manager.
-        """
-        if not self._within:
-            raise ValueError("enter a watcher within `with pipeline:`, whose end will leave it.")
-        check_watcher(watcher)
-        entered = self._entered.enter_context(watcher)
-        self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
-        return entered
 
     @property
     def state(self) -> TrainState:

@@ -179,9 +179,9 @@ class Pipeline(Committing):
             self._recover_emulated()
             while (number := self._next_number()) is not None:
                 metrics = self._train(number, hooks)
-                self._steps.check_losses(check_every_steps)
+                self._steps.losses.check(check_every_steps)
                 yield self._state(), metrics
-            self._steps.check_losses()
+            self._steps.losses.check()
             self._leave(recovers=True)
             # The last rows may have met lost shards on their way back, when no thread was left to
             # gather anew.

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.asked import Losses
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.oac import ring as rings
 from jaxrec.oac.stages import Committed, Inputs, Item, Loaded
 from jaxrec.oac.stale import found
 from jaxrec.oac.ways import Way
 from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
-from jaxrec.step import check_finite
 from jaxrec.types import DenseState
 
 
@@ -59,7 +59,7 @@ class Steps:
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self._traced, self._programs = update, programs(mesh, tuple(spec.stacks))
         self._checked: set = set()
-        self._losses: list = []  # (step, loss), not looked at yet
+        self.losses = Losses()
 
     def compiled(self) -> int:
         """How many programs are compiled by now."""
@@ -128,21 +128,6 @@ class Steps:
         """Whether the dense state died with an update that failed."""
         leaves = jax.tree.leaves(self.dense)
         return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
-
-    def note_loss(self, step: int, metrics: dict) -> None:
-        """Keeps the loss of a step, which is on the device, for `check_losses`."""
-        if "loss" in metrics:
-            self._losses.append((step, metrics["loss"]))
-
-    def check_losses(self, from_number: int = 1) -> None:
-        """Looks at the losses since the last time, if there are so many.
-
-        Raises:
-          FloatingPointError: one is not finite; names its step.
-        """
-        if len(self._losses) >= from_number:
-            losses, self._losses = self._losses, []
-            check_finite([loss for _, loss in losses], losses[-1][0])
 
     def _check_shapes(self, planned, inputs, loaded):
         """Refuses an update that returns other shapes than it was given, before anything is donated

@@ -209,8 +209,7 @@ def check_threads(threads: Threads, shards: int) -> Threads:
 
 def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state is a {type(state).__name__}, but a TrainState from `init_state` is wanted.")
+    boundary.check_is_state(state)
     if not getattr(state.tables, "in_place", False):
         raise ValueError("Pipeline is for HostTables; tables on the device need none: use `make_train_step`.")
     boundary.check_not_donated(state)
