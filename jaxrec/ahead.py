@@ -4,7 +4,7 @@ import collections
 import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from jaxrec.boundary import own_batch
 from jaxrec.data.loader import prefetch
@@ -104,7 +104,10 @@ class Ahead:
         """The oldest batch counts as trained, or as refused: it does not come again."""
         self._taken.popleft()
 
-    def leave(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Ends the thread, but for one that the stream blocks: it gives back what it brings when it wakes."""
         with uninterrupted():
             with self._lock:

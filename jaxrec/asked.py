@@ -5,8 +5,10 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.step import check_finite
 from jaxrec.types import ShardsLost, TrainState
 
 # How often shards may be lost again before one more step is committed.
@@ -83,11 +85,19 @@ class Losses:
         """Looks at the losses since the last time, if there are so many.
 
         Raises:
-          FloatingPointError: one is not finite; names its step.
+          FloatingPointError: one is not finite; names the first such step, and what to look at.
         """
         if len(self._waiting) >= from_number:
             waiting, self._waiting = self._waiting, []
-            check_finite([loss for _, loss in waiting], waiting[-1][0])
+            found = np.asarray(jax.device_get([loss for _, loss in waiting]))
+            if not np.isfinite(found).all():
+                at = int(np.argmin(np.isfinite(found)))
+                raise FloatingPointError(
+                    f"the loss is {found[at]} at step {waiting[at][0]} (found when steps {waiting[0][0]} to "
+                    f"{waiting[-1][0]} were checked). Look at that step's batch (labels? dense features on "
+                    "a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` "
+                    "finds the operation."
+                )
 
 
 class Tries:

@@ -64,9 +64,7 @@ class Serial(Watched):
     def state(self) -> TrainState:
         """Between two steps; a hook is given the state, and may not ask for it here."""
         if self._in_hook:
-            raise ValueError(
-                "engine.state was read in a hook: take the state that it was given, as this one may be older."
-            )
+            raise ValueError("engine.state was read in a hook: take the state that it was given; this may be older.")
         return self._state
 
     @property
@@ -110,11 +108,8 @@ class Serial(Watched):
         return check_hooks(hooks)
 
     def _over_stream(self, stream, hooks, check_every_steps):
-        ahead = Ahead(stream, self.tables.spec)
-        try:
+        with Ahead(stream, self.tables.spec) as ahead:
             yield from self._over_pairs(ahead, hooks, check_every_steps, ahead.forget)
-        finally:
-            ahead.leave()
 
     def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):
         whole_number("check_every_steps", check_every_steps)
@@ -266,29 +261,14 @@ class Serial(Watched):
         self._losses, self._gone, self._lost = Losses(), set(), set()
         self._cuts.forget(before)  # last, as it may warn
 
-    def close(self) -> None:
-        """Ends the run, if one goes on; the state stays.
-
-        Raises:
-          FloatingPointError: a loss that nobody has looked at is not finite.
-        """
-        self._end()
-        self._cuts.warn(self.step)
-
     def _end(self):
-        if (generator := self._generator()) is not None:
-            generator.close()
-        self._losses.check()
-
-    def _close_within(self, error):
-        try:
-            self._end()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"And leaving the engine found: {failure}")
-        if error is None:
-            self._cuts.warn(self.step)
+        generator = self._generator()
+        for end in (generator.close if generator is not None else lambda: None, self._losses.check):
+            try:
+                end()
+            except Exception as failure:
+                self._untold.append(failure)
+        return self._take_untold()
 
 
 def _checked(state):

@@ -5,11 +5,10 @@ Legend: B batch, S shards, R replicas.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxrec import boundary
@@ -33,7 +32,6 @@ from jaxrec.sharding import (
 from jaxrec.types import DenseState, Plan, PyTree, RowOptimizer, ShardsLost, TrainState
 
 __all__ = [
-    "check_finite",
     "gradients",
     "init_state",
     "make_eval_step",
@@ -334,24 +332,3 @@ def run_hooks(
         if state is None:
             raise ValueError(f"the hook {hook!r:.200} returned None: a hook returns the state, changed or not.")
     return state
-
-
-def check_finite(losses: Sequence[jax.Array], last_step: int) -> None:
-    """Refuses losses that are not finite, of steps in a row.
-
-    Args:
-      losses: list of f32[], on device.
-      last_step: the step of the last one.
-
-    Raises:
-      FloatingPointError: names the first such step, and what to look at.
-    """
-    found = np.asarray(jax.device_get(losses))
-    if not np.isfinite(found).all():
-        first, at = last_step - len(found) + 1, int(np.argmin(np.isfinite(found)))
-        raise FloatingPointError(
-            f"the loss is {found[at]} at step {first + at} (found when steps {first} to "
-            f"{last_step} were checked). Look at that step's batch (labels? dense features on a "
-            "log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` "
-            "finds the operation."
-        )

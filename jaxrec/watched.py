@@ -6,7 +6,9 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
+from jaxrec.announced import Announced
 from jaxrec.asked import Tries, check_watcher
+from jaxrec.errors import first, note
 from jaxrec.types import ShardsLost
 
 Entered = TypeVar("Entered")
@@ -16,10 +18,13 @@ class Watched:
     """An engine's run and `with` block, and the watchers that its end leaves."""
 
     _name = "engine"  # in what is said to users
+    _cuts: Announced
+    step: int
 
     def __init__(self):
         # Weak: who drops the iterator of a run has left it.
         self._generator: Callable = lambda: None
+        self._untold: list[BaseException] = []  # what went wrong in a run, until somebody is told
         self._tries = Tries()
         self._watchers: list[Any] = []  # in the order in which they were entered
         self._entered = contextlib.ExitStack()  # what leaves them
@@ -35,9 +40,38 @@ class Watched:
         self._generator = weakref.ref(generator)
         return generator
 
-    def _close_within(self, error: BaseException | None) -> None:
-        """Ends the run at the end of a `with` block, which an error may have ended; engines say how."""
+    def _take_untold(self) -> list[BaseException]:
+        # Taken off: what was told once is not raised again by the next call.
+        failures, self._untold = self._untold, []
+        return failures
+
+    def _end(self) -> list[BaseException]:
+        """Ends the run, if one goes on; what went wrong in it that nobody was told. Engines say how."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the run, if one goes on.
+
+        Raises:
+          Whatever went wrong in it, unless it was raised before; FloatingPointError for a loss that
+            nobody has looked at yet.
+        """
+        if failures := self._end():
+            raise first(failures)
+        self._cuts.warn(self.step)
+
+    def _close_within(self, error):
+        try:
+            failures = self._end()
+        except KeyboardInterrupt as interrupt:
+            note(interrupt, self._take_untold())
+            raise
+        if error is not None:
+            note(error, failures)
+        elif failures:
+            raise first(failures)
+        else:
+            self._cuts.warn(self.step)
 
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enters a context manager, which is left when the `with` block of this engine ends.

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxrec"
 # One floor per line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
-    ["types", "files", "interrupts", "bounds"],
+    ["types", "files", "interrupts", "bounds", "errors"],
     [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.ends",
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",

@@ -38,8 +38,7 @@ _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
 
 
 class DamagedImage(ValueError):
-    """An image cannot be believed: a file is missing or differs from its manifest, or the manifest
-    from its digest."""
+    """An image cannot be believed: a file differs from its manifest, or that from its digest."""
 
 
 class Image(NamedTuple):
@@ -94,15 +93,12 @@ class Snapshot(NamedTuple):
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
-    """Writes an image: aside, flushed, then renamed into place.
+    """Writes an image, aside, flushed, then renamed into place: what its manifest says.
 
     Args:
       path: the image's directory. What is there already and is not whole is replaced.
       image: from `snapshot`.
       replace: a whole image of that name, too.
-
-    Returns:
-      What its manifest says.
 
     Raises:
       ValueError: there is a whole image of that name.
@@ -158,11 +154,8 @@ def _write_arrays(directory, arrays):
     needs, free = blocks * _BLOCK_BYTES, shutil.disk_usage(directory.parent).free
     # Asked before, as tensorstore's threads complain at length of a disk that is full on the way.
     if needs > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free",
-            str(directory),
-        )
+        said = f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free"
+        raise OSError(errno.ENOSPC, said, str(directory))
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     try:
         with _orbax() as orbax:
@@ -242,10 +235,9 @@ def needed(directory: str | Path) -> set[str]:
 
 def older_image(path: Path) -> str:
     """A sentence that offers the newest older image that is whole."""
-    for other in images(path.parent):
-        if number_of(other) < number_of(path) and is_whole(other):
-            return f"The newest older image that is whole is {other}."
-    return "There is no older whole image beside it."
+    older = (other for other in images(path.parent) if number_of(other) < number_of(path) and is_whole(other))
+    found = next(older, None)
+    return f"The newest older image that is whole is {found}." if found else "There is no older whole image beside it."
 
 
 def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image) -> Image:

@@ -95,3 +95,11 @@ def check_scheme(spec, mode, scheme, fraction, whole):
     if unknown:
         raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
     budget_rows(1, fraction)
+
+
+def check_step(step: int, engines: int, seen: int) -> None:
+    """Refuses a step that is not the engine's, or was seen before."""
+    if step != engines:
+        raise ValueError(f"step {step} is not that of this recovery's engine, {engines}: train with it.")
+    if step <= seen:
+        raise ValueError(f"step {step} was seen before (up to {seen}): give the hook once, to this recovery's engine.")

@@ -36,14 +36,16 @@ from jaxrec.cpr.arguments import (
     check_numbers,
     check_scheme,
     check_shards,
+    check_step,
     checked_failures,
     spec_of,
     warn_missed,
 )
+from jaxrec.cpr.figures import Figures
 from jaxrec.cpr.priority import Priority
 from jaxrec.cpr.returning import bring_back, settle
 from jaxrec.cpr.saves import Clock, Saves, at_step
-from jaxrec.cpr.schedule import Mode, lost_portion
+from jaxrec.cpr.schedule import Mode
 from jaxrec.cpr.watch import Watch, ranges_of
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
@@ -53,10 +55,8 @@ from jaxrec.types import Plan, RolledBack, TrainState
 # Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
 _watching: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-_FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
 
-
-class Recovery:
+class Recovery(Figures):
     """Saves a run's embedding rows and restores lost shards; watches an engine, serial or OAC's
     pipeline.
 
@@ -91,10 +91,7 @@ class Recovery:
         schemes that look at values (SCAR).
       copy: of whole images, as for `Checkpointer`.
 
-    Attributes:
-      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there,
-        as in the paper.
-      failed: shards lost so far. lost_steps: steps trained again, with full recovery.
+    `Figures` says what it counts.
 
     Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
@@ -112,49 +109,22 @@ class Recovery:
         failures: Mapping[int, Sequence[int]] | None = None, image: Image | None = None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
     ):  # fmt: skip
+        super().__init__(total_steps)
         self._engine, self.spec = engine, spec_of(engine)
         check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
         check_scheme(self.spec, mode, scheme, fraction, whole)
-        self.directory, self.mode, self._total = local_path(directory), mode, total_steps
+        self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
         self._failures = checked_failures(self.spec, failures or {})
         self._watch = Watch(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
-        self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._ahead = max(0, min(ahead, int(self._clock.mini) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._figures)
+        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
         self._image, self._open = image, contextlib.ExitStack()  # what leaving closes
         self._announced: set[int] = set()  # steps of cuts to come
         self._first, self._closed = 0, False  # step on entering
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
-        self.pls, self.failed, self.lost_steps = 0.0, 0, 0
-
-    @property
-    def saves(self) -> int:
-        """Saves so far."""
-        return self._saves.saves
-
-    @property
-    def rows_saved(self) -> int:
-        """Rows in them."""
-        return self._saves.rows_saved
-
-    @property
-    def stall_seconds(self) -> float:
-        """How long training has waited for saves: for picking, copying, and what was being written still; of an engine
-        that saves beside training, how long its writes were held."""
-        return self._saves.stall_seconds
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of all images and deltas committed since it was entered, merged deltas included."""
-        return self._saves.bytes_written
-
-    @property
-    def failed_saves(self) -> list[str]:
-        """What went wrong with saves, a line for each that failed."""
-        return self._saves.failures
 
     # ---- the beginning and the end
 
@@ -184,31 +154,16 @@ class Recovery:
         image = self._image
         self._first = self._seen = step
         known = image.extra.get("cpr", {}) if image else {}
-        same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self._scheme_name)
+        same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self.scheme_name)
         if self._watch:
             self._watch.begin(state.tables, known.get("trackers", {}) if same else {})
-        self._take_figures(known, step)
+        self.go_on(known, step)
         if image is None:
             wants_base = self.mode == "full" or step > 0 or not is_initial(state.tables)
         else:  # a base is one of all rows, split as they are now; or the chain of one goes on
             wants_base = image.spec != self.spec.digest or not (self._watch or image.path in images(self.directory))
         if wants_base:
             self._saves.save_first(state)
-
-    def _take_figures(self, known, step):
-        """Goes on with the figures of an image; what it lacks of its step is lost in all shards."""
-        self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
-        self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
-        regular = known.get("regular", step)
-        # And no more of it later: a shard that fails next comes back with what was restored now.
-        if regular < step:
-            self.pls += lost_portion(step, regular, max(self._total, step), self.spec.shards, self.spec.shards)
-
-    def _figures(self, regular):
-        """What a save says of the recovery, beside rows and dense state."""
-        trackers = self._watch.remember() if self._watch else {}
-        more = {"regular": regular, "scheme": self._scheme_name, "trackers": trackers}
-        return {"cpr": {name: getattr(self, name) for name in _FIGURES} | more}
 
     def __exit__(self, kind, error, trace) -> None:
         # First, so that a hook that runs late is refused and picks nothing more.
@@ -234,12 +189,7 @@ class Recovery:
           ValueError: it was not entered; the step is not the engine's.
         """
         self._refuse_closed()
-        if step != self._engine.step:
-            raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
-        if step <= self._seen:
-            raise ValueError(
-                f"step {step} was seen before (up to {self._seen}): give the hook once, to this recovery's engine."
-            )
+        check_step(step, self._engine.step, self._seen)
         if self._tell_missed(step - 1):
             self._saves.want_base()  # nobody knows which rows have changed
         self._seen = step
@@ -324,8 +274,7 @@ class Recovery:
         """
         self._refuse_closed()
         check_shards(self.spec, shards)
-        if self.mode == "full":
-            # Raised, not done here: the state of a run that goes on cannot be replaced.
+        if self.mode == "full":  # raised, not done here: the state of a run that goes on cannot be replaced
             raise RolledBack(lambda: self._roll_back(len(shards)))
         # Alone with the tables: no other thread may read a row of a shard that is half restored.
         dense, step = self._engine.state.dense, self._engine.step
@@ -337,8 +286,7 @@ class Recovery:
         state = at_step(state, step)
         tables, saved = bring_back(self._saves, self._watch, state, shards, without, self._first)
         # Counted when all shards are back: a restore that raises has changed no figure.
-        portions = [lost_portion(step, at, max(self._total, step), self.spec.shards) for at in saved]
-        self.pls, self.failed = self.pls + sum(portions), self.failed + len(shards)
+        self.count_lost(step, saved)
         return tables
 
     def _roll_back(self, lost):

@@ -2,7 +2,7 @@
 
 All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the
 mean useful time between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv
-2011.02999. The equations are reconstructed from its abstract and from what cites it: check them
+2011.02999, eqs. (1) to (6), reconstructed from its abstract and from what cites it: check them
 against the PDF before quoting them as the paper's.
 """
 
@@ -106,10 +106,9 @@ SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 
 
 def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when all nodes go back to the last save (eq. 1, arXiv 2011.02999).
+    """The overhead when all nodes go back to the last save (eq. 1).
 
-    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail, here over
-    T_total
+    O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail
 
     Args:
       costs: of the job.
@@ -128,10 +127,9 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
 
 def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when the failed nodes alone go back and no work is done again (eq. 2, arXiv
-    2011.02999).
+    """The overhead when the failed nodes alone go back and no work is done again (eq. 2).
 
-    O_part = O_save T_total / T_save + (O_load + O_res) T_total / T_fail, here over T_total
+    O_part = O_save T_total / T_save + (O_load + O_res) T_total / T_fail
 
     Args:
       costs: of the job.
@@ -157,8 +155,7 @@ def _overhead(costs, mode, save_every_hours):
 
 
 def full_interval(costs: Costs) -> float:
-    """The hours between saves that make full recovery cheapest (eq. 3, arXiv 2011.02999; Young,
-    1974).
+    """The hours between saves that make full recovery cheapest (eq. 3; Young, 1974).
 
     T_save = sqrt(2 O_save T_fail), where the derivative of eq. (1) is 0
 
@@ -176,8 +173,7 @@ def full_interval(costs: Costs) -> float:
 
 
 def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nodes: int = 1) -> float:
-    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4, arXiv
-    2011.02999).
+    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4).
 
     PLS += m (S_i - S_last_save) / (S_total N_emb), from 0 at the start
 
@@ -206,8 +202,7 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
 
 
 def expected_pls(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5, arXiv
-    2011.02999).
+    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5).
 
     E[PLS] = m T_save / (2 T_fail N_emb)
 
@@ -226,12 +221,11 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
 
 
 def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of a job of any length, at a constant rate of failures; derived here, not
-    in the paper.
+    """The PLS to expect of a job of any length, at a constant rate of failures.
 
-    E[PLS] = m / (T_total N_emb T_fail) times the integral of t - (last save before t) over the job.
-    It is below eq. (5) unless the job is a whole number of intervals, because the last interval is
-    cut short.
+    Derived here, not in the paper: m / (T_total N_emb T_fail) times the integral over the job of
+    t - (last save before t). It is below eq. (5) unless the job is a whole number of intervals, as
+    the last one is cut short.
 
     Args:
       costs: of the job.
@@ -254,8 +248,7 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
 
 
 def partial_interval(costs: Costs, target_pls: float) -> float:
-    """The hours between saves at which partial recovery has the target PLS (eq. 6, arXiv
-    2011.02999).
+    """The hours between saves at which partial recovery has the target PLS (eq. 6).
 
     T_save = 2 PLS N_emb T_fail / m
 

@@ -35,8 +35,8 @@ import traceback
 import jax
 
 from jaxrec.embedding import HostTables
+from jaxrec.errors import caught, first
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.ends import caught, first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages
 from jaxrec.oac.steps import Steps
@@ -69,7 +69,6 @@ class Leaving(Watched):
 
     def __init__(self):
         super().__init__()
-        self._untold: list[BaseException] = []
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
         self._iterating: threading.Thread | None = None  # who takes the batches of the run
         self._left, self._in_hooks = True, False
@@ -123,11 +122,6 @@ class Leaving(Watched):
             self._standing.settle()
             self._view = self.tables
 
-    def _take_untold(self):
-        # Taken off: what was told once is not raised again by the next call.
-        failures, self._untold = self._untold, []
-        return failures
-
     def _refuse(self):
         """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
         other hands."""
@@ -149,9 +143,7 @@ class Leaving(Watched):
             that iterates.
           Whatever a stage raised, unless it was raised before.
         """
-        if failures := self._end():
-            raise first(failures)
-        self._cuts.warn(self.step)
+        super().close()
 
     def _end(self):
         generator, self._within = self._generator(), self._within + 1
@@ -191,19 +183,6 @@ class Leaving(Watched):
         if failures := self._take_untold():
             raise first(failures)
 
-    def _close_within(self, error):
-        try:
-            failures = self._end()
-        except KeyboardInterrupt as interrupt:
-            note(interrupt, self._take_untold())
-            raise
-        if error is not None:
-            note(error, failures)
-        elif failures:
-            raise first(failures)
-        else:
-            self._cuts.warn(self.step)
-
     @property
     def state(self) -> TrainState:
         """The state after the last step; for who calls between two steps.
@@ -222,7 +201,7 @@ class Leaving(Watched):
         return TrainState(self._steps.dense, self._view)
 
     @property
-    def step(self) -> int:
+    def step(self) -> int:  # type: ignore[override]
         """How many steps the state has seen."""
         return self._standing.step
 

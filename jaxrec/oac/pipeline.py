@@ -23,9 +23,9 @@ import jax
 from jaxrec.announced import Cut
 from jaxrec.asked import check_hooks, tell_restarted
 from jaxrec.bounds import whole_number
+from jaxrec.errors import first, note
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.committing import Committing
-from jaxrec.oac.ends import first, note
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Stages, fetch_whole
 from jaxrec.oac.steps import Steps, check_same_shapes

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrec.announced import Announced
+from jaxrec.errors import caught
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.ends import caught
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.stages import Item, Stages
 from jaxrec.oac.steps import Steps
