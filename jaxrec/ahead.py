@@ -68,10 +68,11 @@ class Ahead:
     Args:
       stream: no other thread takes from it meanwhile.
       spec: of the tables.
+      capacity: {stack: U} to begin with, or None.
     """
 
-    def __init__(self, stream: Stream, spec: EmbeddingSpec):
-        self._stream, self._spec = stream, spec
+    def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: dict[str, int] | None = None):
+        self._stream, self._spec, self._capacity = stream, spec, capacity
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # Both are of C, and hold no lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) of what is taken, in order
@@ -123,11 +124,10 @@ class Ahead:
                 self._stream.rest()
 
     def _plan_all(self):
-        capacity: Any = None
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                plans = plan(self._spec, _batch(taken, "a run").ids, capacity)
-                capacity = capacity_of(plans)
+                plans = plan(self._spec, _batch(taken, "a run").ids, self._capacity)
+                self._capacity = capacity_of(plans)
                 self._made.put(((taken, plans), None))
             self._made.put((None, None))
         except BaseException as error:

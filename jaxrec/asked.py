@@ -2,12 +2,13 @@
 that are lost again and again."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
 
@@ -68,6 +69,19 @@ def tell_restarted(watchers: Iterable[Any], state: TrainState) -> None:
     """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
     for watcher in watchers:
         getattr(watcher, "restarted", lambda state: None)(state)
+
+
+def checked_capacity(spec: EmbeddingSpec, capacity: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The capacities {stack: U} that plans begin with.
+
+    Raises:
+      ValueError: not one positive number for each stack.
+    """
+    if capacity is None:
+        return None
+    if not isinstance(capacity, Mapping) or set(capacity) != set(spec.stacks):
+        raise ValueError(f"capacity={capacity!r:.200} must be one number for each of {list(spec.stacks)}, or None.")
+    return {name: whole_number(f"capacity[{name!r}]", number) for name, number in capacity.items()}
 
 
 class Losses:

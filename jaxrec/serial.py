@@ -4,12 +4,12 @@ Legend: B batch, U padded unique rows per shard.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxrec.ahead import Ahead, in_pairs
 from jaxrec.announced import Announced, Cut
-from jaxrec.asked import Losses, check_change, check_hooks, checked_shards, tell_restarted
+from jaxrec.asked import Losses, check_change, check_hooks, checked_capacity, checked_shards, tell_restarted
 from jaxrec.boundary import check_is_state, check_not_donated
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import Tables
@@ -31,6 +31,7 @@ class Serial(Watched):
     Args:
       state: TrainState; it is donated.
       train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
+      capacity: {stack: U} of the plans to begin with: `capacity_of` the last ones, if a run is to go on bit for bit.
 
     Whatever ends a run, the engine keeps the state of the last step that was committed, with what the last whole hook
     has returned; a Ctrl-C or a SIGTERM waits for the step that is being committed. An iterator that a run has left
@@ -49,11 +50,11 @@ class Serial(Watched):
     (5, True)
     """
 
-    def __init__(self, state: TrainState, train_step: Callable):
+    def __init__(self, state: TrainState, train_step: Callable, capacity: Mapping[str, int] | None = None):
         super().__init__()
         self._state, self._train_step = _checked(state), train_step
-        self._streams = Streams()
-        self._cuts = Announced()
+        self._capacity = checked_capacity(state.tables.spec, capacity)
+        self._streams, self._cuts = Streams(), Announced()
         self._losses = Losses()
         self._gone: set[int] = set()  # shards that their home has lost
         self._lost: set[int] = set()  # shards that a hook wants lost
@@ -108,7 +109,7 @@ class Serial(Watched):
         return check_hooks(hooks)
 
     def _over_stream(self, stream, hooks, check_every_steps):
-        with Ahead(stream, self.tables.spec) as ahead:
+        with Ahead(stream, self.tables.spec, self._capacity) as ahead:
             yield from self._over_pairs(ahead, hooks, check_every_steps, ahead.forget)
 
     def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):

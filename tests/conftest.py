@@ -1,12 +1,22 @@
 """Eight virtual devices, strict jax and a time limit for all tests."""
 
+import atexit
 import faulthandler
 import os
+import shutil
 import signal
+import tempfile
 import threading
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Half of the time of all tests was compilation, of programs that another test has compiled before: what one process has
+# compiled the others read, also those that tests start. A directory of this run, as nothing old shall be believed.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxrec-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 from pathlib import Path
 

@@ -97,6 +97,12 @@ def check_scheme(spec, mode, scheme, fraction, whole):
     budget_rows(1, fraction)
 
 
+def check_alone(other) -> None:
+    """Refuses a second recovery of an engine, beside one that is not closed."""
+    if other is not None and not other.closed:
+        raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
+
+
 def check_step(step: int, engines: int, seen: int) -> None:
     """Refuses a step that is not the engine's, or was seen before."""
     if step != engines:

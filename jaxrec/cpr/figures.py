@@ -3,7 +3,7 @@
 Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, eq. (4).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrec.cpr.saves import Saves
@@ -27,8 +27,8 @@ class Figures:
     _saves: Saves
     _watch: Watch | None
 
-    def __init__(self, total_steps: int):
-        self._total = total_steps
+    def __init__(self, total_steps: int, extra: Callable[[int], Mapping[str, Any]] | None = None):
+        self._total, self._extra = total_steps, extra
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
 
     @property
@@ -62,15 +62,22 @@ class Figures:
         """Of the scheme that picks rows, if there is one."""
         return self._watch.scheme.name if self._watch else None
 
-    def remember(self, regular: int) -> dict[str, Any]:
-        """What a save says of the recovery, beside rows and dense state.
+    def remember(self, step: int, regular: int) -> dict[str, Any]:
+        """What a save says beside rows and dense state.
 
         Args:
+          step: of the save.
           regular: step of the last regular save.
+
+        Raises:
+          ValueError: what the caller saves along has the name that the recovery has.
         """
+        extra = dict(self._extra(step)) if self._extra else {}
+        if "cpr" in extra:
+            raise ValueError("extra holds 'cpr', under which the recovery saves its own figures: take another name.")
         trackers = self._watch.remember() if self._watch else {}
         more = {"regular": regular, "scheme": self.scheme_name, "trackers": trackers}
-        return {"cpr": {name: getattr(self, name) for name in _KEPT} | more}
+        return {**extra, "cpr": {name: getattr(self, name) for name in _KEPT} | more}
 
     def go_on(self, known: Mapping[str, Any], step: int) -> None:
         """Goes on with what an image remembers; what that lacks of its step is lost in all shards."""

@@ -23,15 +23,15 @@ Legend: S shards, V rows of a stack.
 """
 
 import contextlib
-import functools
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from jaxrec.checkpoint import Image, images, restore
+from jaxrec.checkpoint import Image, restore
 from jaxrec.cpr.arguments import (
+    check_alone,
     check_image,
     check_numbers,
     check_scheme,
@@ -41,14 +41,14 @@ from jaxrec.cpr.arguments import (
     spec_of,
     warn_missed,
 )
+from jaxrec.cpr.beginning import begin_watch, wants_base
 from jaxrec.cpr.figures import Figures
 from jaxrec.cpr.priority import Priority
 from jaxrec.cpr.returning import bring_back, settle
-from jaxrec.cpr.saves import Clock, Saves, at_step
+from jaxrec.cpr.saves import Clock, Cuts, Saves, at_step
 from jaxrec.cpr.schedule import Mode
 from jaxrec.cpr.watch import Watch, ranges_of
 from jaxrec.embedding import Tables
-from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RolledBack, TrainState
 
@@ -90,6 +90,9 @@ class Recovery(Figures):
         at the save, except for the picked rows, which it saves as they are then. Always 0 for
         schemes that look at values (SCAR).
       copy: of whole images, as for `Checkpointer`.
+      run: id of the run, for its images; that of `image`, or a new one, if None.
+      extra: step -> JSON values to save along with that step, such as the data position; called when
+        the save is made, under OAC in a thread of its own.
 
     `Figures` says what it counts.
 
@@ -108,8 +111,9 @@ class Recovery(Figures):
         scheme: Priority | None = None, fraction: float = 0.125, whole: Collection[str] = (),
         failures: Mapping[int, Sequence[int]] | None = None, image: Image | None = None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
+        run: str | None = None, extra: Callable[[int], Mapping[str, Any]] | None = None,
     ):  # fmt: skip
-        super().__init__(total_steps)
+        super().__init__(total_steps, extra)
         self._engine, self.spec = engine, spec_of(engine)
         check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
         check_scheme(self.spec, mode, scheme, fraction, whole)
@@ -121,9 +125,9 @@ class Recovery(Figures):
         self._ahead = max(0, min(ahead, int(self._clock.mini) - 1))
         most = most_deltas or math.ceil(16 / fraction)
         self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
-        self._image, self._open = image, contextlib.ExitStack()  # what leaving closes
-        self._announced: set[int] = set()  # steps of cuts to come
-        self._first, self._closed = 0, False  # step on entering
+        self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
+        self._cuts = Cuts(engine, self._clock, self._at_cut)
+        self._first, self.closed = 0, False  # step on entering
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
 
     # ---- the beginning and the end
@@ -132,43 +136,29 @@ class Recovery(Figures):
         state, image = self._engine.state, self._image
         step = self._engine.step
         # Before anything is opened: a directory of another run stays as it is.
-        self._check_enter(step)
-        with self._saves.open(step, image) as opened:
+        if self._saves.opened:
+            raise ValueError("this recovery was entered before: it watches one run, once.")
+        check_alone(_watching.get(self._engine, lambda: None)())
+        check_image(self.directory, image, step)
+        with self._saves.open(step, image, self._run) as opened:
             # Within the block: if the base cannot be written, the directory is given back.
             self._begin(state, step)
-            self._announce(step)
+            self._cuts.announce(step)
             self._open = opened.pop_all()
         _watching[self._engine] = weakref.ref(self)
         return self
 
-    def _check_enter(self, step):
-        if self._saves.opened:
-            raise ValueError("this recovery was entered before: it watches one run, once.")
-        other = _watching.get(self._engine, lambda: None)()
-        if other is not None and not other._closed:
-            raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
-        check_image(self.directory, self._image, step)
-
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
-        image = self._image
         self._first = self._seen = step
-        known = image.extra.get("cpr", {}) if image else {}
-        same = image is not None and (image.spec, known.get("scheme")) == (self.spec.digest, self.scheme_name)
-        if self._watch:
-            self._watch.begin(state.tables, known.get("trackers", {}) if same else {})
-        self.go_on(known, step)
-        if image is None:
-            wants_base = self.mode == "full" or step > 0 or not is_initial(state.tables)
-        else:  # a base is one of all rows, split as they are now; or the chain of one goes on
-            wants_base = image.spec != self.spec.digest or not (self._watch or image.path in images(self.directory))
-        if wants_base:
+        self.go_on(begin_watch(self._watch, state.tables, self._image, self.scheme_name), step)
+        if wants_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
             self._saves.save_first(state)
 
     def __exit__(self, kind, error, trace) -> None:
         # First, so that a hook that runs late is refused and picks nothing more.
-        self._closed = True
-        self._withdraw()
+        self.closed = True
+        self._cuts.withdraw()
         try:
             if self._watch:
                 # Before the savers: the thread that picks may wait for one of their saves.
@@ -195,7 +185,7 @@ class Recovery(Figures):
         self._seen = step
         if self._watch:
             # The state of this very step is saved: an engine runs hooks first, then the cut.
-            if step in self._announced:
+            if step in self._cuts.announced:
                 # Before this batch is told, which then waits for the save: that one tracks it, but
                 # for the rows that it holds.
                 self._watch.begin_cut(step)
@@ -204,29 +194,17 @@ class Recovery(Figures):
             if self._ahead and self._clock.due(step + self._ahead):
                 self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
         # The next cut is announced a step ahead, also where two saves follow each other.
-        self._announced.discard(step)
-        self._announce(step)
+        self._cuts.announce(step)
         if step in self._failures:
             # The engine calls `recover` behind the cut. Taken off, as a rollback may come to this
             # step again, and a failure happens once.
             self._engine.lose(self._failures.pop(step))
         return state
 
-    def _announce(self, step):
-        """A step ahead, as an engine takes a cut right after its step is committed."""
-        if self._clock.due(step + 1):
-            self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
-            self._announced.add(step + 1)
-
     def _at_cut(self, step, state):
         if self._seen < int(state.dense.step):
             self._saves.want_base()  # a hook before this one's has failed, and the batch was not tracked
         self._saves.at_cut(step, state)
-
-    def _withdraw(self):
-        for step in self._announced:
-            self._engine.withdraw(step)
-        self._announced = set()
 
     def _tell_missed(self, step):
         """Whether steps up to this one were trained without the hook, which is told."""
@@ -235,6 +213,23 @@ class Recovery(Figures):
         warn_missed(self._seen + 1, step)
         return True
 
+    def save_whole(self) -> None:
+        """Saves all rows and the dense state between two steps, and waits until they are on the disk:
+        who restores this image goes on with the same bits.
+
+        Raises:
+          ValueError: it was not entered; within a hook.
+          OSError: the disk is full or read-only; what was saved before is as it was.
+        """
+        self._refuse_closed()
+        dense, step = self._engine.state.dense, self._engine.step
+        self._engine.exclusive(lambda tables: self._save_all(at_step(TrainState(dense, tables), step)))
+
+    def _save_all(self, state):
+        settle(self._saves, self._watch, int(state.dense.step))
+        self._saves.save_first(state)
+        return state.tables
+
     def restarted(self, state: TrainState) -> None:
         """The engine is about to go on from another state: all its rows are saved, as no batch tells which are new.
 
@@ -242,17 +237,17 @@ class Recovery(Figures):
           ValueError: the directory holds a whole image of a later step.
           OSError: the base cannot be written.
         """
-        if self._rolling_back or self._closed:
+        if self._rolling_back or self.closed:
             return
         settle(self._saves, self._watch, self._seen)
-        self._withdraw()
+        self._cuts.withdraw()
         self._saves.save_first(state)
         self._seen = int(state.dense.step)
 
     def _refuse_closed(self):
         if not self._saves.opened:
             raise ValueError("enter the recovery before the first step: engine.enter(recovery).")
-        if self._closed:
+        if self.closed:
             raise ValueError("this recovery is closed: the block of its engine was left. Make one for each run.")
 
     # ---- recovering
@@ -298,11 +293,11 @@ class Recovery(Figures):
         # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
         # The first cut is announced again behind the reset.
-        self._withdraw()
+        self._cuts.withdraw()
         self._rolling_back = True
         try:
             self._engine.reset(state)
         finally:
             self._rolling_back = False
         self._seen = image.step
-        self._announce(image.step)
+        self._cuts.announce(image.step)

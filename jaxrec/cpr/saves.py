@@ -5,6 +5,7 @@ stack.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -43,6 +44,37 @@ def _between(every, since, step):
     return int(step / every + 1e-9) > int(since / every + 1e-9)
 
 
+class Cuts:
+    """The cuts of an engine at which a run saves; each is announced a step ahead, as an engine takes
+    it right after its step is committed.
+
+    Args:
+      engine: whose run it is.
+      clock: when saves are due.
+      save: (step, state) -> anything.
+
+    Attributes:
+      announced: steps of the cuts to come.
+    """
+
+    def __init__(self, engine, clock: Clock, save: Callable[[int, TrainState], Any]):
+        self._engine, self._clock, self._save = engine, clock, save
+        self.announced: set[int] = set()
+
+    def announce(self, step: int) -> None:
+        """Behind a step: announces that of the next one, if a save is due then."""
+        self.announced.discard(step)
+        if self._clock.due(step + 1):
+            self._engine.cut(step + 1, functools.partial(self._save, step + 1), unreached="ignore")
+            self.announced.add(step + 1)
+
+    def withdraw(self) -> None:
+        """Takes back what is announced."""
+        for step in self.announced:
+            self._engine.withdraw(step)
+        self.announced = set()
+
+
 class Saves:
     """The images of a run, whole ones and row deltas.
 
@@ -53,7 +85,7 @@ class Saves:
       watch: which rows go first; None saves everything.
       most_deltas: as for `RowCheckpointer`.
       copy: of whole images, as for `Checkpointer`.
-      figures: step of the last regular save -> JSON values to save along.
+      figures: (step, step of the last regular save) -> JSON values to save along.
 
     Attributes:
       regular: step of the last regular save that is committed; a mini-save does not move it.
@@ -69,7 +101,7 @@ class Saves:
         watch: Watch | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
-        figures: Callable[[int], dict[str, Any]],
+        figures: Callable[[int, int], dict[str, Any]],
     ):
         self.directory, self._spec, self._clock, self._watch = directory, spec, clock, watch
         self._most, self._copy, self._figures = most_deltas, copy, figures
@@ -80,15 +112,20 @@ class Saves:
         self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
         self.regular, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0.0
 
-    def open(self, step: int, image: Image | None) -> contextlib.ExitStack:
+    def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:
         """Takes the directory for this run, all of it or nothing; what it returns gives it back.
+
+        Args:
+          step: of the state.
+          image: that it was restored from, or None.
+          run: id of the run; that of the image, or a new one, if None.
 
         Raises:
           ValueError: somebody else saves there; there is a whole image of a later step.
         """
         with contextlib.ExitStack() as opened:
             # Whole images and row deltas take the directory under one run id.
-            run, base = (image.run, image.path) if image else (None, None)
+            run, base = (run or image.run, image.path) if image else (run, None)
             whole = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
             whole.refuse_newer(step)  # else a save of its step would be left as it is
             if self._watch:
@@ -152,7 +189,7 @@ class Saves:
             self.settle()
             self.rows_saved += sum(stack.rows for stack in self._spec.stacks.values())
             self.saves += 1
-            self._whole.save(state, self._figures(step))
+            self._whole.save(state, self._figures(step, step))
             self._coming = step
 
     def _save_rows(self, state, step, watch):
@@ -172,7 +209,8 @@ class Saves:
         rows = self._with_whole(picked, watch.whole) if regular else _rows_of(picked)
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
-        self._deltas.save(state.tables, rows, step, self._figures(step if regular else self.regular), state.dense)
+        figures = self._figures(step, step if regular else self.regular)
+        self._deltas.save(state.tables, rows, step, figures, state.dense)
         self._picked = picked  # only now: what was not copied stays to be saved
         self._coming = step if regular else self._coming
 
@@ -218,7 +256,8 @@ class Saves:
             self._go_on_over_base(state)
 
     def _write_base(self, state):
-        self._whole.save(state, self._figures(int(state.dense.step)))
+        step = int(state.dense.step)
+        self._whole.save(state, self._figures(step, step))
 
     def _go_on_over_base(self, state):
         step = int(state.dense.step)

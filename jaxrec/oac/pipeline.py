@@ -15,13 +15,13 @@ Legend: W window.
 
 import collections
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
 from jaxrec.announced import Cut
-from jaxrec.asked import check_hooks, tell_restarted
+from jaxrec.asked import check_hooks, checked_capacity, tell_restarted
 from jaxrec.bounds import whole_number
 from jaxrec.errors import first, note
 from jaxrec.interrupts import uninterrupted
@@ -79,6 +79,7 @@ class Pipeline(Committing):
       skip_rewritten: do not fetch and write rows that a batch within the window, planned already,
         will write again. A batch is committed when W more are planned or the stream has ended or
         failed: while a stream blocks, the last W batches taken from it wait.
+      capacity: {stack: U} of the plans to begin with, as for `Serial`.
 
     Memory: see `memory_bytes`.
 
@@ -101,7 +102,7 @@ class Pipeline(Committing):
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
         mesh: jax.sharding.Mesh | None = None, send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
-        skip_stale_reads: bool = False, skip_rewritten: bool = False,
+        skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__()
         state = state_itself(state)
@@ -114,7 +115,14 @@ class Pipeline(Committing):
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._steps = self.steps_type(update, way, spec, mesh, state.dense)
         self._stages = Stages(
-            self.tables, way, mesh.size, send or jax.device_put, fetch or fetch_whole, placement, self._steps.take
+            self.tables,
+            way,
+            mesh.size,
+            send or jax.device_put,
+            fetch or fetch_whole,
+            placement,
+            self._steps.take,
+            checked_capacity(spec, capacity),
         )
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = Cuts(self._stages, self._steps), Streams()

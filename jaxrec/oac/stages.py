@@ -100,15 +100,16 @@ class Stages:
       fetch: (tree on the device) -> tree of numpy arrays.
       placement: {'inputs', 'rows': tree of shardings}.
       take: (rows, {stack: places}) -> rows, on the device.
+      capacity: {stack: U} to begin with, or None.
     """
 
     def __init__(
         self, tables: HostTables, way: Way, devices: int, send: Callable, fetch: Callable, placement: Mapping,
-        take: Callable,
+        take: Callable, capacity: dict[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.way, self.devices = tables, way, devices
         self.last = LastWriters(tables.spec, way.window, way.depth) if way.plans_sources else None
-        self.capacity: dict[str, int] | None = None  # U of each stack; it only grows
+        self.capacity = capacity  # U of each stack; it only grows
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
         self._send, self._fetch, self._placement, self._take = send, fetch, placement, take
