@@ -45,6 +45,7 @@ _LEAST = {
     "rows": 1, "shards": 1, "embedding_width": 1, "width": 1, "rank": 1, "learning_rate": 0, "row_learning_rate": 0,
     "trainers": 1, "workers": 1, "window": 1, "epochs": 1, "negatives": 1, "minutes": 0, "soak_minutes": 0,
     "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
+    "min_count": 1, "hash_cap": 2, "max_bad_rows": 0,
 }  # fmt: skip
 
 

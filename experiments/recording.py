@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from clicks import Data
+from click_data import Data
 from contract import Run, plot, say
 from stopping import Asked, Stopped
 from tqdm import tqdm
@@ -53,7 +53,7 @@ class Recorder:
 
     def examples(self, step: int) -> int:
         """Examples trained after some steps; the last batch of a pass is padded."""
-        return min(step * self.data.batch_size, self.data.examples)
+        return self.data.examples_after(step)
 
     def latest_losses(self) -> np.ndarray:
         """The losses of the last 50 steps, f32, across a resume too."""

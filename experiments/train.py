@@ -19,23 +19,24 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import optax
-from clicks import ClickJob, Data, click_job, criteo_data, make_model, rules, synthetic_data
-from contract import Flags, Run, command_line, listing, refuse, say
+from click_data import Data
+from clicks import ClickJob, click_job, make_model
+from contract import Run, command_line, listing, refuse, say
+from data_flags import DataFlags, criteo_data, synthetic_data
+from data_flags import rules as rules_of_data
+from learning import LearningFlags, optimizers
 from recording import Past, Recorder
 from saving import PeriodicSaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
 
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.embedding import DeviceTables, adagrad, rowwise_adagrad, sgd
+from jaxrec.embedding import DeviceTables
 from jaxrec.loop import fit, keep_memory, planned
 from jaxrec.sharding import make_mesh
 from jaxrec.step import run_hooks
 from jaxrec.types import TrainState
 
-ROW_OPTIMIZERS = {"rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd}
-OPTIMIZERS = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
 TABLE = {
     "Test set": ["test_", "teacher"],
     "Training": ["steps", "examples", "train"],
@@ -44,27 +45,13 @@ TABLE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Flags):
+class Config(LearningFlags, DataFlags):
     """Flags of the main job; what is not given follows from the data and the preset."""
 
-    data: Literal["synthetic", "criteo"] = "synthetic"
-    path: tuple[Path, ...] = ()
-    """Criteo: raw files (plain or .gz), or one prepared directory."""
-    model: Literal["dlrm", "dcnv2"] = "dlrm"
     tables: Literal["device", "host"] = "device"
     table_directory: Path | None = None
     """Host tables as mapped files here (best on tmpfs) instead of RAM."""
-    embedding_width: int = 16
-    rows: int | None = None
-    """Synthetic: embedding rows in all; the Criteo Kaggle cardinalities, cut."""
     shards: int = 8
-    batch_size: int | None = None
-    steps: int | None = None
-    """Synthetic: how many steps; Criteo: at most so many of the one pass."""
-    row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
-    row_learning_rate: float = 0.02
-    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
-    learning_rate: float = 1e-3
     evaluations: int = 8
     """How often the test set is evaluated, evenly over the run."""
     save_every_steps: int | None = None
@@ -77,13 +64,24 @@ class Config(Flags):
     command again."""
 
 
+def rules(config: Config) -> dict[str, object]:
+    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
+    return rules_of_data(config) | {
+        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
+            config.table_directory is not None and config.tables != "host"
+        ),
+        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
+            config.requeue and not (config.workdir and config.resume)
+        ),
+    }
+
+
 def make_job(config: Config, data: Data) -> ClickJob:
     """The model and its optimizers, from the flags."""
     return click_job(
         data.cardinalities,
         make_model(config.model, config.embedding_width),
-        OPTIMIZERS[config.optimizer](config.learning_rate),
-        ROW_OPTIMIZERS[config.row_optimizer](config.row_learning_rate),
+        *optimizers(config, data.steps),
         width=config.embedding_width,
         shards=config.shards,
         seed=config.seed,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click_data
 import clicks
 import numpy as np
 import optax
@@ -52,7 +53,7 @@ def directory(tmp_path_factory):
     ],
 )
 def test_criteo_gives_the_batches_that_were_asked_for(directory, flags, steps, examples):
-    data = clicks.criteo_clicks(directory, **flags)
+    data = click_data.criteo_clicks(directory, **flags)
     assert (data.steps, data.examples) == (steps, examples)
     batches = list(data.train(0))
     assert len(batches) == steps and sum(batch.weight.sum() for batch in batches) == examples
@@ -66,16 +67,16 @@ def test_criteo_gives_the_batches_that_were_asked_for(directory, flags, steps, e
 )
 def test_less_than_one_batch_is_refused(directory, flags):
     with pytest.raises(ValueError, match="not examples enough for one batch of"):
-        clicks.criteo_clicks(directory, **flags)
+        click_data.criteo_clicks(directory, **flags)
 
 
 def test_synthetic_batches_begin_where_they_are_asked_to_and_tests_are_others():
-    data = clicks.synthetic_clicks(CARDINALITIES, 16, 5, seed=3, test_batches=2, test_batch_size=16)
+    data = click_data.synthetic_clicks(CARDINALITIES, 16, 5, seed=3, test_batches=2, test_batch_size=16)
     whole, rest, test = list(data.train(0)), list(data.train(2)), list(data.test())
     assert (len(whole), len(rest), len(test), data.examples) == (5, 3, 2, 80)
     np.testing.assert_array_equal(whole[2].ids["sparse"], rest[0].ids["sparse"])
     assert not np.array_equal(whole[0].dense, test[0].dense)
-    other = next(clicks.synthetic_clicks(CARDINALITIES, 16, 5, seed=4, test_batches=2).train(0))
+    other = next(click_data.synthetic_clicks(CARDINALITIES, 16, 5, seed=4, test_batches=2).train(0))
     assert not np.array_equal(whole[0].ids["sparse"], other.ids["sparse"])
 
 
@@ -89,7 +90,7 @@ def test_a_job_of_another_seed_differs_in_its_initial_rows_alone():
 
 @pytest.mark.slow
 def test_a_loop_a_pipeline_and_an_emulation_take_the_same_job():
-    job, data = small_job(), clicks.synthetic_clicks(CARDINALITIES, 32, 6, seed=0, test_batches=1)
+    job, data = small_job(), click_data.synthetic_clicks(CARDINALITIES, 32, 6, seed=0, test_batches=1)
     losses = []
     note = lambda state, step, plans, metrics: (losses.append(float(metrics["loss"])), state)[1]
     fit(host_state(job), planned(job.spec, data.train(0)), job.train_step(), [note])

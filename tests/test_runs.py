@@ -15,7 +15,7 @@ import types
 import weakref
 from pathlib import Path
 
-import clicks
+import data_flags
 import numpy as np
 import pytest
 import saving
@@ -484,9 +484,9 @@ def test_the_test_set_is_the_same_at_every_batch_size():
 
 
 def test_the_auc_to_expect_is_that_of_the_preset_and_of_nothing_else():
-    of = lambda **flags: clicks.expected_auc(train.Config(preset="smoke", **flags))
+    of = lambda **flags: data_flags.expected_auc(train.Config(preset="smoke", **flags))
     assert "this preset reaches about" in of() == of(tables="host", workdir=Path("x"))
-    assert of() != clicks.expected_auc(train.Config())
+    assert of() != data_flags.expected_auc(train.Config())
     assert of(steps=50) == of(rows=1000) == of(learning_rate=0.1) == of(seed=1) == ""
 
 

@@ -26,7 +26,7 @@ CRITEO_KAGGLE_CARDINALITIES = (
 )  # fmt: skip
 
 _LATENT = 4
-_TRAIN, _TEST = 0, 1
+_TRAIN, _TEST, _VALIDATION = 0, 1, 3  # 2 draws the teacher
 
 
 def scaled_cardinalities(rows: int) -> tuple[int, ...]:
@@ -96,13 +96,14 @@ class SyntheticClicks:
             real_number(name, getattr(self, name), "finite and 0 or more", is_not_negative)
         real_number("bias", self.bias, "finite", math.isfinite)
 
-    def batch(self, index: int, batch_size: int, test: bool = False) -> Batch:
-        """Draws batch `index`; test batches are a stream of their own.
+    def batch(self, index: int, batch_size: int, test: bool = False, validation: bool = False) -> Batch:
+        """Draws batch `index`; test and validation batches are streams of their own.
 
         Args:
           index: 0, 1, ...
           batch_size: B.
           test: from the test stream.
+          validation: from the validation stream.
 
         Returns:
           Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight
@@ -110,7 +111,10 @@ class SyntheticClicks:
         """
         whole_number("index", index, 0)
         whole_number("batch_size", batch_size, 1)
-        rng = np.random.default_rng([self.seed, _TEST if test else _TRAIN, index])
+        if test and validation:
+            raise ValueError("test=True and validation=True name two streams: give one of them.")
+        stream = _TEST if test else _VALIDATION if validation else _TRAIN
+        rng = np.random.default_rng([self.seed, stream, index])
         ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
         dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
         batch = Batch({self.lookup: ids}, dense, np.zeros(batch_size, np.float32), np.ones(batch_size, np.float32))
@@ -137,7 +141,9 @@ class SyntheticClicks:
         mixed = share[0] * pairs + share[1] * first + share[2] * linear
         return (self.bias + self.signal * mixed).astype(np.float32)
 
-    def stream(self, batch_size: int, start: int = 0, batches: int | None = None, test=False) -> Iterator[Batch]:
+    def stream(
+        self, batch_size: int, start: int = 0, batches: int | None = None, test: bool = False, validation: bool = False
+    ) -> Iterator[Batch]:
         """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
         `batches`."""
         # Checked here, not at the first batch: a generator would tell nothing before somebody
@@ -146,7 +152,7 @@ class SyntheticClicks:
             if value is not None:
                 whole_number(name, value, least)
         indices = itertools.count(start) if batches is None else range(start, batches)
-        return (self.batch(index, batch_size, test) for index in indices)
+        return (self.batch(index, batch_size, test, validation) for index in indices)
 
 
 def _power_law(uniform, cardinalities, exponent):

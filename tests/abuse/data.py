@@ -167,9 +167,7 @@ def _(directory):
 # Arguments and directories of a preparation.
 
 
-@situation(
-    "hash_cap that no stack of tables can hold", ValueError, r"hash_cap \(--hash-cap of prepare.py\)=82593005 .*at most"
-)
+@situation("hash_cap that no stack of tables can hold", ValueError, r"hash_cap \(--hash-cap\)=82593005 .*at most")
 def _(directory):
     tables = {f"C{i}": Table(82_593_004, 1) for i in range(26)}
     for shards in (1, 64, 4096):

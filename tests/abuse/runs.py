@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import train
 import tyro
-from clicks import make_model, prepared_directory, rules
+from clicks import make_model
 from contract import Flags, Run, command_line, plot, refuse, refuse_small
 from cpr_work import JobConfig, make_data
+from data_flags import prepared_directory
 from runs import to_json
 from saving import PeriodicSaves
 from stopping import Stopped, say, stop_on_signals
@@ -41,7 +42,7 @@ def parsed(*flags):
     """What train.py makes of flags, before it does anything."""
     config = tyro.cli(train.Config, args=flags)
     refuse_small(config)
-    refuse(rules(config))
+    refuse(train.rules(config))
     return config
 
 

@@ -53,7 +53,7 @@ def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
         at = int(bad[0])
         raise ValueError(
             f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at], chunk.first_line + at)}. Correct it, or "
-            f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N of prepare.py); this chunk has "
+            f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N); this chunk has "
             f"{len(bad)}, {bad_rows_left} are allowed."
         )
     kept = [line for line, ok in zip(lines, good, strict=True) if ok]

@@ -146,8 +146,9 @@ def _check(options):
 
 def _flag(name: str) -> str:
     """An argument as it is called here and on the command line, for errors."""
-    command_line = ("min_count", "hash_cap", "split", "train_fraction", "seed", "max_bad_rows")
-    return f"{name} (--{name.replace('_', '-')} of prepare.py)" if name in command_line else name
+    command_line = ("min_count", "hash_cap", "split", "train_fraction", "max_bad_rows")
+    of = {"seed": " of prepare.py"} | dict.fromkeys(command_line, "")  # train.py has the others too
+    return f"{name} (--{name.replace('_', '-')}{of[name]})" if name in of else name
 
 
 def _read(job: Preparation) -> Iterator[Chunk]:

@@ -1,0 +1,194 @@
+"""The data of the click job: what a run trains, validates and tests on. data_flags.py chooses them.
+
+    data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0, test_batches=50)
+    for batch in data.train(200):  # goes on where a run has stopped after 200 steps
+        ...
+
+A step is counted over all epochs, and its batch depends on the flags, the seed and that count alone:
+`train(k)` is the end of `train(0)` for every k. The three sets have no row in common, and neither
+validation nor test depends on the seed of the run, its epochs, its shuffle or its batch size (the
+synthetic log alone is another one for each seed).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from parts import set_apart
+
+from jaxrec.bounds import whole_number
+from jaxrec.data.loader import BlockSource, Loader
+from jaxrec.data.synthetic import SyntheticClicks
+from jaxrec.types import Batch
+
+TEST_BATCH = 2048  # whatever the batch size: the examples of test and validation are the same
+_ORDER = 4  # a stream of random numbers beside those of the synthetic log
+
+
+class Data(NamedTuple):
+    """What a run reads: all its numbers and three ways to iterate."""
+
+    cardinalities: tuple[int, ...]  # rows of each table
+    batch_size: int
+    steps: int  # of all epochs
+    epoch_steps: int
+    epoch_examples: int
+    train: Callable[[int], Iterator[Batch]]  # from which step on -> batches
+    test: Callable[[], Iterator[Batch]]
+    validation: Callable[[], Iterator[Batch]] | None = None  # if any rows were set apart for it
+    expectation: str = ""  # what a run may reach, in words
+    best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
+
+    def examples_after(self, step: int) -> int:
+        """Examples trained after some steps; the last batch of an epoch may be padded."""
+        epochs, rest = divmod(step, self.epoch_steps)
+        return epochs * self.epoch_examples + min(rest * self.batch_size, self.epoch_examples)
+
+    @property
+    def examples(self) -> int:
+        """Of the whole run."""
+        return self.examples_after(self.steps)
+
+
+def synthetic_clicks(
+    cardinalities: tuple[int, ...],
+    batch_size: int,
+    steps: int,
+    seed: int,
+    test_batches: int,
+    test_batch_size: int = TEST_BATCH,
+    epochs: int = 1,
+    shuffle: bool = False,
+) -> Data:
+    """So many batches of the synthetic click log, and others to validate and to test on.
+
+    Args:
+      cardinalities: rows of each table.
+      batch_size: of training.
+      steps: of one epoch.
+      seed: of the log, and of the order.
+      test_batches: for the test, and as many for the validation.
+      test_batch_size: of both.
+      epochs: how often the batches are trained.
+      shuffle: whether each epoch has an order of its own.
+
+    Raises:
+      ValueError: there is not one batch to train on.
+    """
+    _check_steps(steps, batch_size)
+    clicks, epochs = SyntheticClicks(cardinalities, seed=seed), whole_number("epochs", epochs)
+
+    def batches(epoch, first):
+        order = np.random.default_rng([seed, _ORDER, epoch]).permutation(steps) if shuffle else range(steps)
+        return (clicks.batch(int(index), batch_size) for index in order[first:])
+
+    return Data(
+        clicks.cardinalities,
+        batch_size,
+        epochs * steps,
+        steps,
+        steps * batch_size,
+        _over_epochs(steps, epochs * steps, batches),
+        lambda: clicks.stream(test_batch_size, batches=test_batches, test=True),
+        lambda: clicks.stream(test_batch_size, batches=test_batches, validation=True),
+    )
+
+
+def criteo_clicks(
+    directory: Path,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    examples: int | None = None,
+    padded: bool = True,
+    epochs: int = 1,
+    shuffle_seed: int | None = None,
+    validation_fraction: float = 0.0,
+) -> Data:
+    """Passes over prepared Criteo rows.
+
+    Args:
+      directory: made by prepare.py.
+      batch_size: by the number of rows if None.
+      steps: at most so many, of all epochs.
+      examples: at most so many in an epoch, the first ones.
+      padded: whether a last batch of an epoch that is not full is filled up, or left out.
+      epochs: how often the rows are trained.
+      shuffle_seed: None for the order of the file; else each epoch has an order of its own.
+      validation_fraction: share of the training rows that validates instead: the last ones, or
+        random ones if the preparation split at random.
+
+    Raises:
+      ValueError: there is not one batch to train on, or not one row to validate; the directory holds
+        no prepared rows.
+    """
+    from jaxrec.data.criteo import open_split
+
+    split, test = open_split(directory, "train"), open_split(directory, "test")
+    # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches
+    # 0.756.
+    batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)
+    source, validation = _validated(split, validation_fraction)
+    if examples is not None and examples < sum(source.rows):
+        source, _ = set_apart(source, sum(source.rows) - examples)
+    rows = sum(source.rows)
+    epoch_steps = -(-rows // batch_size) if padded else rows // batch_size
+    total = min(epoch_steps * whole_number("epochs", epochs), steps or math.inf)
+    _check_steps(total, batch_size)
+
+    def batches(epoch, first):
+        loader = Loader(source, batch_size, shuffle_seed=shuffle_seed, epochs=None)
+        loader.seek(epoch * loader.batches_per_epoch + first)
+        return iter(loader)
+
+    return Data(
+        tuple(split.metadata["cardinalities"]),
+        batch_size,
+        int(total),
+        epoch_steps,
+        min(rows, epoch_steps * batch_size),
+        _over_epochs(epoch_steps, int(total), batches),
+        lambda: iter(Loader(test, TEST_BATCH)),
+        None if validation is None else lambda: iter(Loader(validation, TEST_BATCH)),
+    )
+
+
+def _validated(split, fraction: float) -> tuple[BlockSource, BlockSource | None]:
+    """The rows that train, and those that validate."""
+    if not fraction:
+        return split, None
+    rows = sum(split.rows)
+    apart = int(rows * fraction) if 0 < fraction < 1 else 0
+    if not 0 < apart < rows:
+        raise ValueError(
+            f"validation_fraction={fraction} of the {rows} training rows is {apart} rows: it must leave some to train "
+            "and some to validate, between 0 and 1."
+        )
+    # As the preparation has chosen the test: so the validation is what the test will be. Random
+    # ones do not depend on the seed of the run.
+    at_random = split.metadata["options"]["split"] == "random"
+    return set_apart(split, apart, seed=0 if at_random else None)
+
+
+def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int], Iterator[Batch]]):
+    """`Data.train`, from the batches of an epoch from one of its steps on."""
+
+    def train(first: int) -> Iterator[Batch]:
+        whole_number("first", first, 0, steps, ", the steps of the run")
+        return generate(first)
+
+    def generate(step):
+        while step < steps:
+            epoch, first = divmod(step, epoch_steps)
+            count = min(epoch_steps - first, steps - step)
+            yield from itertools.islice(batches(epoch, first), count)
+            step += count
+
+    return train
+
+
+def _check_steps(steps, batch_size):
+    if steps < 1:
+        raise ValueError(f"there are not examples enough for one batch of {batch_size}: give more, or smaller batches.")

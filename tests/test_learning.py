@@ -1,0 +1,66 @@
+"""The learning flags: one schedule for dense parameters and rows, and nothing changes where none is wanted."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clicks import make_model
+from learning import OPTIMIZERS, ROW_OPTIMIZERS, LearningFlags, optimizers
+
+from jaxrec.embedding import sgd
+
+STEPS = 20
+
+
+def rates(steps=STEPS, **flags):
+    """The rates of dense parameters and of rows at each step of a run and one behind it, each over its flag."""
+    dense, rows = optimizers(
+        LearningFlags(optimizer="sgd", row_optimizer="sgd", learning_rate=0.5, row_learning_rate=2.0, **flags), steps
+    )
+    state, found = dense.init(jnp.zeros(())), []
+    for step in range(steps + 1):
+        change, state = dense.update(jnp.ones(()), state)
+        value, _ = rows.update(jnp.ones(()), jnp.zeros(()), {}, jnp.int32(step))
+        found.append((-float(change) / 0.5, -float(value) / 2.0))
+    return np.array(found).T
+
+
+@pytest.mark.parametrize("schedule", typing.get_args(LearningFlags.__dataclass_fields__["schedule"].type))
+@pytest.mark.parametrize("warmup", [0, 1, 8, STEPS - 1])
+def test_both_halves_follow_one_schedule_from_0_to_the_peak_to_the_end(schedule, warmup):
+    dense, rows = rates(schedule=schedule, warmup_steps=warmup)
+    np.testing.assert_allclose(dense, rows, rtol=1e-6)
+    np.testing.assert_allclose(dense[: warmup + 1], np.arange(warmup + 1) / warmup if warmup else 1, rtol=1e-6)
+    behind = np.linspace(0, 1, STEPS - warmup + 1)
+    wanted = {"constant": 1 + 0 * behind, "linear": 1 - behind, "cosine": (1 + np.cos(np.pi * behind)) / 2}[schedule]
+    np.testing.assert_allclose(dense[warmup:], wanted, atol=1e-6)
+
+
+def test_without_a_schedule_the_programs_are_those_of_floats():
+    flags = LearningFlags(optimizer="adam", row_optimizer="sgd")
+    dense, rows = optimizers(flags, STEPS)
+    params = {"w": jnp.ones(3)}
+    text = lambda optimizer: jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+    assert text(dense) == text(optax.adam(1e-3)) != text(optimizers(LearningFlags(schedule="cosine"), STEPS)[0])
+    of_rows = lambda optimizer: jax.jit(optimizer.update).lower(jnp.ones(3), jnp.ones(3), {}, jnp.int32(0)).as_text()
+    assert of_rows(rows) == of_rows(sgd(0.02))
+
+
+@pytest.mark.parametrize("warmup", [STEPS, STEPS + 5, -1])
+def test_a_warmup_that_takes_the_whole_run_is_refused(warmup):
+    with pytest.raises(ValueError, match=f"--warmup-steps {warmup} must be less than the {STEPS} steps of the run"):
+        rates(warmup_steps=warmup)
+
+
+def test_every_choice_of_a_flag_is_there():
+    choices = {name: typing.get_args(field.type) for name, field in LearningFlags.__dataclass_fields__.items()}
+    for name in choices["model"]:
+        assert make_model(name, 8) is not None
+    for dense in choices["optimizer"]:
+        for rows in choices["row_optimizer"]:
+            for schedule in choices["schedule"]:
+                assert len(optimizers(LearningFlags(optimizer=dense, row_optimizer=rows, schedule=schedule), 5)) == 2
+    assert choices["optimizer"] == tuple(OPTIMIZERS) and choices["row_optimizer"] == tuple(ROW_OPTIMIZERS)
