@@ -6,10 +6,10 @@ foreground.
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one
 
-`train_freely` runs such trainers on shared host tables, and `Emulation` any number of them on one
-device, in a seeded order. Read `rules` first, which has the equations, then `shadow`. `Shadow` and
-`Foreground` are what a group hands out, over an `AllToAll` or a `Centre`: for who brings a
-transport of his own.
+`train_freely` runs such trainers on shared host tables, `train_stretch` goes on with them, and
+`Emulation` runs any number of them on one device, in a seeded order. Read `rules` first, which has
+the equations, then `shadow`. `Shadow` and `Foreground` are what a group hands out, over an
+`AllToAll` or a `Centre`: for who brings a transport of his own.
 """
 
 from jaxrec.shadowsync.group import SyncGroup
@@ -19,8 +19,9 @@ from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.shadow import Shadow
 from jaxrec.shadowsync.synchroniser import Foreground
-from jaxrec.shadowsync.trainers import Figures, train_freely
+from jaxrec.shadowsync.trainers import Figures, train_freely, train_stretch
 from jaxrec.shadowsync.transport import AllToAll, Centre
+from jaxrec.shadowsync.workers import FreeStep
 
 __all__ = [
     "ALL_REDUCE",
@@ -29,6 +30,7 @@ __all__ = [
     "Emulation",
     "Figures",
     "Foreground",
+    "FreeStep",
     "Left",
     "Rule",
     "Script",
@@ -41,4 +43,5 @@ __all__ = [
     "model_averaging",
     "replica_spread",
     "train_freely",
+    "train_stretch",
 ]

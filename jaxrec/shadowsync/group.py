@@ -3,10 +3,12 @@
 Legend: R replicas of a trainer, n trainers.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from jaxrec.bounds import whole_number
 from jaxrec.shadowsync.meeting import Transport
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.shadow import Shadow
@@ -57,6 +59,10 @@ class SyncGroup:
         more than the longest time between two of its calls of `exchange`, compilation included.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' ends
         their training with `Left`, which names it; 'drop' lets them go on without it.
+      last_round: whether `finish` brings the trainers together. Without it a trainer that is done
+        takes part in the rounds that others begin, and all stay where they are at the end: for a
+        training that goes on later, with a group that has the `memory` of this one.
+      memory: of an earlier group of the same rule, parameters and trainers, whose training goes on.
 
     Attributes:
       transport: where they meet, an `AllToAll` or a `Centre`, for synchronisers made by hand.
@@ -81,13 +87,17 @@ class SyncGroup:
         bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
+        last_round: bool = True,
+        memory: dict[str, Any] | None = None,
     ):
         of_centre: dict[str, Any] = {"servers": servers, "bytes_per_s": bytes_per_s}
         of_centre = {name: value for name, value in of_centre.items() if value is not None}
         kind = _kind_of_transport(rule, of_centre)
-        of_all = {"timeout_s": timeout_s, "on_failure": on_failure}
-        self.transport = kind(rule, params, trainers, **of_all, **of_centre)
+        of_all = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
+        shared, self._waited = _checked_memory(memory, trainers)
+        self.transport = kind(rule, params, trainers, memory=shared, **of_all, **of_centre)
         self._make = _maker(every_steps, every_seconds, pace_seconds)
+        self._of_trainers: dict[int, Synchroniser] = {}
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
 
     def __reduce__(self):
@@ -95,6 +105,17 @@ class SyncGroup:
             "a SyncGroup cannot be sent to another process: its trainers are threads of one, as in a "
             "ThreadPoolExecutor(trainers)."
         )
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What a later group needs to go on, when all trainers are done; it can be saved.
+
+        Returns:
+          {'shared': a pytree of arrays, EASGD's centre or what BMUF remembers, 'waited': f64[n], in
+          the foreground the steps or seconds of each trainer since it was time for a round}.
+        """
+        waited = [getattr(self._of_trainers.get(i), "waited", before) for i, before in enumerate(self._waited)]
+        return {"shared": self.transport.memory, "waited": np.array(waited, np.float64)}
 
     def trainer(self, number: int) -> Synchroniser:
         """One trainer's synchroniser, to be entered in its thread, once.
@@ -109,19 +130,35 @@ class SyncGroup:
         Raises:
           ValueError: on entering, if there is no such trainer or its place was taken before.
         """
-        return self._make(self.transport, number)
+        waited = self._waited[number] if number in range(len(self._waited)) else 0.0
+        self._of_trainers[number] = made = self._make(self.transport, number, waited)
+        return made
 
 
-def _maker(every_steps, every_seconds, pace_seconds) -> Callable[[Transport, int], Synchroniser]:
+def _checked_memory(memory, trainers):
+    """What a memory has of the rule, and how long each trainer has waited."""
+    if memory is None:
+        return None, [0.0] * whole_number("trainers", trainers)
+    if not isinstance(memory, dict) or memory.keys() != {"shared", "waited"}:
+        raise ValueError(f"memory is {memory!r:.80}: give what an earlier group has as its `memory`.")
+    waited = np.asarray(memory["waited"], np.float64)
+    if waited.shape != (trainers,):
+        raise ValueError(f"the memory is of {waited.size} trainers and the group of {trainers}: keep their number.")
+    return memory["shared"], waited.tolist()
+
+
+def _maker(every_steps, every_seconds, pace_seconds) -> Callable[[Transport, int, float], Synchroniser]:
     """The function that makes a trainer's synchroniser."""
     if every_steps is None and every_seconds is None:
-        return functools.partial(Shadow, pace_seconds=0.0 if pace_seconds is None else pace_seconds)
+        pace = 0.0 if pace_seconds is None else pace_seconds
+        return lambda transport, number, waited: Shadow(transport, number, pace_seconds=pace)
     if pace_seconds is not None:
         raise ValueError(
             f"pace_seconds={pace_seconds!r} is of threads in the background: in the foreground give every_steps or "
             "every_seconds alone."
         )
-    return functools.partial(Foreground, every_steps=every_steps, every_seconds=every_seconds)
+    every = {"every_steps": every_steps, "every_seconds": every_seconds}
+    return lambda transport, number, waited: Foreground(transport, number, **every, waited=waited)
 
 
 def _kind_of_transport(rule, of_centre) -> Callable[..., AllToAll | Centre]:

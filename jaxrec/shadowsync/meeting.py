@@ -40,9 +40,11 @@ class Transport(Protocol):
       timeout_s: the longest that it waits for a trainer.
 
     One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves
-    early. Three methods more are used if a transport has them: `alive(trainer)`, called by every
-    `exchange`; `last_seen(trainer)`, when `alive` or `meet` was last at work for it, in seconds of
-    `time.monotonic`; `why_gone(trainer)`, empty for one that takes part.
+    early. One with an attribute `last_round` that is False ends where the trainers stand: what
+    `meet` returns with the last time is not used then. Three methods more are used if a transport
+    has them: `alive(trainer)`, called by every `exchange`; `last_seen(trainer)`, when `alive` or
+    `meet` was last at work for it, in seconds of `time.monotonic`; `why_gone(trainer)`, empty for
+    one that takes part.
     """
 
     rule: Rule
@@ -88,9 +90,11 @@ class Meeting:
         trainers: int,
         timeout_s: float,
         on_failure: str,
+        last_round: bool,
     ):
         _check(rule, parameters, trainers, timeout_s, on_failure)
         self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
+        self.last_round = last_round
         self.template, self._initial = initial_leaves(parameters)
         # One of each number from the start: who never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.bounds import real_number, whole_number
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.interrupts import uninterrupted
 from jaxrec.shadowsync.leaves import (
     Live,
@@ -188,17 +188,19 @@ class Synchroniser:
 
     def _last_rounds(self, leaves):
         """Rounds of a trainer that is done, until all are; the leaves in numpy after them."""
-        last = False
+        last, together = False, getattr(self._transport, "last_round", True)
         if self._rule.has_centre:
             # The others may still move the centre: this trainer brings its part, then waits for the
             # end of all.
-            leaves = self._rule.merge(leaves, leaves, self._meet(leaves)[0])
+            if together:
+                leaves = self._rule.merge(leaves, leaves, self._meet(leaves)[0])
             while not last:
                 target, last = self._meet(leaves, done=True)
-            return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)]
+            return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)] if together else leaves
         while not last:
             target, last = self._meet(leaves, done=True)
-            leaves = self._rule.merge(leaves, leaves, target)
+            if together or not last:  # else the last is no round: all stay as they are
+                leaves = self._rule.merge(leaves, leaves, target)
         return leaves
 
 
@@ -230,10 +232,12 @@ class Foreground(Synchroniser):
       transport, trainer: as for `Shadow`.
       every_steps: k, or None.
       every_seconds: or this.
+      waited: how many of these steps or seconds have passed already, in an earlier training that
+        goes on here.
 
     Raises:
       ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds;
-        as `Shadow`.
+        waited < 0; as `Shadow`.
     """
 
     def __init__(
@@ -242,6 +246,7 @@ class Foreground(Synchroniser):
         trainer: int = 0,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        waited: float = 0,
     ):
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give every_steps or every_seconds, one of them.")
@@ -249,12 +254,20 @@ class Foreground(Synchroniser):
             whole_number("every_steps", every_steps)
         if every_seconds is not None:
             real_number("every_seconds", every_seconds, "above 0", lambda x: x > 0)
+        real_number("waited", waited, "0 or more", is_not_negative)
         super().__init__(transport, trainer)
-        self._steps, self._seconds = every_steps, every_seconds
+        self._steps, self._seconds, self._before = every_steps, every_seconds, waited
+
+    @property
+    def waited(self) -> float:
+        """How many steps or seconds have passed since it was time for a round."""
+        if self._steps is not None:
+            return (self._before + self.steps) % self._steps
+        return self._before if self._phase == "not entered" else time.monotonic() - self._last
 
     def _begin(self):
         # Not when it was made: what is compiled in between is no training.
-        self._last = time.monotonic()
+        self._last = time.monotonic() - self._before
 
     def exchange(self, state: Any) -> Any:
         """Makes a round if it is time for one; the first call compiles the fold.
@@ -283,7 +296,7 @@ class Foreground(Synchroniser):
         self._tell_alive(self._trainer)
         self.steps += 1
         if self._steps is not None:
-            return self.steps % self._steps == 0
+            return self.waited == 0
         if self._seconds is not None and time.monotonic() - self._last < self._seconds:
             return False
         self._last = time.monotonic()

@@ -25,18 +25,18 @@ import jax
 import numpy as np
 import optax
 
+from jaxrec.boundary import check_not_donated
 from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
-from jaxrec.losses import check_draws_nothing
 from jaxrec.shadowsync.leaves import replica_spread
 from jaxrec.shadowsync.meeting import Left
 from jaxrec.shadowsync.synchroniser import Synchroniser
-from jaxrec.shadowsync.workers import Shared, Trainer
+from jaxrec.shadowsync.workers import FreeStep, Shared, Trainer
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state
-from jaxrec.types import Batch, DenseState, PyTree, RowOptimizer
+from jaxrec.types import Batch, DenseState, PyTree, RowOptimizer, TrainState
 
 
 class Figures(NamedTuple):
@@ -108,13 +108,67 @@ def train_freely(
         have ended; of the trainer that failed, not of those that it left.
     """
     _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
-    check_draws_nothing(loss, "free trainers apply gradients in any order, and give none")
+    step = FreeStep(spec, loss, optimizer, row_optimizer)
     devices = jax.local_devices() if devices is None else devices
-    shared = Shared(spec, loss, optimizer, row_optimizer, tables, hook)
+    meshes = [make_mesh(devices=[devices[number % len(devices)]]) for number in range(len(streams))]
+    states = [init_state(params, optimizer, tables, mesh).dense for mesh in meshes]
+    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
+
+
+def train_stretch(
+    step: FreeStep,
+    states: Sequence[DenseState],
+    tables: HostTables,
+    streams: Sequence[Iterable[Batch]],
+    synchroniser: Callable[[int], Synchroniser] | None = None,
+    workers_per_trainer: int = 1,
+    hook: Callable[[int, int, dict], None] | None = None,
+    leave_timeout_s: float = 10.0,
+) -> tuple[list[DenseState], Figures]:
+    """Trains on from the dense states that an earlier call has returned, with the programs that it has compiled.
+
+    What a group knows goes on with `SyncGroup(..., last_round=False)` in each stretch but the last, and the `memory`
+    of the one before in each but the first. A stretch ends by a barrier of all trainers: a trainer that is done takes
+    part in the rounds of those that still train, with its parameters as they are, where in one long run it would have
+    trained on until its own round was due. Of a round in a shadow the end is waited for. Else two stretches are one
+    run: bit for bit with one trainer of one worker that nothing synchronises, or that the foreground does.
+
+    Args:
+      step: the same in all stretches.
+      states: of each trainer, leaves [1, ...] on its device, with its optimizer state and its count of steps; they are
+        donated.
+      tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s: as for `train_freely`; `hook` is told
+        the steps of the trainer in this stretch.
+
+    Returns:
+      As `train_freely`, the figures of this stretch.
+
+    Raises:
+      ValueError: as `train_freely`; not as many states as streams, or a state that has no axis of one replica.
+      As `train_freely` else.
+
+    >>> import jax.numpy as jnp, numpy as np, optax
+    >>> from jaxrec.embedding import HostTables, Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
+    >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
+    >>> step, tables = FreeStep(spec, loss, optax.adam(0.1), sgd(0.1)), HostTables.create(spec, sgd(0.1))
+    >>> ones = np.ones(2, np.float32)
+    >>> batch = Batch({'item': np.array([3, 8])}, np.zeros((2, 0), np.float32), ones, ones)
+    >>> states = [init_state(jnp.zeros(()), optax.adam(0.1), tables).dense for trainer in range(2)]
+    >>> for stretch in range(3):
+    ...     states, figures = train_stretch(step, states, tables, [[batch] * 5, [batch] * 4])
+    >>> [int(state.step) for state in states], figures.steps
+    ([15, 12], [5, 4])
+    """
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
+    _check_states(states, streams)
+    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
+
+
+def _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s):
+    shared = Shared(step, tables, hook)
     trainers = []
-    for number, stream in enumerate(streams):
-        mesh = make_mesh(devices=[devices[number % len(devices)]])
-        dense = init_state(params, optimizer, tables, mesh).dense
+    for number, (dense, stream) in enumerate(zip(states, streams, strict=True)):
         sync = _made(synchroniser, number) if synchroniser else None
         trainers.append(Trainer(shared, number, dense, stream, sync, workers_per_trainer))
     start = time.perf_counter()
@@ -152,6 +206,20 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
     real_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", is_not_negative)
     if hook is not None and not callable(hook):
         raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
+
+
+def _check_states(states, streams):
+    if len(states) != len(streams):
+        raise ValueError(f"there are {len(states)} states and {len(streams)} streams: give each trainer one of both.")
+    for number, state in enumerate(states):
+        if not isinstance(state, DenseState) or any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves(state[1:])):
+            raise ValueError(
+                f"the state of trainer {number} is no DenseState of one replica, whose leaves are [1, ...]: give what "
+                "an earlier call has returned, or `init_state(...).dense`."
+            )
+        check_not_donated(TrainState(state, None))
+    if len({id(state) for state in states}) < len(states):
+        raise ValueError("two trainers have one state, which the steps of both would donate: give each its own.")
 
 
 def _run(shared, trainers, leave_timeout_s):
@@ -237,7 +305,7 @@ def _raise_or_warn(shared, trainers):
     for trainer, error in shared.failures:
         shared.notes.append(f"trainer {trainer} was dropped: {type(error).__name__}: {error}")
     for note in shared.notes:
-        warnings.warn(note, RuntimeWarning, stacklevel=3)
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
 
 
 def _figures(shared, trainers, start, workers):

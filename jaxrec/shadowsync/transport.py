@@ -15,7 +15,7 @@ from jaxrec.bounds import real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import floating, replicas_in, with_floating
 from jaxrec.shadowsync.meeting import Meeting
-from jaxrec.shadowsync.rules import Rule, mean_of, wide
+from jaxrec.shadowsync.rules import Rule, check_same, mean_of, wide
 from jaxrec.types import PyTree
 
 
@@ -30,10 +30,12 @@ class AllToAll(Meeting):
         time between two of its calls of `exchange`, compilation included. Rounds may be rarer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
         'drop'.
+      last_round: whether trainers that are done make a last round, which brings them together.
+      memory: of an earlier transport, whose rounds go on here; of the initial parameters if None.
 
     Raises:
       ValueError: a rule with a centre; another argument out of range; parameters that cannot be
-        synchronised.
+        synchronised; a memory of another rule or of other parameters.
     """
 
     def __init__(
@@ -44,15 +46,24 @@ class AllToAll(Meeting):
         *,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
+        last_round: bool = True,
+        memory: PyTree | None = None,
     ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure)
+        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
         if rule.has_centre:
             raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
-        self._shared: Any = rule.init(self._initial)
+        self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
         self._brought: dict[int, tuple[list, bool]] = {}  # to the round that has not ended
         self._round = 0
         self._target: list[np.ndarray] = []  # of the round before, until all have fetched it
         self._last = False
+
+    @property
+    def memory(self) -> PyTree:
+        """What rounds have left for later ones, as numpy arrays; BMUF has a global model and a
+        momentum."""
+        with uninterrupted(), self._changed:
+            return jax.tree.map(np.array, self._shared)
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """One round: waits for all others; every replica gets the same target, in float32 or wider.
@@ -90,9 +101,13 @@ class AllToAll(Meeting):
         if not brought or len(brought) < len(self._awaited()) or self._failure:
             return
         replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
+        last = all(done for _, done in brought)
         # Nothing is kept before this line, so that a combine that raises leaves all as it was.
-        shared, target = self.rule.combine(self._shared, mean_of(replicas))
-        self._shared, self._target, self._last = shared, target, all(done for _, done in brought)
+        if last and not self.last_round:
+            shared, target = self._shared, replicas[0]  # which nobody uses
+        else:
+            shared, target = self.rule.combine(self._shared, mean_of(replicas))
+        self._shared, self._target, self._last = shared, target, last
         for i in self._awaited() if self._last else ():
             self._members[i].state = "finished"
         self._brought = {}
@@ -117,10 +132,12 @@ class Centre(Meeting):
         longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
         'drop'.
+      last_round: whether trainers that are done go to the centre once more, and get its parameters.
+      memory: of an earlier transport, whose centre goes on here; of the initial parameters if None.
 
     Raises:
       ValueError: a rule without a centre; another argument out of range; parameters that cannot be
-        synchronised.
+        synchronised; a memory of another rule or of other parameters.
     """
 
     def __init__(
@@ -133,8 +150,10 @@ class Centre(Meeting):
         bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
+        last_round: bool = True,
+        memory: PyTree | None = None,
     ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure)
+        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
         whole_number("servers", servers)
@@ -142,12 +161,17 @@ class Centre(Meeting):
             real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
         self._told_to_ask_again: set[int] = set()
-        self._centre = [rule.init(leaf) for leaf in self._initial]
+        self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
         self._turn = threading.Lock()  # of those who move the centre
         self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
         sizes = [2 * leaf.nbytes for leaf in self._initial]  # to and fro
         places = pack(sizes, servers)
         self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
+
+    @property
+    def memory(self) -> PyTree:
+        """The centre as numpy arrays, in float32 or wider, in the order of the template."""
+        return self._now()
 
     @property
     def parameters(self) -> PyTree:
@@ -242,6 +266,22 @@ class Centre(Meeting):
         self._raise_failure(trainer)
         self._members[trainer].seen = time.monotonic()
         return False
+
+
+def _remembered(fresh, memory, rule):
+    """What a rule shares at the beginning: the memory, which must be alike, or the fresh one."""
+    if memory is None:
+        return fresh
+    try:
+        check_same(fresh, memory, "the memory")
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Give {rule.describe()} what a transport of the same rule and parameters had as its memory."
+        ) from None
+    bad = [name for name, leaf in jax.tree_util.tree_leaves_with_path(memory) if not np.isfinite(leaf).all()]
+    if bad:
+        raise ValueError(f"the memory holds nan or inf at {jax.tree_util.keystr(bad[0])}: begin without it.")
+    return jax.tree.unflatten(jax.tree.structure(fresh), [np.array(leaf) for leaf in jax.tree.leaves(memory)])
 
 
 def _on_host(tree):

@@ -18,6 +18,7 @@ import optax
 
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.losses import check_draws_nothing
 from jaxrec.shadowsync.meeting import Left
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.step import gradients, step_dense, step_rows, with_replica, without_replica
@@ -26,11 +27,19 @@ from jaxrec.types import Array, Batch, DenseState, Plan, RowOptimizer, TrainStat
 _END = object()  # of a stream; one that gives None is wrong
 
 
-class Shared:
-    """What all trainers of a run have in common: programs, tables, threads, and what went wrong.
+class FreeStep:
+    """The step of free trainers: its programs, which are compiled once for all stretches of a training.
 
-    Flags, sets and lists of Python's own are read and written without a lock: Ctrl-C must not leave
-    one held.
+    Args:
+      spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
+        key nor return variables, as gradients are applied in any order.
+
+    Attributes:
+      capacity: {stack: U} of the plans so far. They only grow, and all workers share them, so that
+        few shapes are compiled.
+
+    Raises:
+      ValueError: a loss that wants a key.
     """
 
     def __init__(
@@ -39,18 +48,11 @@ class Shared:
         loss: Callable,
         optimizer: optax.GradientTransformation,
         row_optimizer: RowOptimizer,
-        tables: HostTables,
-        hook: Callable[[int, int, dict], None] | None,
     ):
-        self.spec, self.tables, self.hook = spec, tables, hook
-        self.lock = threading.Lock()  # of the capacities
+        check_draws_nothing(loss, "free trainers apply gradients in any order, and give none")
+        self.spec, self.optimizer = spec, optimizer
         self.capacity: dict[str, int] | None = None
-        self.stopped = False
-        self.left_at: float | None = None
-        self.running: set[str] = set()  # names of threads
-        self.threads: list[threading.Thread] = []  # all that were started
-        self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
-        self.notes: list[str] = []
+        self._lock = threading.Lock()  # of the capacities
 
         def differentiate(dense, rows, plans, batch):
             params = without_replica(dense).params
@@ -66,12 +68,28 @@ class Shared:
 
     def plan(self, ids: dict[str, Array]) -> dict[str, Plan]:
         """The plans of a batch."""
-        # Capacities only grow, and all workers share them, so that few shapes are compiled.
         plans = plan(self.spec, ids, self.capacity)
-        with self.lock:
+        with self._lock:
             known = self.capacity or {}
             self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
         return plans
+
+
+class Shared:
+    """What all trainers of a run have in common: step, tables, threads, and what went wrong.
+
+    Flags, sets and lists of Python's own are read and written without a lock: Ctrl-C must not leave
+    one held.
+    """
+
+    def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
+        self.step, self.tables, self.hook = step, tables, hook
+        self.stopped = False
+        self.left_at: float | None = None
+        self.running: set[str] = set()  # names of threads
+        self.threads: list[threading.Thread] = []  # all that were started
+        self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
+        self.notes: list[str] = []
 
     def start(self, function: Callable[[], None], name: str) -> threading.Thread:
         """A daemon thread that is in `running` until it ends."""
@@ -214,19 +232,19 @@ class Trainer:
 
     def _step(self, batch):
         shared = self.shared
-        plans = shared.plan(batch.ids)
+        plans = shared.step.plan(batch.ids)
         # Without any lock: rows of other trainers' updates may come in between, as Hogwild has it.
         rows = shared.tables.read(plans)
         # A later step donates these parameters; once dispatched, the program keeps them.
         with self.lock:
-            gradient, new, metrics = shared.differentiate(self.dense, rows, plans, batch)
+            gradient, new, metrics = shared.step.differentiate(self.dense, rows, plans, batch)
         new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
         if self.over:  # training was left meanwhile, and its tables may be somebody else's by now
             return
         # Added, not put: what others have written between this read and this write stays.
         shared.tables.add(plans, new, rows)
         with self.lock:
-            self.dense = shared.apply(self.dense, gradient)
+            self.dense = shared.step.apply(self.dense, gradient)
             # Under the same lock as the step: an exchange sees parameters between two steps.
             due = self._exchange()
             self.steps += 1
@@ -252,7 +270,7 @@ class Trainer:
         """A foreground round: it keeps this worker, and those only whose own round is due."""
         with self.turns:
             with self.lock:
-                before = self.shared.copy(self.dense.params)  # a later step donates them
+                before = self.shared.step.copy(self.dense.params)  # a later step donates them
             # Without the lock of the parameters, as it waits for the other trainers.
             fold = foreground.meet(before)
             with self.lock:

@@ -1,0 +1,292 @@
+"""Free-running trainers as an engine: they train one stream in stretches, and are at rest in between.
+
+    step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
+    state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
+    with FreeTrainers(state, step, easgd(), stretch_steps=100) as engine:
+        for state, metrics in engine.run(batches, hooks=[...]):
+            ...
+    final = engine.together()
+
+What belongs to a training is in its state, which is saved and restored as any other: see `FreeState`. The regime is not
+deterministic. A training that is killed goes on from its newest image, and has lost what came after it; rows, dense
+parameters, optimizer states and what the rule remembers are those of one instant, at which all were at rest.
+
+Legend: n trainers, m workers of each.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from dealing import Deal
+from free_figures import Sums, metrics_of
+from free_state import FreeState, after_last_round, apart, joined, mesh_of
+
+from jaxrec.asked import check_change, check_hooks, tell_restarted
+from jaxrec.bounds import whole_number
+from jaxrec.embedding import HostTables
+from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, train_stretch
+from jaxrec.sharding import REPLICA
+from jaxrec.step import run_hooks
+from jaxrec.stream import Streams
+from jaxrec.types import Batch, TrainState
+from jaxrec.watched import Watched
+
+
+class FreeTrainers(Watched):
+    """n trainers that run freely over shared host tables, an engine as far as that goes.
+
+    Args:
+      state: over HostTables, its dense half on `make_mesh(replicas=n)` of n devices; from `init_state`, or from a
+        FreeTrainers, restored from an image perhaps. It is not donated, but its tables are written in place.
+      step: the programs; the same object makes none of them anew.
+      rule: that brings the replicas together; None for none.
+      stretch_steps: all meet, and hooks are called, after the batches whose number is a multiple of it.
+      workers: m.
+      leave_timeout_s: as for `train_freely`.
+      past: what `figures` gave at the end of an earlier process, to be counted on.
+      group: of `SyncGroup`: every_steps, every_seconds, pace_seconds, servers, bytes_per_s, timeout_s, on_failure.
+
+    With on_failure='drop' a trainer that fails is dropped until the end of the stretch, and its batch is lost; in the
+    next one it is a copy of the first that has not failed. A stretch that a failure ends leaves no state to go on from,
+    as rows have changed by then: restore an image, and `reset`.
+
+    Attributes:
+      step: how many batches were taken from the stream.
+
+    Raises:
+      ValueError: an argument is out of range, or does not go with the others.
+    """
+
+    _name = "trainers"
+
+    def __init__(
+        self,
+        state: TrainState,
+        step: FreeStep,
+        rule: Rule | None = None,
+        *,
+        stretch_steps: int = 100,
+        workers: int = 1,
+        leave_timeout_s: float = 10.0,
+        past: dict[str, Any] | None = None,
+        **group: Any,
+    ):
+        super().__init__()
+        self._free_step, self._rule, self._options = step, rule, group
+        if rule is None and group:
+            raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
+        self._stretch_steps = whole_number("stretch_steps", stretch_steps)
+        self._workers, self._leave_timeout_s = whole_number("workers", workers), leave_timeout_s
+        self._streams, self._in_hook, self._failure = Streams(), False, ""
+        self._take_state(state)
+        self._figures = Sums(self._replicas, past)
+
+    def _take_state(self, state):
+        self._mesh = mesh_of(state, self._free_step)
+        self._replicas = self._mesh.shape[REPLICA]
+        self._state = self._with_memory(state)
+        self.step = int(state.dense.step)
+        self._failure = ""
+
+    def _with_memory(self, state):
+        """The state with what it lacks if it comes from another engine."""
+        kept = state.dense.opt_state
+        if isinstance(kept, FreeState):
+            if kept.group and self._rule is None:
+                raise ValueError(
+                    "the state was trained with a rule, and rule=None would forget what it knows: give it."
+                )
+            self._group(state.dense)  # refuses now what does not fit
+            return state
+        steps = np.full(self._replicas, int(state.dense.step), np.int32)
+        capacity = {name: np.zeros((), np.int64) for name in state.tables.spec.stacks}
+        group = self._group(state.dense._replace(opt_state=FreeState(kept, steps, {}, capacity)))
+        kept = FreeState(kept, steps, group.memory if group else {}, capacity)
+        return state._replace(dense=state.dense._replace(opt_state=kept))
+
+    @property
+    def state(self) -> TrainState:
+        """All trainers at rest; a hook is given it, and may not ask for it here."""
+        if self._in_hook:
+            raise ValueError("trainers.state was read in a hook: take the state that it was given.")
+        self._check_whole()
+        return self._state
+
+    @property
+    def tables(self) -> HostTables:
+        """As they are now."""
+        return self._state.tables
+
+    def figures(self) -> dict[str, Any]:
+        """What all stretches have done, as JSON values; lists have a number for each trainer.
+
+        Returns:
+          steps, rounds, bytes; average_sync_gap, of all trainers, and replica_spread, of the end of the last stretch,
+          each None if there is none; batches_lost, that no trainer has trained, and dropped, what was said of trainers.
+        """
+        return self._figures.as_json()
+
+    def run(
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+    ) -> Generator[tuple[TrainState, dict], None, None]:
+        """Trains on all batches; yields when all trainers have met, and at the end of the stream.
+
+        Ctrl-C and SIGTERM end a stretch early, with all at rest; the batches that were in work then are lost. The state
+        is whole when the handler runs. A stream that raises ends a stretch like its end, and then comes the error.
+
+        Args:
+          batches: Batch after Batch, of one size; each is taken by one trainer.
+          hooks: (state, step, None, metrics) -> state, in order after every stretch.
+
+        Yields:
+          (TrainState, metrics of the stretch): loss, the mean over its examples; examples; rounds, of all trainers;
+          average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
+
+        Raises:
+          FloatingPointError: the loss of a stretch is not finite; no hook is called.
+          ValueError: a run goes on; a stretch has failed before; what comes is no Batch.
+          Exception: of a trainer, which is named; of the stream, when all are at rest; of a hook.
+        """
+        if self.running:
+            raise ValueError("these trainers are running: exhaust or close the iterator of the run before.")
+        hooks = check_hooks(hooks)
+        self._check_whole()
+        return self._hold(self._over(self._streams.of(batches, patience_seconds=10.0), hooks))
+
+    def _over(self, stream, hooks):
+        try:
+            over = False
+            while not over:
+                deal = Deal(stream, self._stretch_steps - self.step % self._stretch_steps)
+                metrics = self._stretch(deal)
+                if deal.taken:
+                    self._run_hooks(hooks, metrics)
+                    yield self._state, metrics
+                if deal.error is not None:
+                    raise deal.error
+                over = deal.over
+        finally:
+            stream.rest()
+
+    def _stretch(self, deal) -> dict[str, Any]:
+        """Trains until all rest; a signal that comes meanwhile is heard when the state is whole."""
+        self._check_whole()
+        seen: list[dict] = []
+        with uninterrupted(again=False) as asked:
+            try:
+                group = self._group(self._state.dense)
+                states, figures = self._train(deal, group, lambda trainer, step, metrics: seen.append(metrics))
+                self._commit(states, deal.taken, group.memory if group else {}, figures)
+                lost = deal.taken - sum(figures.steps)
+                self._figures.add(figures, lost)
+            except BaseException as error:
+                if deal.taken:  # else nothing has changed
+                    self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
+                raise
+            finally:
+                deal.closed = True
+        raise_again(asked)
+        return self._checked(metrics_of(seen, figures, lost))
+
+    def _train(self, deal, group, hook):
+        self._set_capacity(self._state.dense.opt_state.capacity)
+        return train_stretch(
+            self._free_step,
+            apart(self._state.dense, self._mesh),
+            self.tables,
+            [deal.hand() for _ in range(self._replicas)],
+            group and group.trainer,
+            self._workers,
+            hook,
+            self._leave_timeout_s,
+        )
+
+    def _commit(self, states, taken, memory, figures):
+        whole = next(state for number, state in enumerate(states) if number not in figures.failures)
+        states = [whole if number in figures.failures else state for number, state in enumerate(states)]
+        known = self._free_step.capacity or {}
+        capacity = {name: np.array(known.get(name, 0), np.int64) for name in self.tables.spec.stacks}
+        self._state = TrainState(joined(states, self._mesh, self.step + taken, memory, capacity), self.tables)
+        self.step += taken
+
+    def _checked(self, metrics):
+        if metrics and not np.isfinite(metrics["loss"]):
+            raise FloatingPointError(
+                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
+                "learning rates and at the data, and go on from an image."
+            )
+        return metrics
+
+    def _set_capacity(self, capacity):
+        # As the state has it: shapes, on which the order of a sum depends, are those of one long run.
+        found = {name: int(rows) for name, rows in capacity.items()}
+        self._free_step.capacity = found if any(found.values()) else None
+
+    def _group(self, dense) -> SyncGroup | None:
+        if self._rule is None:
+            return None
+        one = jax.tree.map(lambda leaf: np.asarray(leaf[0]), dense.params)
+        memory = dense.opt_state.group or None
+        return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
+
+    def _run_hooks(self, hooks, metrics):
+        for hook in hooks:
+            self._in_hook = True
+            given = self._state
+            try:
+                found = run_hooks((hook,), given, self.step, None, metrics)
+            finally:
+                self._in_hook = False
+            # `exclusive` within the hook may have replaced the tables.
+            self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
+
+    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+        """Replaces the tables by change(tables), all trainers at rest; in a hook, or between two runs.
+
+        Raises:
+          ValueError: no function, or one that returns no HostTables of the same spec, which changes nothing.
+        """
+        check_change(change)
+        changed = change(self.tables)
+        if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
+            raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")
+        self._state = self._state._replace(tables=changed)
+
+    def reset(self, state: TrainState) -> None:
+        """Goes on from another state, between two runs; also after a failure.
+
+        Raises:
+          ValueError: a run goes on; as for a new FreeTrainers; another number of trainers.
+        """
+        if self.running:
+            raise ValueError("reset within a run: leave the loop first.")
+        replicas = mesh_of(state, self._free_step).shape[REPLICA]
+        if replicas != self._replicas:
+            raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
+        tell_restarted(self._watchers, state)
+        self._take_state(state)
+
+    def together(self) -> TrainState:
+        """What the last rounds of a training make of the state, as `finish` of a synchroniser does: what to evaluate
+        at the end. Training is not touched: the state is as it was.
+
+        With a centre each trainer goes there once more, and all get its parameters. Else all make a round.
+        """
+        self._check_whole()
+        if self._rule is None:
+            return self._state
+        return self._state._replace(dense=after_last_round(self._state.dense, self._rule, self._mesh))
+
+    def _check_whole(self):
+        if self._failure:
+            raise ValueError(
+                f"{self._failure}: rows have changed since, and the trainers' parameters are lost. Restore an image "
+                "and give its state to `reset`."
+            )
+
+    def _close_within(self, error):
+        if (generator := self._generator()) is not None:
+            generator.close()

@@ -1,0 +1,404 @@
+"""Free trainers that go on: stretches are one run, every batch is trained once, who stops and goes on loses nothing."""
+
+import collections
+import itertools
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import optax
+import pytest
+from free import FreeTrainers
+from free_trainers import PARAMS, SPEC, counting, stream
+from world import batch_of, interrupt_when, loss, no_threads_left
+
+from jaxrec import init_state, make_eval_step, make_mesh
+from jaxrec.checkpoint import Checkpointer, restore
+from jaxrec.embedding import HostTables, adagrad, plan, sgd
+from jaxrec.shadowsync import FreeStep, SyncGroup, bmuf, easgd, model_averaging, train_freely, train_stretch
+
+RULES = {
+    "ma": model_averaging(),
+    "ma-lerp": model_averaging(0.3, form="lerp"),
+    "bmuf": bmuf(eta=0.9, momentum=0.5),
+    "easgd": easgd(),
+    "easgd-sequential": easgd(0.3, form="sequential"),
+}
+DENSE, ROWS = optax.adam(0.05), adagrad(0.1)
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+class Turns:
+    """Streams of two trainers that step one after the other: the next one when the last has asked for a batch again."""
+
+    def __init__(self, batches):
+        self.batches, self.asked, self.changed = batches, [0, 0], threading.Condition()
+
+    def of(self, number):
+        other = 1 - number
+        for at, batch in enumerate(self.batches[number]):
+            with self.changed:
+                self.asked[number] = at + 1
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda at=at: self.asked[other] >= at + 1 + number, 60)
+            yield batch
+        with self.changed:
+            self.asked[number] = len(self.batches[number]) + 1
+            self.changed.notify_all()
+
+
+def in_stretches(rule, lengths, trainers=2, every_steps=3, rows=ROWS):
+    """Dense states, tables, memory of the group and rounds after stretches of so many batches of each trainer."""
+    tables, step = HostTables.create(SPEC, rows), FreeStep(SPEC, loss, DENSE, rows)
+    states = [init_state(PARAMS, DENSE, tables).dense for _ in range(trainers)]
+    batches, memory, rounds = [stream(number, sum(lengths)) for number in range(trainers)], None, 0
+    for length in lengths:
+        mine = [list(itertools.islice(of, length)) for of in batches]
+        turns = Turns(mine) if rule is not None and rule.has_centre else None
+        streams = [turns.of(number) for number in range(trainers)] if turns else mine
+        group = rule and SyncGroup(
+            rule, PARAMS, trainers, every_steps=every_steps, last_round=False, memory=memory, timeout_s=60
+        )
+        states, figures = train_stretch(step, states, tables, streams, group and group.trainer)
+        memory, rounds = group and group.memory, rounds + sum(figures.rounds)
+    return states, tables.shards, memory, rounds
+
+
+def test_stretches_of_one_trainer_are_one_run():
+    (whole, tables, *_), (parts, same, *_) = (in_stretches(None, lengths, 1) for lengths in ([17], [5, 1, 11]))
+    equal((whole, tables), (parts, same))
+    assert int(parts[0].step) == 17
+    (plain,), _ = train_freely(SPEC, loss, DENSE, ROWS, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 17)])
+    equal(plain, parts[0])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
+    """Rounds fall inside, at the end and across the ends of stretches; where all meet nobody else writes rows."""
+    rule = RULES[name]
+    rows = ROWS if rule.has_centre else sgd(0.0)  # by turns; else two trainers write rows in any order
+    whole, parts = (in_stretches(rule, each, rows=rows) for each in ([20], [7, 3, 2, 8]))
+    equal(whole, parts)
+    assert whole[3] == 12
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_without_what_the_group_knew_it_is_another_run(name, monkeypatch):
+    """The negative control of the test above."""
+    rule = RULES[name]
+    rows = ROWS if rule.has_centre else sgd(0.0)
+    whole = in_stretches(rule, [14], rows=rows)
+    monkeypatch.setattr(SyncGroup, "memory", property(lambda group: None))
+    forgot = in_stretches(rule, [7, 7], rows=rows)
+    assert not np.array_equal(whole[0][0].params["w"], forgot[0][0].params["w"])
+
+
+def engine(trainers=2, rule=None, tables=None, optimizer=DENSE, rows=ROWS, loss=loss, step=None, **more):
+    mesh = make_mesh(trainers, jax.devices()[:trainers])
+    state = init_state(PARAMS, optimizer, tables or HostTables.create(SPEC, rows), mesh)
+    return FreeTrainers(state, step or FreeStep(SPEC, loss, optimizer, rows), rule, **more)
+
+
+def trained(engine, batches, hooks=()):
+    return [(int(state.dense.step), metrics) for state, metrics in engine.run(batches, hooks)]
+
+
+@pytest.mark.parametrize("stretch_steps", [1, 4, 100])
+def test_one_trainer_does_not_feel_how_long_its_stretches_are(stretch_steps):
+    one, other = (engine(1, stretch_steps=steps) for steps in (stretch_steps, 7))
+    with one, other:
+        trained(one, stream(0, 15)), trained(other, stream(0, 15))
+        equal(one.state.dense, other.state.dense)
+        equal(one.tables.shards, other.tables.shards)
+        (plain,), _ = train_freely(SPEC, loss, DENSE, ROWS, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 15)])
+        equal(plain.params, one.state.dense.params)
+
+
+GROUPS = {
+    "none": (None, {}),
+    "ma-foreground": (model_averaging(), {"every_steps": 3}),
+    "ma-clock": (model_averaging(), {"every_seconds": 0.001}),
+    "bmuf-shadow": (bmuf(momentum=0.5), {}),
+    "easgd-foreground": (easgd(), {"every_steps": 2}),
+    "easgd-shadow": (easgd(), {"pace_seconds": 0.001}),
+}
+
+
+class Counted:
+    """Counts which batches were trained: each has one example alone, of one row, to which its step adds 1."""
+
+    def __init__(self, batches):
+        rows = np.arange(batches) % 40
+        self.batches = [batch_of({"item": np.array([row], np.int32)}, np.ones(1)) for row in rows]
+        self.times = np.bincount(rows, minlength=40)
+
+    @staticmethod
+    def gained(tables, before):
+        parts = [
+            now["value"] - then["value"] for now, then in zip(tables.shards["width_4"], before["width_4"], strict=True)
+        ]
+        return np.stack(parts, 1).reshape(-1, 4)[:40, 0]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_batch_is_trained_once_and_hooks_see_all_at_rest(name):
+    rule, more = GROUPS[name]
+    counted, given, seen = Counted(57), itertools.count(), []
+    tables = HostTables.create(SPEC, sgd(1.0))
+    before = jax.tree.map(np.array, tables.shards)
+
+    def batches():
+        for batch in counted.batches:
+            next(given)
+            yield batch
+
+    def hook(state, step, plans, metrics):
+        assert plans is None and next(given) - len(seen) == step == int(state.dense.step)
+        seen.append(step)
+        steps = state.dense.opt_state.steps
+        assert steps.sum() == step and np.asarray(state.dense.params["w"]).shape == (2, 4)
+        return state
+
+    with engine(2, rule, tables, optax.sgd(0.0), sgd(1.0), counting, workers=2, stretch_steps=20, **more) as trainers:
+        found = trained(trainers, batches(), [hook])
+        figures = trainers.figures()
+    assert seen == [20, 40, 57] == [step for step, _ in found]
+    np.testing.assert_allclose(Counted.gained(tables, before), counted.times, rtol=1e-5)
+    assert [metrics["examples"] for _, metrics in found] == [20, 20, 17]
+    assert sum(figures["steps"]) == 57 and figures["batches_lost"] == 0 and figures["dropped"] == []
+    assert sum(figures["rounds"]) == sum(metrics["rounds"] for _, metrics in found)
+    if "every_steps" in more:
+        assert sum(figures["rounds"]) == sum(steps // more["every_steps"] for steps in figures["steps"])
+    assert no_threads_left()
+
+
+@pytest.mark.parametrize("name", ["none", "ma-foreground", "bmuf-shadow", "easgd-foreground"])
+def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
+    rule, more = GROUPS[name]
+
+    def save(state, step, plans, metrics):
+        if step == 6:
+            with Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(state)
+        return state
+
+    with engine(2, rule, stretch_steps=3, **more) as first:
+        trained(first, stream(0, 6), [save])
+        kept = jax.tree.map(np.array, (first.state.dense, first.tables.shards))
+    with engine(2, rule, stretch_steps=5, **more) as second:
+        state, image = restore(tmp_path, second.state)
+        second.reset(state)
+        equal(kept, (second.state.dense, second.tables.shards))
+        assert second.step == image.step == 6
+        evaluate = make_eval_step(
+            SPEC, lambda params, found, batch: found["item"] @ params["w"], make_mesh(2, jax.devices()[:2])
+        )
+        batch = next(stream(9, 1))
+        assert evaluate(second.state, plan(SPEC, batch.ids), batch).shape == (8,)
+        # On from where it was: stretches end at the multiples of their length.
+        assert [step for step, _ in trained(second, itertools.islice(stream(0, 12), 6, None))] == [10, 12]
+        assert second.state.dense.opt_state.steps.sum() == 12
+
+
+def test_one_trainer_that_is_killed_and_restored_is_one_run(tmp_path):
+    with engine(1, stretch_steps=4) as whole:
+        trained(whole, stream(0, 12))
+    with engine(1, stretch_steps=4) as first, Checkpointer(tmp_path) as checkpointer:
+        trained(first, stream(0, 8))
+        checkpointer.save(first.state)
+    with engine(1, stretch_steps=4) as second:
+        state, _ = restore(tmp_path, second.state)
+        second.reset(state)
+        trained(second, itertools.islice(stream(0, 12), 8, None))
+        equal((whole.state.dense, whole.tables.shards), (second.state.dense, second.tables.shards))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
+    rule = RULES[name]
+    with engine(2, rule, every_steps=2, stretch_steps=9) as trainers:
+        trained(trainers, stream(0, 9))
+        state, found = trainers.state, trainers.together().dense.params["w"]
+        equal(state.dense, trainers.state.dense)
+    replicas = [{"w": np.asarray(state.dense.params["w"][i])} for i in range(2)]
+    group = SyncGroup(rule, PARAMS, 2, every_steps=2, memory=state.dense.opt_state.group)
+    syncs, done, first = [group.trainer(i) for i in range(2)], {}, threading.Event()
+    meet = group.transport.meet
+
+    def in_order(trainer, before, is_done):
+        assert trainer == 0 or not rule.has_centre or first.wait(60)
+        try:
+            return meet(trainer, before, is_done)
+        finally:
+            first.set()
+
+    monkeypatch.setattr(group.transport, "meet", in_order)
+
+    def finish(number):
+        with syncs[number] as sync:
+            done[number] = sync.finish(replicas[number])["w"]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(finish, range(2)))
+    np.testing.assert_array_equal(found, np.stack([done[0], done[1]]))
+
+
+def test_programs_are_compiled_once_for_all_stretches_and_engines():
+    traced = collections.Counter()
+
+    def noted(*given):
+        traced["loss"] += 1
+        return loss(*given)
+
+    step = FreeStep(SPEC, noted, DENSE, ROWS)
+    same = next(stream(0, 1))
+    with engine(2, model_averaging(), step=step, stretch_steps=4, every_steps=2) as trainers:
+        trained(trainers, itertools.repeat(same, 4))
+        first = traced["loss"]
+        trained(trainers, itertools.repeat(same, 12))
+    assert traced["loss"] == first
+
+
+def test_a_stream_that_raises_leaves_all_at_rest_with_what_was_trained():
+    def broken():
+        yield from stream(0, 7)
+        raise OSError("the disk is gone")
+
+    steps = []
+    hook = lambda state, step, plans, metrics: steps.append(step) or state
+    with engine(2, easgd(), stretch_steps=5, every_steps=2) as trainers:
+        with pytest.raises(OSError, match="the disk is gone"):
+            trained(trainers, broken(), [hook])
+        assert steps == [5, 7] and trainers.state.dense.opt_state.steps.sum() == 7 == trainers.step
+        trained(trainers, stream(1, 3))
+        assert trainers.step == 10 and no_threads_left()
+
+
+def test_a_hook_that_raises_leaves_a_state_to_go_on_from():
+    def hook(state, step, plans, metrics):
+        raise RuntimeError("no room")
+
+    batches = stream(0, 9)
+    with engine(2, model_averaging(), stretch_steps=3) as trainers:
+        with pytest.raises(RuntimeError, match="no room"):
+            trained(trainers, batches, [hook])
+        assert trainers.step == 3 and not trainers.running
+        assert [step for step, _ in trained(trainers, batches)] == [6, 9]
+        assert no_threads_left()
+
+
+def test_ctrl_c_ends_a_stretch_with_a_whole_state():
+    counted, given = Counted(400), []
+    tables = HostTables.create(SPEC, sgd(1.0))
+    before = jax.tree.map(np.array, tables.shards)
+
+    def batches():
+        while True:
+            for batch in counted.batches:
+                given.append(batch)
+                yield batch
+
+    with engine(2, easgd(), tables, optax.sgd(0.0), sgd(1.0), counting, stretch_steps=10**9) as trainers:
+        thread = interrupt_when(lambda: len(given) > 30)
+        with pytest.raises(KeyboardInterrupt):
+            trained(trainers, batches())
+        thread.join(60)
+        made = trainers.state.dense.opt_state.steps
+        lost = trainers.figures()["batches_lost"]
+        assert trainers.step == len(given) == made.sum() + lost and 0 <= lost <= 2
+        np.testing.assert_allclose(Counted.gained(tables, before).sum(), made.sum(), rtol=1e-5)
+        assert no_threads_left()
+        trained(trainers, stream(0, 3))
+        assert trainers.step == len(given) + 3
+
+
+def test_a_signal_that_a_handler_takes_ends_the_stretch_and_the_hooks_see_it():
+    asked, given, seen = [], [], []
+
+    def batches():
+        for batch in itertools.cycle(stream(0, 5)):
+            given.append(batch)
+            yield batch
+
+    def stop(state, step, plans, metrics):
+        seen.append(step)
+        raise StopAsyncIteration("saved") if asked else AssertionError("nobody has asked")
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        with engine(2, model_averaging(), stretch_steps=10**9, every_steps=2) as trainers:
+            thread = interrupt_when(lambda: len(given) > 20)
+            with pytest.raises(StopAsyncIteration, match="saved"):
+                trained(trainers, batches(), [stop])
+            thread.join(60)
+            assert seen == [trainers.step] == [len(given)] and asked == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class FailsOnce(HostTables):
+    """Tables whose n-th write fails."""
+
+    def failing_at(self, write, error):
+        self.left, self.error = itertools.count(1), (write, error)
+        return self
+
+    def add(self, plans, new, old):
+        if next(self.left) == self.error[0]:
+            raise self.error[1]
+        super().add(plans, new, old)
+
+
+@pytest.mark.parametrize("name", ["ma-foreground", "easgd-shadow"])
+def test_a_trainer_that_fails_is_named_and_the_state_is_refused_until_it_is_restored(name, tmp_path):
+    rule, more = GROUPS[name]
+    tables = FailsOnce.create(SPEC, ROWS).failing_at(13, OSError("the memory is gone"))
+    with engine(2, rule, tables, stretch_steps=5, **more) as trainers, Checkpointer(tmp_path) as checkpointer:
+        save = lambda state, step, plans, metrics: [checkpointer.save(state), state][1]
+        with pytest.raises(OSError, match="the memory is gone") as caught:
+            trained(trainers, stream(0, 50), [save])
+        assert "of trainer" in caught.value.__notes__[0] and no_threads_left()
+        with pytest.raises(ValueError, match="began at step 10: rows have changed.*`reset`"):
+            trainers.state  # noqa: B018
+        with pytest.raises(ValueError, match="rows have changed"):
+            trainers.run(stream(0, 5))
+        checkpointer.wait()
+        fresh = engine(2, rule, tables, stretch_steps=5, **more)
+        state, _ = restore(tmp_path, fresh.state)
+        trainers.reset(state)
+        trained(trainers, itertools.islice(stream(0, 20), 10, None))
+        assert trainers.step == 20
+
+
+@pytest.mark.parametrize("name", ["ma-foreground", "bmuf-shadow", "easgd-foreground", "easgd-shadow"])
+def test_a_dropped_trainer_comes_back_in_the_next_stretch_and_its_batch_is_counted_as_lost(name):
+    rule, more = GROUPS[name]
+    tables = FailsOnce.create(SPEC, ROWS).failing_at(3, OSError("the memory is gone"))
+    with engine(2, rule, tables, stretch_steps=10, on_failure="drop", **more) as trainers:
+        run = trainers.run(stream(0, 30))
+        with pytest.warns(RuntimeWarning, match="was dropped: OSError: the memory is gone"):
+            state, metrics = next(run)
+        one, other = np.asarray(state.dense.params["w"])
+        np.testing.assert_array_equal(one, other)  # a copy of the one that was not dropped
+        assert metrics["batches_lost"] == 1 and int(state.dense.step) == 10
+        for _, metrics in run:
+            assert metrics["batches_lost"] == 0
+        figures = trainers.figures()
+        assert sum(figures["steps"]) == 29 and figures["batches_lost"] == 1 and trainers.step == 30
+        assert min(figures["steps"]) > 0 and "the memory is gone" in figures["dropped"][0]
+        assert no_threads_left()
+
+
+def test_figures_are_counted_on_from_those_of_an_earlier_process():
+    with engine(2, easgd(), every_steps=2, stretch_steps=5) as first:
+        trained(first, stream(0, 10))
+        past = first.figures()
+    with engine(2, easgd(), every_steps=2, stretch_steps=5, past=past) as second:
+        assert second.figures() == past
+        trained(second, stream(0, 10))
+        assert sum(second.figures()["steps"]) == 20 and second.figures()["bytes"][0] >= past["bytes"][0]
