@@ -2,20 +2,26 @@
 evaluations."""
 
 import contextlib
+import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from click_data import Data
-from contract import Run, plot, say
+from contract import Run, say
 from stopping import Asked, Stopped
 from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
+
+LOSSES = 50  # how many a row of metrics is the mean of
+_KEPT = 400  # steps, as a save beside training may be of one that lies behind
+_SHORT = {
+    "stale_share": "stale", "sync_gap_steps": "gap", "replica_spread": "spread", "pls": "pls", "rows_saved": "rows",
+}  # fmt: skip
 
 
 class Past(NamedTuple):
@@ -30,103 +36,119 @@ class Recorder:
 
     Args:
       run: where rows of metrics go.
-      data: what is trained and tested on.
+      data: what is trained and evaluated on.
       spec: of the tables.
       eval_step: as from `make_eval_step`.
       first: the step that the run begins at, or goes on from.
       past: what was before that step.
       asked: whether the run shall stop; an evaluation then leaves off.
       evaluations: how many of them, evenly over the run.
+      figures: (state, metrics of the step) -> a figure of each technique that is on.
     """
 
     def __init__(
         self, run: Run, data: Data, spec: EmbeddingSpec, eval_step: Callable, first: int, past: Past, asked: Asked,
-        evaluations: int,
+        evaluations: int, figures: Callable[[Any, dict], dict] = lambda state, metrics: {},
     ):  # fmt: skip
         self.run, self.data, self.asked, self.history = run, data, asked, past.history
-        self.spec, self.eval_step = spec, eval_step
+        self.spec, self.eval_step, self.figures = spec, eval_step, figures
         self.every_steps = -(-data.steps // evaluations)
-        self.losses: deque = deque(past.extra.get("train_losses", ()), maxlen=50)
-        self.capacity = past.extra.get("capacity")
-        self.bar = tqdm(total=data.examples, initial=self.examples(first), unit="ex", unit_scale=True, disable=None)
+        # In the middle the validation is looked at, if there is one.
+        self.watched = "validation" if data.validation else "test"
+        before = past.extra.get("train_losses", ())
+        self._losses: dict[int, Any] = {first - len(before) + 1 + i: loss for i, loss in enumerate(before)}
+        self._capacity: dict[int, Any] = {first: past.extra.get("capacity")}
+        self.bar = tqdm(
+            total=data.examples, initial=data.examples_after(first), unit="ex", unit_scale=True, disable=None
+        )
         self.seconds, self.since = past.extra.get("train_seconds", 0.0), time.perf_counter()
 
-    def examples(self, step: int) -> int:
-        """Examples trained after some steps; the last batch of a pass is padded."""
-        return self.data.examples_after(step)
+    def latest_losses(self, step: int) -> np.ndarray:
+        """The losses of the last 50 steps up to one, f32, across a resume too."""
+        known = sorted(at for at in [*self._losses] if at <= step)[-LOSSES:]
+        return np.array(jax.device_get([self._losses[at] for at in known]), np.float32)
 
-    def latest_losses(self) -> np.ndarray:
-        """The losses of the last 50 steps, f32, across a resume too."""
-        return np.array(jax.device_get(list(self.losses)), np.float32)
-
-    def extra(self) -> dict[str, Any]:
-        """What is saved along with the state, so that a resumed run logs what an undisturbed one
-        does.
+    def extra(self, step: int) -> dict[str, Any]:
+        """What is saved along with the state of a step, so that a resumed run logs what an undisturbed
+        one does.
 
         Raises:
           FloatingPointError: a loss is not finite: such a state must not take the place of a good
             one.
         """
-        losses = self.latest_losses()
+        losses = self.latest_losses(step)
         if not np.isfinite(losses).all():
             raise FloatingPointError(
                 "the loss is not finite: this state is not saved, the images before it stay. Lower the learning rates, "
                 "or look at the data."
             )
+        known = max((at for at in [*self._capacity] if at <= step), default=None)
         return {
-            "capacity": self.capacity,
+            "capacity": None if known is None else self._capacity[known],
             "train_losses": losses.tolist(),
             "train_seconds": self.seconds + time.perf_counter() - self.since,
         }
 
     def show(self, state, step, plans, step_metrics):
-        """Hook: moves the bar."""
-        self.bar.update(self.examples(step) - self.examples(step - 1))
-        self.losses.append(step_metrics["loss"])
-        self.capacity = capacity_of(plans)
+        """Hook: moves the bar. Free trainers show a stretch."""
+        self.bar.update(self.data.examples_after(step) - self.bar.n)  # back, too, when all is rolled back
+        self._losses[step] = step_metrics["loss"]
+        for old in [at for at in self._losses if at <= step - _KEPT]:
+            del self._losses[old]
+        if plans is not None:
+            capacity = capacity_of(plans)
+            if capacity != next(reversed(self._capacity.values())):
+                self._capacity[step] = capacity
         # To look at a loss is to wait for its step, and the device should run ahead: so only now
         # and then.
-        if step % 20 == 0:
-            self.bar.set_postfix(loss=f"{float(self.losses[-1]):.4f}", refresh=False)
+        if step % 20 == 0 and not self.bar.disable:
+            short = {_SHORT.get(name, name): f"{x:.3g}" for name, x in self.figures(state, step_metrics).items()}
+            self.bar.set_postfix(loss=f"{float(step_metrics['loss']):.4f}", **short, refresh=False)
         return state
 
     def due(self, step: int) -> bool:
-        """Whether the test set is to be evaluated after this step, and has not been."""
+        """Whether an evaluation falls on this step, and has not been made."""
         evenly = step > 0 and step % self.every_steps == 0
         return (evenly or step == self.data.steps) and all(row["step"] != step for row in self.history)
 
-    def test(self, state, step, plans, step_metrics):
-        """Hook: evaluates the test set if it is due, and leaves off if asked to stop; its time is
-        no training time."""
-        if not self.due(step):
-            return state
-        losses = self.latest_losses()  # before the clock is read: this waits for the step
+    def look(self, state, step: int, step_metrics: dict | None = None) -> None:
+        """Evaluates a state at rest, and leaves off if asked to stop; its time is no training time."""
+        losses = self.latest_losses(step)  # before the clock is read: this waits for the step
         self.seconds += time.perf_counter() - self.since
-        row = {"step": step, "examples": self.examples(step), "train_seconds": self.seconds}
+        row = {"step": step, "examples": self.data.examples_after(step), "train_seconds": self.seconds}
         row |= {"train_loss": float(losses.mean())}
-        with contextlib.suppress(Stopped), contextlib.closing(planned(self.spec, self.data.test())) as pairs:
-            found = evaluate(state, self.asked.each(pairs), self.eval_step)
-            row |= {f"test_{key}": value for key, value in found.items()}
+        row |= {name: x for name, x in self.figures(state, step_metrics or {}).items() if math.isfinite(x)}
+        with contextlib.suppress(Stopped):
+            row |= self.evaluated(state, self.watched)
             self.history.append(row)
             self.run.log(row)
-            say(f"step {step}: test AUC {row['test_auc']:.4f}, log loss {row['test_log_loss']:.4f}")
+            auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
+            say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
         self.since = time.perf_counter()
-        return state
 
-    def plot(self) -> None:
-        """Draws the curves of the run."""
-        last, best = self.history[-1], self.data.best.get("teacher_auc")
-        examples = [row["examples"] for row in self.history]
-        line = lambda name: (examples, [row[name] for row in self.history])
-        reached = f"Test AUC {last['test_auc']:.4f} after {last['examples']:,} examples"
-        auc = {"model": line("test_auc")} | ({"teacher": (examples, [best] * len(examples))} if best else {})
-        panels = {"log loss": {"train": line("train_loss"), "test": line("test_log_loss")}, "test AUC": auc}
-        title = reached + (f", where the teacher of the data has {best:.4f}" if best else "")
-        plot(self.run.directory / "curves.png", panels, "examples", title)
+    def evaluated(self, state, which: str) -> dict[str, float]:
+        """Figures of a state on the validation or the test.
+
+        Raises:
+          Stopped: a signal has come.
+        """
+        batches = (self.data.validation if which == "validation" else None) or self.data.test
+        with contextlib.closing(planned(self.spec, batches())) as pairs:
+            found = evaluate(state, self.asked.each(pairs), self.eval_step)
+        return {f"{which}_{key}": value for key, value in found.items()}
+
+    def best(self) -> dict | None:
+        """The row of the best validation so far, the earliest of equals."""
+        return max(self.history, key=lambda row: (row[f"{self.watched}_auc"], -row["step"]), default=None)
+
+    def has_no_patience(self, patience: int | None) -> bool:
+        """Whether so many evaluations have passed since the best one."""
+        best = self.best()
+        behind = 0 if best is None else sum(row["step"] > best["step"] for row in self.history)
+        return patience is not None and behind >= patience
 
     def results(self) -> dict[str, Any]:
         """What results.json says of the training."""
         last = self.history[-1]
-        results = {key: last[key] for key in last if key.startswith("test_")} | self.data.best
-        results |= {key: last[key] for key in ("examples", "train_seconds")} | {"steps": last["step"]}
-        return results | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}
+        results = {key: last[key] for key in last if key not in ("step", "train_loss")} | {"steps": last["step"]}
+        return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

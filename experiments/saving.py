@@ -3,6 +3,7 @@ otherwise."""
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -10,9 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from runs import Run
 from stopping import say
 
-from jaxrec.checkpoint import Checkpointer
+from jaxrec.checkpoint import Checkpointer, images, restore
+from jaxrec.checkpoint.image import number_of
+from jaxrec.cpr import Recovery
+from jaxrec.types import TrainState
 
 PERCENT = 1.0  # of the time, that saving may cost
 # Of this process before its first save: compilation is over, and the cost gets known early.
@@ -44,39 +49,57 @@ class PeriodicSaves:
     Args:
       checkpointer: which saves.
       every_steps: None to choose by the cost that is measured; 0 for never.
-      extra: gives the JSON values to save along.
+      extra: step -> JSON values to save along.
       past: what `totals` said in the process that this one goes on from.
       clock: gives seconds.
+      cut: of an engine, which calls back when a state is at rest; None to save in the hook.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer,
         every_steps: int | None = None,
-        extra: Callable[[], Mapping[str, Any]] = dict,
+        extra: Callable[[int], Mapping[str, Any]] = lambda step: {},
         past: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cut: Callable | None = None,
     ):
         self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
         self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
         self._cores = len(os.sched_getaffinity(0))
         self._image = past is not None  # whether one is known to be committed
         self._began = self._last = clock()
-        self._steps = self._begun = self._told = 0
+        self._cut, self._announced = cut, False  # whether a save is to come, or at work in a thread of the engine
+        self._begun = self._told = 0
+        self._first: int | None = None  # step of the first hook
+        self._looked = 0  # the last step that was looked at
         self._waited = self._cost_before = 0.0  # seconds
         self._step: int | None = None  # of the last save
         self._failed_before = 0  # failures when it began
         self._figures_said = every_steps == 0
 
     def hook(self, state, step: int, plans, metrics):
-        """Saves if it is time to."""
-        self._steps += 1
+        """Saves if it is time to; at a cut of the engine in the next step, if it has cuts."""
+        self._first = step if self._first is None else self._first
+        if self._announced:
+            return state
         idle = self._look()
         if idle and self._begun and not self._figures_said:
             self._say_figures()
-        if self._is_due(step, idle):
-            self.save(state)
+        ahead = 0 if self._cut is None else 1
+        if self._is_due(step + ahead, idle):
+            if self._cut is None:
+                self.save(state)
+            else:
+                self._announced = True
+                self._cut(step + 1, self._at_cut, unreached="ignore")
         return state
+
+    def _at_cut(self, state):
+        try:
+            self.save(state)
+        finally:
+            self._announced = False
 
     def save(self, state) -> None:
         """Begins to save a state; training waits for the copy only."""
@@ -84,7 +107,7 @@ class PeriodicSaves:
         step = int(jax.block_until_ready(state.dense.step))
         if step == self._step and not self._last_failed():
             return
-        extra = {**self._extra(), "saving": self.totals()}
+        extra = {**self._extra(step), "saving": self.totals()}
         self._cost_before, self._failed_before = self._cost(), len(self._checkpointer.failures)
         try:
             with warnings.catch_warnings():
@@ -121,6 +144,10 @@ class PeriodicSaves:
         }
         return {key: self._past[key] + value for key, value in now.items()}
 
+    def figures(self) -> dict[str, float]:
+        """Nothing that belongs to the progress of a run."""
+        return {}
+
     def results(self) -> dict[str, float]:
         """What results.json says of saving; percent of the time of the run."""
         totals = self.totals()
@@ -133,9 +160,11 @@ class PeriodicSaves:
 
     def _is_due(self, step, idle):
         if self._every_steps is not None:
-            return self._every_steps > 0 and step % self._every_steps == 0
+            looked, self._looked = max(self._looked, (self._first or step) - 1), step
+            # A multiple since the last look, as free trainers come by after many steps.
+            return self._every_steps > 0 and step // self._every_steps > looked // self._every_steps
         if not self._begun:
-            return self._steps >= FIRST_STEPS
+            return step - (self._first or step) + 1 >= FIRST_STEPS
         return idle and self._clock() - self._last >= self._interval()
 
     def _interval(self):
@@ -173,3 +202,70 @@ class PeriodicSaves:
         chosen = f"{self._interval():.0f} s, at most {PERCENT:g} % of the time"
         every = chosen if self._every_steps is None else f"{self._every_steps} steps"
         say(f"a save costs {waited:.2f} s of waiting and {computed:.2f} s of {self._cores} cores: saving every {every}")
+
+
+class RecoverySaves:
+    """Saves the state of a run through a CPR recovery, with the face of `PeriodicSaves`.
+
+    Args:
+      recovery: entered.
+      clock: gives seconds.
+    """
+
+    def __init__(self, recovery: Recovery, clock: Callable[[], float] = time.perf_counter):
+        self.recovery, self._clock, self._began = recovery, clock, clock()
+        self.hook = recovery.hook
+
+    def ensure_image(self, state) -> None:
+        """There is one: the run has begun with it."""
+
+    def last(self, state) -> str | None:
+        """Saves all rows and waits; returns what went wrong, if anything."""
+        try:
+            self.recovery.save_whole()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def figures(self) -> dict[str, float]:
+        """What the recovery has saved and lost so far."""
+        recovery = self.recovery
+        return {
+            "pls": recovery.pls, "rows_saved": recovery.rows_saved, "shards_failed": recovery.failed,
+            "lost_steps": recovery.lost_steps,
+        }  # fmt: skip
+
+    def results(self) -> dict[str, float]:
+        """What results.json says of saving; percent of the time of this process."""
+        stall = self.recovery.stall_seconds
+        return self.figures() | {
+            "saves": self.recovery.saves,
+            "saves_failed": len(self.recovery.failed_saves),
+            "checkpoint_stall_s": stall,
+            "checkpoint_percent": 100 * stall / max(self._clock() - self._began, 1e-9),
+        }
+
+
+class Best(Checkpointer):
+    """The state of the best evaluation of a run, in a directory of its own; training waits for it.
+
+    Args:
+      run: that it is of.
+      step: that the run begins at: what was saved of later steps is of a past that it has left.
+    """
+
+    def __init__(self, run: Run, step: int):
+        for path in images(run.directory / "best"):
+            if number_of(path) > step:
+                shutil.rmtree(path)
+        super().__init__(run.directory / "best", keep=1, run=run.id)
+
+    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
+        """Saves a state and waits until it is on the disk; returns the seconds."""
+        stall = super().save(state, extra)
+        self.wait()
+        return stall
+
+    def restored(self, state: TrainState) -> TrainState:
+        """The best state, in the place of another one; that one, if there was no evaluation."""
+        return restore(self.directory, state)[0] if images(self.directory) else state

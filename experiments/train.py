@@ -1,62 +1,60 @@
-"""Trains a click model in one pass and evaluates it: the main job.
+"""Trains a click model and evaluates it, with any of the three techniques: the main job.
 
-    python experiments/train.py                                   synthetic clicks, DLRM
+    python experiments/train.py                                   synthetic clicks, DLRM, none of the techniques
     python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
-    python experiments/train.py --model dcnv2                     DCNv2 instead of DLRM
-    python experiments/train.py --tables host --preset smoke      tables in host memory, under a minute
-    python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped, bit for bit
+    python experiments/train.py --tables host --pipeline oac      tables in host memory, batches in flight
+    python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
+    python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
+    python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
     python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
 Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it
 starts; the teacher that drew the synthetic labels is evaluated beside the model, as the best that
-any model can reach.
+any model can reach. The test is looked at once, at the end.
 """
 
 import contextlib
 import dataclasses
 import sys
-from pathlib import Path
-from typing import Literal
 
-import jax
-from click_data import Data
+import data_flags
+import techniques
 from clicks import ClickJob, click_job, make_model
-from contract import Run, command_line, listing, refuse, say
-from data_flags import DataFlags, criteo_data, synthetic_data
-from data_flags import rules as rules_of_data
+from contract import Run, command_line, listing, paired_interval, refuse, say
+from curves import draw
+from data_flags import DataFlags, data_of
 from learning import LearningFlags, optimizers
 from recording import Past, Recorder
-from saving import PeriodicSaves
+from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
+from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of
 
-from jaxrec.checkpoint import Checkpointer, images, restore
+from jaxrec.checkpoint import Checkpointer, deltas, images, restore
 from jaxrec.embedding import DeviceTables
-from jaxrec.loop import fit, keep_memory, planned
-from jaxrec.sharding import make_mesh
-from jaxrec.step import run_hooks
+from jaxrec.loop import keep_memory, train
 from jaxrec.types import TrainState
 
 TABLE = {
     "Test set": ["test_", "teacher"],
-    "Training": ["steps", "examples", "train"],
-    "Saving": ["saves", "checkpoint", "last"],
+    "Training": ["steps", "examples", "train", "stale", "sync", "replica"],
+    "Saving": ["saves", "checkpoint", "last", "pls", "rows_saved", "shards_failed", "lost"],
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(LearningFlags, DataFlags):
+class Config(TechniqueFlags, LearningFlags, DataFlags):
     """Flags of the main job; what is not given follows from the data and the preset."""
 
-    tables: Literal["device", "host"] = "device"
-    table_directory: Path | None = None
-    """Host tables as mapped files here (best on tmpfs) instead of RAM."""
-    shards: int = 8
     evaluations: int = 8
-    """How often the test set is evaluated, evenly over the run."""
+    """How often the validation (without one, the test) is evaluated, evenly over the run."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better validation AUC, and test the best state."""
+    seeds: int = 1
+    """Train once for each of so many seeds, and say the mean with its interval."""
     save_every_steps: int | None = None
-    """Save the state every so many steps, 0 for never; by default so often that it costs at most 1 % of the time. It is
-    saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
+    """Save the state every so many steps, 0 for never; by default so often that it costs at most 1 % of the time, and
+    with --cpr as --target-pls asks. It is saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
     resume: bool = False
     """Go on with the run in --workdir, bit for bit."""
     requeue: bool = False
@@ -64,28 +62,16 @@ class Config(LearningFlags, DataFlags):
     command again."""
 
 
-def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
-    return rules_of_data(config) | {
-        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
-            config.table_directory is not None and config.tables != "host"
-        ),
-        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
-            config.requeue and not (config.workdir and config.resume)
-        ),
-    }
+class Over(Exception):
+    """Ends the training between two steps."""
 
 
-def make_job(config: Config, data: Data) -> ClickJob:
+def make_job(config: Config, data) -> ClickJob:
     """The model and its optimizers, from the flags."""
-    return click_job(
-        data.cardinalities,
-        make_model(config.model, config.embedding_width),
-        *optimizers(config, data.steps),
-        width=config.embedding_width,
-        shards=config.shards,
-        seed=config.seed,
-    )
+    model = make_model(config.model, config.embedding_width)
+    steps = -(-data.steps // config.replicas) if config.free else data.steps  # those that one trainer makes
+    how = optimizers(config, steps)
+    return click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
 
 
 def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
@@ -95,11 +81,11 @@ def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
     return job.state(DeviceTables.create(job.spec, job.row_optimizer, mesh), config.seed, mesh)
 
 
-def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
-    """The newest whole image of the run, and what was logged up to it; the given state if nothing
+def resumed(run: Run, state: TrainState):
+    """The newest state of the run, its image, and what was logged up to it; the given state if nothing
     is saved."""
     directory, history = run.directory / "checkpoints", run.metrics()
-    if not images(directory):
+    if not images(directory) and not deltas(directory):
         if history:
             raise ValueError(
                 f"{run.directory} has metrics up to step {history[-1]['step']}, but no image to go on from: bring "
@@ -107,7 +93,7 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
             )
         if run.resumed:
             say(f"{run.directory} has not saved anything yet: this run begins at step 0")
-        return state, Past([], {})
+        return state, None, Past([], {})
     state, image = restore(directory, state)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
@@ -116,46 +102,82 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Past]:
     again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
     run.rewrite_metrics(kept)
     say(f"going on from {image.path}, step {image.step}{again}")
-    return state, Past(kept, image.extra)
+    if (behind := image.step - image.extra.get("cpr", {}).get("regular", image.step)) > 0:
+        say(f"rows that no scheme has picked in the last {behind} steps are older than the image: not bit for bit")
+    return state, image, Past(kept, image.extra)
 
 
 def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     """Trains to the end, or until asked to stop; returns what results.json holds."""
-    data = {"synthetic": synthetic_data, "criteo": criteo_data}[config.data](config)
+    data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
-    mesh = make_mesh(devices=jax.devices())
+    mesh = mesh_of(config)
     job = make_job(config, data)
-    state, past = resumed(run, initial_state(config, job, mesh))
-    first = int(state.dense.step)
-    recorder = Recorder(run, data, job.spec, job.eval_step(mesh), first, past, asked, config.evaluations)
-    with Checkpointer(run.directory / "checkpoints", run=run.id) as checkpointer, asked.held():
-        saves = PeriodicSaves(checkpointer, config.save_every_steps, recorder.extra, past.extra.get("saving"))
-
-        def test(state, step, plans, step_metrics):
-            if recorder.due(step) and not asked:
-                saves.ensure_image(state)
-            return recorder.test(state, step, plans, step_metrics)
-
-        def stop(state, step, plans, step_metrics):
-            if asked:
-                raise stopped(asked, step, saves.last(state), run)
-            return state
-
-        # What a stop or a kill has left undone: an evaluation that was due at this step.
-        state = run_hooks([test, stop], state, first, None, None)
-        # Capacities as they were: the order of a sum depends on the shapes of its program.
-        with contextlib.closing(planned(job.spec, data.train(first), past.extra.get("capacity"))) as batches:
-            # Saving comes last: an image is of a step whose evaluation is logged.
-            state = fit(state, batches, job.train_step(mesh), [recorder.show, test, stop, saves.hook])
-        unsaved = saves.last(state)
+    state, image, past = resumed(run, initial_state(config, job, mesh))
+    stretch = max(1, min(100, data.steps // config.evaluations))
+    with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
+        on = Techniques(config, engine)
+        recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
+        extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
+        saves = enter_saves(config, engine, run, data.steps, image, past, extra)
+        recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
+        best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
+        look, stop = hooks_of(config, engine, recorder, saves, best, asked)
+        with contextlib.suppress(Over):
+            # What a stop or a kill has left undone: an evaluation that was due at this step.
+            stop(look(engine.state, engine.step, None, None), engine.step, None, None)
+            train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
+        unsaved = saves.last(engine.state)
         recorder.bar.close()
-    return finish(run, recorder, saves, unsaved)
+        if asked:
+            raise stopped(asked, engine.step, unsaved, run)
+        tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
+    return finish(run, recorder, saves, unsaved, tested)
 
 
-def finish(run: Run, recorder: Recorder, saves: PeriodicSaves, unsaved: str | None) -> dict:
+def enter_saves(
+    config: Config, engine, run: Run, steps: int, image, past: Past, extra
+) -> PeriodicSaves | RecoverySaves:
+    """What saves the run: a recovery with --cpr, else all of the state now and then."""
+    directory = run.directory / "checkpoints"
+    if config.cpr == "none":
+        checkpointer = engine.enter(Checkpointer(directory, run=run.id))
+        before = past.extra.get("saving")
+        return PeriodicSaves(checkpointer, config.save_every_steps, extra, before, cut=engine.cut)
+    recovery = engine.enter(recovery_of(config, engine, directory, steps, image, run.id, extra))
+    if image is None:
+        recovery.save_whole()  # so that the run can go on from its first step
+    return RecoverySaves(recovery)
+
+
+def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Asked):
+    """The last two hooks: one evaluates what is at rest, the other ends the training between two steps."""
+
+    def look(state, step, plans, step_metrics):
+        def at_rest(tables):
+            rested = state._replace(tables=tables)
+            saves.ensure_image(rested)
+            recorder.look(rested, step, step_metrics)
+            if best and recorder.best() is recorder.history[-1]:
+                best.save(rested)
+            return tables
+
+        if recorder.due(step) and not asked:
+            engine.exclusive(at_rest)
+        return state
+
+    def stop(state, step, plans, step_metrics):
+        if asked or recorder.has_no_patience(config.patience):
+            raise Over
+        return state
+
+    return look, stop
+
+
+def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dict) -> dict:
     """Writes and shows the results; fails behind that, if the last state is not saved."""
-    recorder.plot()
-    results = recorder.results() | saves.results() | {"last_state_saved": unsaved is None}
+    results = recorder.results() | tested | saves.results() | {"last_state_saved": unsaved is None}
+    draw(run.directory / "curves.png", recorder.history, results, recorder.watched)
     if results["saves_failed"]:
         say(f"{results['saves_failed']} saves failed; the last state is {'NOT ' if unsaved else ''}saved", sys.stderr)
     run.close(results, listing(results, TABLE))
@@ -173,10 +195,17 @@ def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseExcep
 
 
 def main(config: Config) -> dict:
-    """Runs one training job; returns what results.json holds."""
-    refuse(rules(config))
+    """Runs one training job, or one for each seed; returns what results.json holds."""
+    refuse(data_flags.rules(config) | techniques.rules(config) | rules(config))
+    claim_devices(config)
     keep_memory()
-    with stop_on_signals() as asked, Run("train", config, config.workdir, config.resume) as run:
+    with stop_on_signals() as asked:
+        return one(config, asked) if config.seeds == 1 else each_seed(config, asked)
+
+
+def one(config: Config, asked: Asked) -> dict:
+    """One training job."""
+    with Run("train", config, config.workdir, config.resume) as run:
         results = run.read_json("results.json")
         if not results.get("last_state_saved"):
             with own(config.table_directory, run.id):
@@ -184,6 +213,35 @@ def main(config: Config) -> dict:
         say(f"{run.directory} is complete, nothing is left to do:")
         say(listing(results, TABLE))
         return results
+
+
+def each_seed(config: Config, asked: Asked) -> dict:
+    """A job for each seed, in directories of their own below that of all; the mean of what they find."""
+    with Run("train", config, config.workdir, config.resume) as run:
+        found = []
+        for seed in range(config.seed, config.seed + config.seeds):
+            mine = {"seed": seed, "seeds": 1, "workdir": run.directory / f"seed_{seed}", "resume": True}
+            found.append(one(dataclasses.replace(config, **mine), asked))
+        results: dict = {"seeds": config.seeds}
+        for name in ("test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s"):
+            results[name], results[f"{name}_half_width"] = paired_interval([results_of[name] for results_of in found])
+        run.close(results)
+        return results
+
+
+def rules(config: Config) -> dict[str, object]:
+    """{what is wrong, and the remedy: whether it is} of the flags of this job."""
+    return {
+        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
+            config.requeue and not (config.workdir and config.resume)
+        ),
+        f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
+            config.patience is not None and config.data == "criteo" and not config.validation_fraction
+        ),
+        f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
+            config.seeds > 1 and config.table_directory is not None
+        ),
+    }
 
 
 if __name__ == "__main__":
