@@ -14,8 +14,10 @@ from contract import Run, say
 from stopping import Asked, Stopped
 from tqdm import tqdm
 
+from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
+from jaxrec.types import TrainState
 
 LOSSES = 50  # how many a row of metrics is the mean of
 _KEPT = 400  # steps, as a save beside training may be of one that lies behind
@@ -29,6 +31,32 @@ class Past(NamedTuple):
 
     history: list[dict]  # rows of metrics
     extra: dict  # what was saved along with the state
+
+
+def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past]:
+    """The newest state of the run, its image, and what was logged up to it; the given state if nothing
+    is saved."""
+    directory, history = run.directory / "checkpoints", run.metrics()
+    if not images(directory) and not deltas(directory):
+        if history:
+            raise ValueError(
+                f"{run.directory} has metrics up to step {history[-1]['step']}, but no image to go on from: bring "
+                "its checkpoints back, or begin anew in another --workdir."
+            )
+        if run.resumed:
+            say(f"{run.directory} has not saved anything yet: this run begins at step 0")
+        return state, None, Past([], {})
+    state, image = restore(directory, state)
+    if image.run != run.id:
+        raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
+    # Rows behind the image would be logged a second time when their steps are trained again.
+    kept = [row for row in history if row["step"] <= image.step]
+    again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
+    run.rewrite_metrics(kept)
+    say(f"going on from {image.path}, step {image.step}{again}")
+    if (behind := image.step - image.extra.get("cpr", {}).get("regular", image.step)) > 0:
+        say(f"rows that no scheme has picked in the last {behind} steps are older than the image: not bit for bit")
+    return state, image, Past(kept, image.extra)
 
 
 class Recorder:

@@ -178,6 +178,11 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     )  # fmt: skip
 
 
+def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
+    """An initial state with all that an image of the run holds: free trainers have more to remember."""
+    return make_engine(config, job, state, mesh, {}, 1).state if config.free else state
+
+
 def _rule(config):
     return RULES[config.shadowsync](**({"form": config.sync_form} if config.sync_form else {}))
 

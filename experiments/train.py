@@ -24,13 +24,13 @@ from contract import Run, command_line, listing, paired_interval, refuse, say
 from curves import draw
 from data_flags import DataFlags, data_of
 from learning import LearningFlags, optimizers
-from recording import Past, Recorder
+from recording import Past, Recorder, resumed
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
-from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of
+from techniques import TechniqueFlags, Techniques, as_saved, claim_devices, make_engine, mesh_of, recovery_of
 
-from jaxrec.checkpoint import Checkpointer, deltas, images, restore
+from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables
 from jaxrec.loop import keep_memory, train
 from jaxrec.types import TrainState
@@ -81,39 +81,13 @@ def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
     return job.state(DeviceTables.create(job.spec, job.row_optimizer, mesh), config.seed, mesh)
 
 
-def resumed(run: Run, state: TrainState):
-    """The newest state of the run, its image, and what was logged up to it; the given state if nothing
-    is saved."""
-    directory, history = run.directory / "checkpoints", run.metrics()
-    if not images(directory) and not deltas(directory):
-        if history:
-            raise ValueError(
-                f"{run.directory} has metrics up to step {history[-1]['step']}, but no image to go on from: bring "
-                "its checkpoints back, or begin anew in another --workdir."
-            )
-        if run.resumed:
-            say(f"{run.directory} has not saved anything yet: this run begins at step 0")
-        return state, None, Past([], {})
-    state, image = restore(directory, state)
-    if image.run != run.id:
-        raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
-    # Rows behind the image would be logged a second time when their steps are trained again.
-    kept = [row for row in history if row["step"] <= image.step]
-    again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
-    run.rewrite_metrics(kept)
-    say(f"going on from {image.path}, step {image.step}{again}")
-    if (behind := image.step - image.extra.get("cpr", {}).get("regular", image.step)) > 0:
-        say(f"rows that no scheme has picked in the last {behind} steps are older than the image: not bit for bit")
-    return state, image, Past(kept, image.extra)
-
-
 def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     """Trains to the end, or until asked to stop; returns what results.json holds."""
     data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
     mesh = mesh_of(config)
     job = make_job(config, data)
-    state, image, past = resumed(run, initial_state(config, job, mesh))
+    state, image, past = resumed(run, as_saved(config, job, initial_state(config, job, mesh), mesh))
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         on = Techniques(config, engine)
@@ -135,9 +109,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     return finish(run, recorder, saves, unsaved, tested)
 
 
-def enter_saves(
-    config: Config, engine, run: Run, steps: int, image, past: Past, extra
-) -> PeriodicSaves | RecoverySaves:
+def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past, extra):
     """What saves the run: a recovery with --cpr, else all of the state now and then."""
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
@@ -220,11 +192,11 @@ def each_seed(config: Config, asked: Asked) -> dict:
     with Run("train", config, config.workdir, config.resume) as run:
         found = []
         for seed in range(config.seed, config.seed + config.seeds):
-            mine = {"seed": seed, "seeds": 1, "workdir": run.directory / f"seed_{seed}", "resume": True}
-            found.append(one(dataclasses.replace(config, **mine), asked))
+            workdir = run.directory / f"seed_{seed}"
+            found.append(one(dataclasses.replace(config, seed=seed, seeds=1, workdir=workdir, resume=True), asked))
         results: dict = {"seeds": config.seeds}
         for name in ("test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s"):
-            results[name], results[f"{name}_half_width"] = paired_interval([results_of[name] for results_of in found])
+            results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
         run.close(results)
         return results
 
