@@ -166,8 +166,8 @@ def _validated(split, fraction: float) -> tuple[BlockSource, BlockSource | None]
             f"validation_fraction={fraction} of the {rows} training rows is {apart} rows: it must leave some to train "
             "and some to validate, between 0 and 1."
         )
-    # As the preparation has chosen the test: so the validation is what the test will be. Random
-    # ones do not depend on the seed of the run.
+    # As the preparation has chosen the test, so that the one foretells the other; and whatever the
+    # seed of the run is. The vocabulary has counted these rows: it knows a little of them.
     at_random = split.metadata["options"]["split"] == "random"
     return set_apart(split, apart, seed=0 if at_random else None)
 

@@ -60,7 +60,7 @@ def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[
         if seed is None:
             taken.append(min(max(end - (total - rows), 0), size))
         else:  # in whole numbers, so that all of them together are exactly so many
-            taken.append(end * rows // total - start * rows // total)
+            taken.append(end * rows // max(total, 1) - start * rows // max(total, 1))
         start = end
 
     def order(block):

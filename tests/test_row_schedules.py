@@ -1,5 +1,6 @@
 """Row optimizers take schedules of optax: the rate of a step is the same in every engine, home and after a resume."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jaxrec.checkpoint import Checkpointer, restore
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import train_freely
+from jaxrec.shadowsync import Emulation, train_freely
 from jaxrec.types import Batch, RowOptimizer
 
 MAKERS = {"sgd": sgd, "adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad}
@@ -119,6 +120,24 @@ def test_a_free_trainer_counts_its_own_steps():
     wanted, parts = serial(rows)
     np.testing.assert_allclose(np.ravel(dense.params["scale"]), np.ravel(wanted.params["scale"]), rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts_of(tables), parts)
+
+
+def test_an_emulated_trainer_counts_its_own_steps():
+    rows, spec = sgd(COSINE), dataclasses.replace(SPEC, shards=1)
+    emulation = Emulation(spec, loss, DENSE, rows, {"scale": jnp.ones(())}, trainers=1)
+    emulation.run(batches())
+    wanted, parts = serial(rows)
+    np.testing.assert_allclose(emulation.dense[0].params["scale"], wanted.params["scale"][0], rtol=1e-5)
+    for stack in SPEC.stacks:  # row r lies on shard r % S at r // S
+        whole = parts[stack]["value"].transpose(1, 0, 2).reshape(-1, 4)
+        found = np.asarray(emulation.tables.parts(stack)["value"][0])
+        np.testing.assert_allclose(found, whole[: len(found)], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [np.array(0.5), np.float32(0.5), jnp.float32(0.5), 0])
+def test_any_number_is_a_rate(rate):
+    value, _ = sgd(rate).update(jnp.ones(2), jnp.ones(2), {}, 0)
+    assert value.tolist() == [1 - float(rate)] * 2
 
 
 def test_a_float_gives_the_program_that_it_always_gave():

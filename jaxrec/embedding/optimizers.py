@@ -109,6 +109,6 @@ def _rate(learning_rate, step):
 
 def _check(learning_rate):
     """Refuses what is no rate where it is given, and not where it is traced."""
-    if callable(learning_rate) or (isinstance(learning_rate, jax.Array) and learning_rate.shape == ()):
+    if callable(learning_rate) or (isinstance(learning_rate, jax.Array | np.ndarray) and learning_rate.shape == ()):
         return
     real_number("learning_rate", learning_rate, "0 or more and finite, or a schedule (step -> rate)", is_not_negative)

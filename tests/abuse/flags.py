@@ -3,26 +3,17 @@
 import numpy as np
 import optax
 import train
-import tyro
 from click_data import criteo_clicks, synthetic_clicks
-from contract import refuse, refuse_small
 from data_flags import data_of
 from learning import LearningFlags, optimizers
 from parts import set_apart
 
 from abuse import situation
 from abuse.data import SMALL, raw
+from abuse.runs import parsed
 from jaxrec.data.criteo import prepare
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import adagrad, rowwise_adagrad, sgd
-
-
-def parsed(*flags):
-    """What train.py makes of flags, before it does anything."""
-    config = tyro.cli(train.Config, args=flags)
-    refuse_small(config)
-    refuse(train.rules(config))
-    return config
 
 
 def flags_that(words, match, *flags):
