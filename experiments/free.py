@@ -92,6 +92,7 @@ class FreeTrainers(Watched):
         self._replicas = self._mesh.shape[REPLICA]
         self._state = self._with_memory(state)
         self.step = int(state.dense.step)
+        self._apart: tuple[Any, list] = None, []  # a dense state, and the same on the trainers' devices
         self._failure = ""
 
     def _with_memory(self, state):
@@ -199,7 +200,7 @@ class FreeTrainers(Watched):
         self._set_capacity(self._state.dense.opt_state.capacity)
         return train_stretch(
             self._free_step,
-            apart(self._state.dense, self._mesh),
+            self._states_apart(),
             self.tables,
             [deal.hand() for _ in range(self._replicas)],
             group and group.trainer,
@@ -208,13 +209,20 @@ class FreeTrainers(Watched):
             self._leave_timeout_s,
         )
 
+    def _states_apart(self):
+        # As the last stretch has left them, if no hook has changed them.
+        (of, states), self._apart = self._apart, (None, [])
+        return states if of is self._state.dense else apart(self._state.dense, self._mesh)
+
     def _commit(self, states, taken, memory, figures):
-        whole = next(state for number, state in enumerate(states) if number not in figures.failures)
-        states = [whole if number in figures.failures else state for number, state in enumerate(states)]
+        mine = [state for number, state in enumerate(states) if number not in figures.failures]
+        whole = [mine[0] if number in figures.failures else state for number, state in enumerate(states)]
         known = self._free_step.capacity or {}
         capacity = {name: np.array(known.get(name, 0), np.int64) for name in self.tables.spec.stacks}
-        self._state = TrainState(joined(states, self._mesh, self.step + taken, memory, capacity), self.tables)
+        self._state = TrainState(joined(whole, self._mesh, self.step + taken, memory, capacity), self.tables)
         self.step += taken
+        if len(mine) == len(states):
+            self._apart = self._state.dense, states
 
     def _checked(self, metrics):
         if metrics and not np.isfinite(metrics["loss"]):
@@ -232,7 +240,7 @@ class FreeTrainers(Watched):
     def _group(self, dense) -> SyncGroup | None:
         if self._rule is None:
             return None
-        one = jax.tree.map(lambda leaf: np.asarray(leaf[0]), dense.params)
+        one = jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(dense.params))
         memory = dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 

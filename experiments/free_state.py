@@ -30,10 +30,11 @@ class FreeState(NamedTuple):
 
 def apart(dense: DenseState, mesh) -> list[DenseState]:
     """The dense state of each trainer, on its own device, in arrays of its own; its step is that trainer's."""
-    states = []
+    whole, states = jax.device_get((dense.params, dense.opt_state.optimizer)), []
     for number, device in enumerate(mesh.devices[:, 0]):
         own = make_mesh(devices=[device])
-        mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), (dense.params, dense.opt_state.optimizer))
+        # A copy: a step donates it, and on a CPU JAX would share the memory.
+        mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), whole)
         params, optimizer = put_on_mesh(mine, own, PER_REPLICA)
         step = put_on_mesh(np.array(dense.opt_state.steps[number], np.int32), own, EVERYWHERE)
         states.append(DenseState(step, params, optimizer))
@@ -53,7 +54,8 @@ def joined(states: list[DenseState], mesh, step: int, group: dict, capacity: dic
 def after_last_round(dense: DenseState, rule: Rule, mesh: jax.sharding.Mesh) -> DenseState:
     """The dense state as a last round of all trainers makes it: at a centre one after the other, and then all get its
     parameters."""
-    replicas = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[i]), dense.params) for i in range(mesh.devices.size)]
+    params = jax.device_get(dense.params)
+    replicas = [jax.tree.map(lambda leaf, i=i: leaf[i, ...], params) for i in range(mesh.devices.size)]
     live = [floating(one) for one in replicas]
     brought = [[leaf.astype(wide(leaf.dtype)) for leaf in one] for one in live]
     moved = _last_round(rule, dense.opt_state.group["shared"], live, brought)

@@ -245,11 +245,12 @@ class Trainer:
         shared.tables.add(plans, new, rows)
         with self.lock:
             self.dense = shared.step.apply(self.dense, gradient)
-            # Under the same lock as the step: an exchange sees parameters between two steps.
-            due = self._exchange()
+            # Before the exchange, which may raise: the step is done.
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
             self.batch_size, step = len(batch.label), self.steps
+            # Under the same lock as the step: an exchange sees parameters between two steps.
+            due = self._exchange()
         # Without the lock: the other workers step on during a round.
         if due is not None:
             self._round(due)

@@ -1,0 +1,354 @@
+"""Free trainers in stretches: wrong states, memories and options, streams and hooks that fail or block, Ctrl-C."""
+
+import contextlib
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from free import FreeTrainers
+from world import batch_of, interrupt_when, loss
+from world import workers as threads_at_work
+
+from abuse import situation
+from jaxrec import init_state, make_mesh
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
+from jaxrec.shadowsync import AllToAll, Foreground, FreeStep, SyncGroup, bmuf, easgd, model_averaging, train_stretch
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
+PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)
+STEP = FreeStep(SPEC, loss, DENSE, ROWS)  # one, so that its programs are compiled once for all situations
+
+
+def stream(batches, label=0.0):
+    for number in range(batches):
+        yield batch_of({"item": np.arange(8, dtype=np.int32) + number % 32}, np.full(8, label, np.float32))
+
+
+def state_of(trainers=2, spec=SPEC, home=HostTables):
+    mesh = make_mesh(trainers, jax.devices()[:trainers])
+    tables = home.create(spec, ROWS) if home is HostTables else home.create(spec, ROWS, mesh)
+    return init_state(PARAMS, DENSE, tables, mesh)
+
+
+@contextlib.contextmanager
+def free(rule=None, trainers=2, state=None, step=STEP, **more):
+    """Trainers that must leave no thread, and that go on after whatever was survived."""
+    try:
+        with FreeTrainers(state or state_of(trainers), step, rule, **more) as engine:
+            yield engine
+    finally:
+        assert not threads_at_work(), threads_at_work()
+
+
+def train(engine, batches, hooks=()):
+    for _ in engine.run(batches, hooks):
+        pass
+
+
+def goes_on(engine, batches):
+    """The state is whole: so many batches were taken, and training goes on from there."""
+    assert engine.step == int(engine.state.dense.step) == batches
+    train(engine, stream(2))
+    assert engine.step == batches + 2
+
+
+@situation("a loss where the step is wanted", ValueError, "step is a function: free trainers want a FreeStep")
+def _(directory):
+    FreeTrainers(state_of(), loss)
+
+
+@situation("a dense state where a state is wanted", ValueError, "state is a DenseState, but a TrainState")
+def _(directory):
+    FreeTrainers(state_of().dense, STEP)
+
+
+@situation("free trainers over tables on the device", ValueError, "DeviceTables: free trainers write in place")
+def _(directory):
+    FreeTrainers(state_of(home=DeviceTables), STEP)
+
+
+@situation("tables of another spec than the step", ValueError, "tables were made with another spec")
+def _(directory):
+    other = EmbeddingSpec({"item": Table(30, 4)}, {"item": Lookup("item")}, shards=2)
+    FreeTrainers(state_of(spec=other), STEP)
+
+
+@situation("one replica over two devices", ValueError, "no mesh of one device for each trainer")
+def _(directory):
+    tables = HostTables.create(SPEC, ROWS)
+    FreeTrainers(init_state(PARAMS, DENSE, tables, make_mesh(1, jax.devices()[:2])), STEP)
+
+
+@situation("a foreground without a rule", ValueError, "every_steps is of a rule, and rule=None")
+def _(directory):
+    FreeTrainers(state_of(), STEP, every_steps=3)
+
+
+@situation("the name of a rule", ValueError, "rule is a str")
+def _(directory):
+    FreeTrainers(state_of(), STEP, "easgd")
+
+
+@situation("stretches of no steps", ValueError, "stretch_steps=0 must be a whole number from 1")
+def _(directory):
+    FreeTrainers(state_of(), STEP, stretch_steps=0)
+
+
+@situation("half a worker in stretches", ValueError, "workers=1.5 must be a whole number from 1")
+def _(directory):
+    FreeTrainers(state_of(), STEP, workers=1.5)
+
+
+@situation("servers for a rule without a centre, in stretches", ValueError, "servers=2 is of a centre")
+def _(directory):
+    FreeTrainers(state_of(), STEP, model_averaging(), servers=2)
+
+
+@situation("the figures of three trainers for two", ValueError, "past has .*another number of trainers than 2")
+def _(directory):
+    FreeTrainers(state_of(), STEP, past={"steps": [1, 2, 3]})
+
+
+@situation("a state of another rule", ValueError, "the memory does not fit .*Give easgd")
+def _(directory):
+    with free(bmuf()) as engine:
+        train(engine, stream(3))
+        FreeTrainers(engine.state, STEP, easgd())
+
+
+@situation("a state of a rule goes on without one", ValueError, "rule=None would forget what it knows")
+def _(directory):
+    with free(easgd()) as engine:
+        train(engine, stream(3))
+        FreeTrainers(engine.state, STEP)
+
+
+@situation("a state of no rule goes on with one")
+def _(directory):
+    with free() as engine:
+        train(engine, stream(3))
+        state = engine.state
+    with free(easgd(), state=state, every_steps=1) as engine:
+        goes_on(engine, 3)
+        assert sum(engine.figures()["rounds"]) == 2
+
+
+@situation("a memory that is a number", ValueError, "memory is 3: give what an earlier group has")
+def _(directory):
+    SyncGroup(easgd(), PARAMS, trainers=2, memory=3)
+
+
+@situation("a memory of another number of trainers", ValueError, "memory is of 3 trainers and the group of 2")
+def _(directory):
+    SyncGroup(easgd(), PARAMS, trainers=2, memory=SyncGroup(easgd(), PARAMS, trainers=3).memory)
+
+
+@situation("a memory of other parameters", ValueError, "the memory does not fit")
+def _(directory):
+    SyncGroup(easgd(), PARAMS, trainers=1, memory=SyncGroup(easgd(), {"w": jnp.ones(5)}, trainers=1).memory)
+
+
+@situation("a memory that has diverged", ValueError, "the memory holds nan or inf")
+def _(directory):
+    memory = SyncGroup(bmuf(), PARAMS, trainers=1).memory
+    memory["shared"].momentum[0][:] = np.nan
+    SyncGroup(bmuf(), PARAMS, trainers=1, memory=memory)
+
+
+@situation("a foreground that has waited for minus one step", ValueError, "waited=-1 must be 0 or more")
+def _(directory):
+    Foreground(AllToAll(model_averaging(), PARAMS), every_steps=2, waited=-1)
+
+
+def dense_of(trainers):
+    tables = HostTables.create(SPEC, ROWS)
+    return [init_state(PARAMS, DENSE, tables).dense for _ in range(trainers)], tables
+
+
+@situation("one state for two trainers", ValueError, "two trainers have one state")
+def _(directory):
+    (state,), tables = dense_of(1)
+    train_stretch(STEP, [state, state], tables, [stream(1), stream(1)])
+
+
+@situation("fewer states than streams", ValueError, "1 states and 2 streams")
+def _(directory):
+    states, tables = dense_of(1)
+    train_stretch(STEP, states, tables, [stream(1), stream(1)])
+
+
+@situation("whole states where dense ones are wanted", ValueError, "trainer 0 is no DenseState of one replica")
+def _(directory):
+    train_stretch(STEP, [state_of(1)], HostTables.create(SPEC, ROWS), [stream(1)])
+
+
+@situation("the state of two replicas for one trainer", ValueError, "trainer 0 is no DenseState of one replica")
+def _(directory):
+    train_stretch(STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)])
+
+
+@situation("a state that an earlier stretch has used up", ValueError, "this state was donated")
+def _(directory):
+    states, tables = dense_of(1)
+    train_stretch(STEP, states, tables, [stream(2)])
+    train_stretch(STEP, states, tables, [stream(2)])
+
+
+@situation("one batch for the stream of free trainers", ValueError, "was given one Batch")
+def _(directory):
+    with free() as engine:
+        engine.run(next(stream(1)))
+
+
+@situation("a run of free trainers within another", ValueError, "are running: exhaust or close")
+def _(directory):
+    with free(stretch_steps=2) as engine:
+        for _ in engine.run(stream(5)):
+            engine.run(stream(5))
+
+
+@situation("a stream without a batch calls no hook")
+def _(directory):
+    with free(easgd()) as engine:
+        train(engine, [], [lambda *given: 1 / 0])
+        goes_on(engine, 0)
+
+
+@situation(
+    "a dict in the stream of free trainers, behind batches that count", ValueError, "the stream has given a dict"
+)
+def _(directory):
+    steps = []
+    with free(easgd()) as engine:
+        try:
+            train(engine, [*stream(3), {"item": 3}], [lambda state, step, *_: steps.append(step) or state])
+        finally:
+            assert steps == [3]
+            goes_on(engine, 3)
+
+
+@situation("Ctrl-C raised in the stream of free trainers", KeyboardInterrupt, "now")
+def _(directory):
+    def batches():
+        yield from stream(3)
+        raise KeyboardInterrupt("now")
+
+    with free(model_averaging(), every_steps=2, on_failure="drop") as engine:
+        try:
+            train(engine, batches())
+        finally:
+            goes_on(engine, 3)
+
+
+@situation("Ctrl-C while the stream of free trainers blocks", KeyboardInterrupt, "^$")
+def _(directory):
+    blocked, wake = threading.Event(), threading.Event()
+
+    def batches():
+        yield from stream(3)
+        blocked.set()
+        assert wake.wait(30)
+        yield from stream(1)
+
+    given = batches()
+    with free(model_averaging(), leave_timeout_s=0.1) as engine:
+        interrupting = interrupt_when(blocked.is_set)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of the threads that are left behind
+                train(engine, given)
+        finally:
+            interrupting.join(30)
+            wake.set()
+            for thread in threads_at_work():
+                thread.join(30)
+            train(engine, given)  # the batch that came too late was not lost
+            goes_on(engine, 4)
+
+
+@situation("a hook of free trainers that returns nothing", ValueError, "returned None: a hook returns the state")
+def _(directory):
+    with free(stretch_steps=2) as engine:
+        try:
+            train(engine, stream(4), [lambda *given: None])
+        finally:
+            goes_on(engine, 2)
+
+
+@situation("a hook that asks the free trainers for their state", ValueError, "trainers.state was read in a hook")
+def _(directory):
+    with free() as engine:
+        train(engine, stream(4), [lambda *given: engine.state])
+
+
+@situation("a reset in the middle of a run of free trainers", ValueError, "reset within a run")
+def _(directory):
+    with free(stretch_steps=2) as engine:
+        for _ in engine.run(stream(4)):
+            engine.reset(state_of())
+
+
+@situation(
+    "a reset to a state of another number of trainers", ValueError, "the state has 1 replicas, .* are 2 trainers"
+)
+def _(directory):
+    with free() as engine:
+        engine.reset(state_of(1))
+
+
+@situation("an exclusive change that returns nothing", ValueError, "returned a NoneType: HostTables of the same spec")
+def _(directory):
+    with free() as engine:
+        try:
+            engine.exclusive(lambda tables: None)
+        finally:
+            goes_on(engine, 0)
+
+
+@situation("an exclusive change in a hook is what is trained on")
+def _(directory):
+    other = HostTables.create(SPEC, ROWS)
+
+    def hook(state, step, plans, metrics):
+        engine.exclusive(lambda tables: other)
+        return state
+
+    with free(stretch_steps=2) as engine:
+        train(engine, stream(2), [hook])
+        before = jax.tree.map(np.array, other.shards)
+        goes_on(engine, 2)
+        assert engine.state.tables is other
+    assert not np.array_equal(before["width_4"][0]["value"], other.shards["width_4"][0]["value"])
+
+
+@situation("a loss that is not finite calls no hook", FloatingPointError, "stretch that ended at step 2 is nan")
+def _(directory):
+    with free(stretch_steps=2) as engine:
+        train(engine, stream(4, label=np.nan), [lambda *given: 1 / 0])
+
+
+@situation("a loss that is not finite is not spread by a rule", ValueError, "holds nan or inf, which would spread")
+def _(directory):
+    with free(model_averaging(), every_steps=1) as engine:
+        train(engine, stream(4, label=np.nan))
+
+
+@situation("free trainers are left in the middle of a run")
+def _(directory):
+    with free(easgd(), stretch_steps=2) as engine:
+        for _ in engine.run(stream(8)):
+            break
+        engine.run(stream(8))
+    assert engine.step == 2 and not engine.running
+
+
+@situation("free trainers in a thread that gets no signals")
+def _(directory):
+    with free(easgd(), stretch_steps=2) as engine:
+        thread = threading.Thread(target=train, args=(engine, stream(6)))
+        thread.start()
+        thread.join(60)
+        goes_on(engine, 6)
