@@ -1,10 +1,18 @@
 """A trained run in use: its model without optimizers, its embeddings, and both by way of files."""
 
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import evaluate
+import export
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
@@ -20,8 +28,11 @@ from jaxrec.checkpoint import (
     write_image,
 )
 from jaxrec.cpr import Recovery, mfu
+from jaxrec.data.criteo import has_labels, open_encoder, open_split, prepare, read_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
+from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
+from jaxrec.types import DenseState, TrainState
 
 TABLES = {"user": Table(40, 8), "item": Table(9, 8)}
 SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("user", "item"))}, shards=4)
@@ -235,3 +246,194 @@ def test_reading_changes_nothing_and_waits_for_nobody(tmp_path):
         restore_for_prediction(tmp_path, SPEC, PARAMS)
         read_tables(tmp_path, ["item"])
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+# ---- raw rows, mapped as a preparation did
+
+
+def joined(blocks):
+    blocks = list(blocks)
+    return {key: np.concatenate([block[key] for block in blocks]) for key in blocks[0]}
+
+
+@pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
+@pytest.mark.parametrize("name", ["rows.txt", "rows.gz"])
+def test_raw_rows_are_mapped_as_a_preparation_mapped_them(tmp_path, options, name):
+    lines = list(criteo_lines(120))
+    prepare([write_lines(tmp_path / "train.txt", lines)], tmp_path / "prepared", **options)
+    splits = [open_split(tmp_path / "prepared", split) for split in ("train", "test")]
+    wanted = joined(split[i] for split in splits for i in range(len(split)))
+    encoder = open_encoder(tmp_path / "prepared")
+    for labelled in (True, False):
+        path = write_lines(tmp_path / "rows.txt", lines if labelled else without_labels(lines))
+        if name == "rows.gz":
+            path = Path(shutil.copy(path, tmp_path / name))
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        assert has_labels([path]) is labelled
+        found = joined(read_rows([path], encoder, labelled))
+        assert ("label" in found) is labelled
+        for key in found:
+            equal(found[key], wanted[key])
+
+
+def test_a_digest_tells_encoders_apart(tmp_path):
+    def digest(name, lines, **options):
+        prepare([write_lines(tmp_path / f"{name}.txt", lines)], tmp_path / name, **options)
+        return open_encoder(tmp_path / name).digest
+
+    lines = list(criteo_lines(120))
+    swapped = [line.replace("00001eef", "x").replace("00003dde", "00001eef").replace("x", "00003dde") for line in lines]
+    first = digest("a", lines, min_count=3)
+    assert first == digest("b", [*lines[:100], *criteo_lines(20, 1)], min_count=3)  # other test rows
+    others = [digest("c", swapped, min_count=3), digest("d", lines, hash_cap=9), digest("e", lines, hash_cap=8)]
+    assert len({first, *others}) == 4
+    assert open_encoder(tmp_path / "a").cardinalities == open_encoder(tmp_path / "c").cardinalities  # not of the sizes
+
+
+# ---- experiments/evaluate.py
+
+
+def evaluated(run, workdir, *path, **flags):
+    """What an evaluation writes: results.json and the predictions."""
+    evaluate.main(evaluate.Config(run_directory=run, workdir=workdir, path=path, **flags))
+    with np.load(workdir / "predictions.npz") as predictions:
+        return json.loads((workdir / "results.json").read_text()), dict(predictions)
+
+
+def quality(state, job, batches):
+    return jaxrec.evaluate(state, planned(job.spec, batches), job.eval_step())
+
+
+def assert_as_trained(results, wanted):
+    names = {"mean_label": "label_mean", "rows": "examples"}
+    names |= {key: key for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
+    assert {key: results[key] for key in names} == {key: wanted[name] for key, name in names.items()}
+
+
+def test_a_synthetic_run_is_evaluated_as_it_evaluated_itself(tmp_path, capsys):
+    run, job, state, data = synthetic_run(tmp_path)
+    results, predictions = evaluated(run, tmp_path / "e")
+    assert_as_trained(results, quality(state, job, data.test()))
+    assert predictions["logit"].shape == predictions["label"].shape == (4096,)
+    assert "normalized entropy" in capsys.readouterr().out
+    assert (tmp_path / "e" / "calibration.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
+def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, options):
+    run, lines, job, state = criteo_run(tmp_path, **options)
+    results, own = evaluated(run, tmp_path / "own")
+    assert_as_trained(results, quality(state, job, evaluate.Loader(open_split(tmp_path / "prepared", "test"), 2048)))
+    raw = write_lines(tmp_path / "test.txt", lines[200:])
+    bare = write_lines(tmp_path / "bare.txt", without_labels(lines[200:]))
+    of_raw, from_raw = evaluated(run, tmp_path / "raw", raw)
+    of_bare, from_bare = evaluated(run, tmp_path / "bare", bare)
+    equal(from_raw["label"], own["label"])
+    for found in (from_raw, from_bare):
+        equal(found["logit"], own["logit"])
+    assert of_raw == results and "auc" not in of_bare and "label" not in from_bare
+    assert of_bare["mean_prediction"] == results["mean_prediction"]
+    twice, from_two = evaluated(run, tmp_path / "two", bare, bare)
+    equal(from_two["logit"], np.concatenate([own["logit"]] * 2))
+    assert twice["rows"] == 80 and of_bare["tenth_10_rows"] == 4
+
+
+def test_tenths_hold_all_rows_and_what_was_clicked():
+    draw = np.random.default_rng(0)
+    logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
+    total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
+    found = evaluate.figures(evaluate.Predictions(logit, label, total))
+    of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
+    assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
+    assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
+    assert (of("rows") * of("predicted")).sum() == pytest.approx((1 / (1 + np.exp(-logit.astype(float)))).sum())
+    np.testing.assert_allclose(of("calibration"), of("predicted") / of("clicked"))
+    assert ((of("clicked_low") < of("clicked")) & (of("clicked") < of("clicked_high"))).all()
+
+
+def test_one_row_without_a_click_has_figures_that_json_can_hold(tmp_path):
+    run, lines, *_ = criteo_run(tmp_path)
+    line = next(line for line in lines if line[0] == "0")
+    results, _ = evaluated(run, tmp_path / "e", write_lines(tmp_path / "one.txt", [line]))
+    assert results["rows"] == 1 and results["auc"] is results["calibration"] is None
+
+
+# ---- experiments/export.py
+
+
+def exported(to, run, **flags):
+    export.main(export.Config(run_directory=run, to=to, **flags))
+    with np.load(to, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def assert_equal_states(found, wanted):
+    for a, b in zip(jax.tree.leaves(found.dense), jax.tree.leaves(wanted.dense), strict=True):
+        equal(np.asarray(a), np.asarray(b))
+    for name, mine in wanted.tables.shards.items():
+        used = wanted.tables.spec.stacks[name].offsets[-1]
+        for shard, parts in enumerate(mine):
+            rows = len(range(shard, used, wanted.tables.spec.shards))  # behind them is no table
+            for part, array in parts.items():
+                equal(found.tables.shards[name][shard][part][:rows], array[:rows])
+
+
+def test_rows_of_a_table_are_exported_by_id(tmp_path):
+    run, _, state, _ = synthetic_run(tmp_path)
+    matrix = embedding_matrix(state.tables, "C3")
+    found = exported(tmp_path / "rows.npz", run, table="C3", ids=(7, 5, 7))
+    equal(found["value"], matrix[[7, 5, 7]])
+    assert found["ids"].tolist() == [7, 5, 7] and found.keys() == {"ids", "value"}
+    equal(exported(tmp_path / "c3.npz", run, table="C3")["value"], matrix)
+    with_slots = exported(tmp_path / "slots.npz", run / "checkpoints", table="C3", optimizer=True)
+    equal(with_slots["accumulator"], slots(state.tables, "C3"))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 28])
+def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(export, "AT_ONCE_BYTES", at_once)  # tables one by one, or all together
+    run, job, state, _ = synthetic_run(tmp_path)
+    found = exported(tmp_path / "all.npz", run, all=True, optimizer=True)
+    equal(found["table.C3.value"], embedding_matrix(state.tables, "C3"))
+    assert found["dense.step"] == 3
+    export.main(export.Config(back=tmp_path / "all.npz", into=tmp_path / "other"))
+    after = []
+    for directory in (run / "checkpoints", tmp_path / "other"):
+        again, image = restore(directory, job.state(HostTables.create(job.spec, job.row_optimizer), seed=1))
+        assert_equal_states(again, state)
+        assert image.run == "a" * 16 and image.step == 3
+        more = jaxrec.SyntheticClicks((9,) * 26).stream(64, 3, 5)
+        after.append(jaxrec.fit(again, planned(job.spec, more), job.train_step()))
+    assert_equal_states(after[1], after[0])
+
+
+def test_without_optimizers_what_comes_back_predicts_and_no_more(tmp_path):
+    run, job, state, data = synthetic_run(tmp_path)
+    whole = exported(tmp_path / "all.npz", run, all=True, optimizer=True)
+    model = exported(tmp_path / "model.npz", run, all=True)
+    assert not [key for key in model if "opt_state" in key or "accumulator" in key] and len(model) < len(whole)
+    export.main(export.Config(back=tmp_path / "model.npz", into=tmp_path / "other"))
+    back, _ = restore_for_prediction(tmp_path / "other", job.spec, job.init(5))
+    assert quality(back, job, data.test()) == quality(state, job, data.test())
+    with pytest.raises(ValueError, match="other row optimizer slots"):
+        restore(tmp_path / "other", job.state(HostTables.create(job.spec, job.row_optimizer), seed=0))
+
+
+def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
+    """Half-precision weights, keys, empty leaves; several widths; and deltas without a base."""
+    params = {"half": jnp.arange(3, dtype=jnp.bfloat16)[None], "none": jnp.zeros((1, 0)), "long": jnp.arange(2)[None]}
+
+    def state_of(step):
+        dense = DenseState(jnp.asarray(step), jax.tree.map(lambda leaf: leaf + step, params), jax.random.key(step))
+        return TrainState(dense, HostTables.create(random_spec(1), ROWS))
+
+    directory = tmp_path / "images"
+    write_image(directory / "step_00000004", snapshot(state_of(4)))
+    exported(tmp_path / "all.npz", directory, all=True, optimizer=True)
+    export.main(export.Config(back=tmp_path / "all.npz", into=tmp_path / "other"))
+    found, wanted = restore(tmp_path / "other", state_of(0))[0], state_of(4)
+    assert found.dense.opt_state == wanted.dense.opt_state
+    assert_equal_states(*(state._replace(dense=state.dense._replace(opt_state=())) for state in (found, wanted)))
+    recovered = recovered_run(tmp_path / "chain", HostTables)
+    found = exported(tmp_path / "chain.npz", tmp_path / "chain", all=True)
+    equal(found["table.user.value"], embedding_matrix(recovered.tables, "user"))

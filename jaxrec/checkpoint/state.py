@@ -52,11 +52,12 @@ def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]
         leaves.append([jax.tree_util.keystr(path), shape, dtype])
         array = np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         if array.size:  # Orbax refuses empty arrays
-            arrays[_dense_name(number)] = array
+            arrays[dense_name(number)] = array
     return leaves, arrays
 
 
-def _dense_name(number):
+def dense_name(number: int) -> str:
+    """Name of the leaf of so many in a manifest's `dense`."""
     return f"dense.{number:04d}"
 
 
@@ -107,7 +108,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
-        saved = arrays.get(_dense_name(number))
+        saved = arrays.get(dense_name(number))
         leaves.append(_place(np.zeros(shape, dtype) if saved is None else saved, old))
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
@@ -164,7 +165,7 @@ def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> 
     for number, (path, shape, dtype) in enumerate(image.dense):
         if path.startswith(".opt_state"):
             continue
-        saved = arrays.get(_dense_name(number))
+        saved = arrays.get(dense_name(number))
         if path.startswith(".params"):
             if replica >= shape[0]:
                 raise ValueError(
@@ -173,7 +174,7 @@ def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> 
                 )
             shape, saved = [1, *shape[1:]], None if saved is None else saved[replica : replica + 1]
         if saved is not None:
-            chosen[_dense_name(len(kept))] = saved
+            chosen[dense_name(len(kept))] = saved
         kept.append([path, shape, dtype])
     return image._replace(dense=kept), chosen
 
