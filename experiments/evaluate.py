@@ -211,14 +211,9 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
     return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
 
 
-def evaluate(config: Config, run: Run, trained: Trained, asked: Asked) -> dict[str, Any]:
-    """Predicts the rows that the flags name, and writes and shows what results.json holds."""
-    job = job_of(trained)
-    examples = examples_of(config, trained, job)
-    state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
-    say(f"{image.path}, step {image.step}, on {examples.words}")
-    found = predict(state, job, examples, asked)
-    results = {"step": image.step, **figures(found)}
+def finish(run: Run, found: Predictions, step: int) -> dict[str, Any]:
+    """Writes and shows what was found; returns what results.json holds."""
+    results = {"step": step, **figures(found)}
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with aside(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
@@ -260,8 +255,19 @@ def main(config: Config) -> dict[str, Any]:
     assert config.run_directory is not None
     trained = open_run(config.run_directory)
     refuse(rules_of_run(config, trained))
-    with stop_on_signals() as asked, Run("evaluate", config, config.workdir) as run:
-        return evaluate(config, run, trained, asked)
+    with stop_on_signals() as asked:
+        # What can be refused is refused before the directory of the evaluation is made.
+        job = job_of(trained)
+        examples = examples_of(config, trained, job)
+        state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
+        with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
+            say(f"{image.path}, step {image.step}, on {examples.words}")
+            return finish(run, predict(state, job, examples, asked), image.step)
+
+
+def is_unfinished(workdir: Path | None) -> bool:
+    """Whether an evaluation has begun in a directory and not ended: the same one may begin there anew."""
+    return workdir is not None and (workdir / "config.json").exists() and not (workdir / "results.json").exists()
 
 
 if __name__ == "__main__":

@@ -38,11 +38,12 @@ def job_for(data, width=4, shards=3):
     return click_job(data.cardinalities, make_model("small_dlrm", width), DENSE, ROWS, width, shards, seed=0)
 
 
-def train_run(directory: Path, data, flags, extra=None):
-    """Trains a few steps; returns the job and its last state, which is saved."""
+def train_run(directory: Path, data, flags, extra=None, trained=True):
+    """Trains a few steps, or none; returns the job and its last state, which is saved."""
     job = job_for(data)
     state = job.state(HostTables.create(job.spec, job.row_optimizer), seed=0)
-    state = fit(state, planned(job.spec, data.train(0)), job.train_step())
+    if trained:
+        state = fit(state, planned(job.spec, data.train(0)), job.train_step())
     directory.mkdir()
     config = {"experiment": "train", "model": "small_dlrm", "seed": 0, "path": [], "run": "a" * 16, **flags}
     (directory / "config.json").write_text(json.dumps(config))
@@ -51,20 +52,20 @@ def train_run(directory: Path, data, flags, extra=None):
     return job, state
 
 
-def criteo_run(directory: Path, rows=240, noted=True, **options):
+def criteo_run(directory: Path, rows=240, noted=True, trained=True, **options):
     """A run over prepared rows: (its directory, the lines, job, state)."""
     lines = list(criteo_lines(rows))
     prepared = directory / "prepared"
     prepare([write_lines(directory / "train.txt", lines)], prepared, **(options or {"min_count": 3}))
     data = criteo_clicks(prepared, batch_size=32, steps=STEPS)
     extra = {"vocabulary_digest": open_encoder(prepared).digest} if noted else {}
-    job, state = train_run(directory / "run", data, {"data": "criteo", "path": [str(prepared)]}, extra)
+    job, state = train_run(directory / "run", data, {"data": "criteo", "path": [str(prepared)]}, extra, trained)
     return directory / "run", lines, job, state
 
 
-def synthetic_run(directory: Path):
+def synthetic_run(directory: Path, trained=True):
     """A run over synthetic clicks that has been tested on two batches: (its directory, job, state, data)."""
     data = synthetic_clicks((9,) * 26, batch_size=64, steps=STEPS, seed=0, test_batches=2)
-    job, state = train_run(directory / "run", data, {"data": "synthetic"})
+    job, state = train_run(directory / "run", data, {"data": "synthetic"}, trained=trained)
     (directory / "run" / "metrics.jsonl").write_text('{"step": 3, "test_examples": 4096}\n{"step": 4, "te')
     return directory / "run", job, state, data

@@ -46,7 +46,7 @@ def restore_for_prediction(
       says of the image.
 
     Raises:
-      ValueError: as `restore`; there is no such replica; `home` is none of the two.
+      ValueError: as `restore`; there is no such replica; an argument of another kind than wanted.
       DamagedImage: as `restore`.
 
     >>> import tempfile, optax, jaxrec
@@ -70,10 +70,19 @@ def restore_for_prediction(
     """
     if home not in (HostTables, DeviceTables):
         raise ValueError(f"home={home!r:.200} must be HostTables or DeviceTables, the class itself.")
+    if not isinstance(spec, EmbeddingSpec):
+        raise ValueError(f"spec is a {type(spec).__name__}, but the EmbeddingSpec of the run is wanted.")
+    try:
+        shapes = jax.eval_shape(lambda tree: tree, params)
+    except TypeError as error:
+        raise ValueError(
+            f"params are a {type(params).__name__} with leaves that are no arrays, but the dense parameters of the "
+            "model are wanted, or their shapes: jax.eval_shape(model.init, ...)."
+        ) from error
     mesh = as_mesh(mesh)
     no_slots = sgd(0.0)  # rows of this optimizer are their embeddings alone
     tables = HostTables.create(spec, no_slots) if home is HostTables else DeviceTables.create(spec, no_slots, mesh)
-    blank = jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), leaf.dtype), params)
+    blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),
         put_on_mesh(replicate(blank, mesh.shape[REPLICA]), mesh, PER_REPLICA),
