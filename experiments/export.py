@@ -36,7 +36,7 @@ from jaxrec.embedding import Layout
 from jaxrec.embedding.tables import initial_parts, range_of
 from jaxrec.files import PARTIAL, aside, local_path, make_directory
 
-AT_ONCE_BYTES = 1 << 28  # tables that are smaller are read together, as each reading goes through all shards
+AT_ONCE_BYTES = 1 << 26  # of tables that are read together, or as much as the largest table has
 MANIFEST = "manifest"  # of the image, as JSON: what else an image holds
 _OF_FILES = {"path", "format", "files", "digest", "parents"}  # of the image itself, not of its state
 
@@ -101,11 +101,15 @@ def export_all(config: Config, found: list[Image], to: Path) -> str:
             if dense_name(number) in dense and path in {kept for kept, *_ in manifest["dense"]}:
                 write_array(archive, f"dense{path}", dense[dense_name(number)])
         for names in together(image, config.optimizer):
-            parts = parts_of(image, names[0], config.optimizer)
-            for name, rows in tables_of_chain(found, names, parts).items():
-                for part, array in rows.items():
-                    write_array(archive, f"table.{name}.{part}", array)
+            write_tables(archive, found, names, parts_of(image, names[0], config.optimizer))
     return f"{len(image.tables)} tables and {len(manifest['dense'])} dense leaves"
+
+
+def write_tables(archive: zipfile.ZipFile, found: list[Image], names: list[str], parts: list[str]) -> None:
+    """Adds some tables; a function, so that nothing holds them while the next ones are read."""
+    for name, rows in tables_of_chain(found, names, parts).items():
+        for part, array in rows.items():
+            write_array(archive, f"table.{name}.{part}", array)
 
 
 def manifest_of(image: Image, optimizer: bool) -> dict[str, Any]:
@@ -119,20 +123,29 @@ def manifest_of(image: Image, optimizer: bool) -> dict[str, Any]:
 
 
 def together(image: Image, optimizer: bool) -> Iterator[list[str]]:
-    """Tables that are read together: of one width, and small, or one that is large.
+    """Tables that are read together: of one width, and no more bytes than the largest table has.
 
     Each reading goes through all shards, and takes as much memory as its tables.
     """
+    most = max(AT_ONCE_BYTES, *(bytes_of(image, [name], optimizer) for name in image.tables))
     for width in dict.fromkeys(width for _, width in image.tables.values()):
         waiting: list[str] = []
         for name in (name for name, (_, own) in image.tables.items() if own == width):
-            widths = [image.layout[f"width_{width}"][part][0] for part in parts_of(image, name, optimizer)]
-            rows = sum(image.tables[other][0] for other in [*waiting, name])
-            if waiting and 4 * rows * sum(widths) > AT_ONCE_BYTES:
+            if waiting and bytes_of(image, [*waiting, name], optimizer) > most:
                 yield waiting
                 waiting = []
             waiting.append(name)
         yield waiting
+
+
+def bytes_of(image: Image, tables: list[str], optimizer: bool) -> int:
+    """Bytes of the rows of some tables."""
+    return sum(
+        image.tables[name][0] * width * np.dtype(dtype).itemsize
+        for name in tables
+        for part in parts_of(image, name, optimizer)
+        for width, dtype in [image.layout[f"width_{image.tables[name][1]}"][part]]
+    )
 
 
 def write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:

@@ -389,7 +389,7 @@ def test_rows_of_a_table_are_exported_by_id(tmp_path):
     equal(with_slots["accumulator"], slots(state.tables, "C3"))
 
 
-@pytest.mark.parametrize("at_once", [1, 1 << 28])
+@pytest.mark.parametrize("at_once", [1, 1 << 26])
 def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, at_once):
     monkeypatch.setattr(export, "AT_ONCE_BYTES", at_once)  # tables one by one, or all together
     run, job, state, _ = synthetic_run(tmp_path)
@@ -437,3 +437,15 @@ def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
     recovered = recovered_run(tmp_path / "chain", HostTables)
     found = exported(tmp_path / "chain.npz", tmp_path / "chain", all=True)
     equal(found["table.user.value"], embedding_matrix(recovered.tables, "user"))
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_tables_are_read_together_up_to_the_size_of_the_largest(tmp_path, optimizer, monkeypatch):
+    monkeypatch.setattr(export, "AT_ONCE_BYTES", 1)
+    tables = {"a": Table(10, 2), "b": Table(100, 2), "c": Table(40, 2), "d": Table(60, 2), "e": Table(1, 2)}
+    tables |= {"wide": Table(50, 3)}
+    spec = EmbeddingSpec(tables, {name: Lookup(name) for name in tables})
+    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(spec, ROWS))
+    image = write_image(tmp_path / "step_00000000", snapshot(state))
+    assert list(export.together(image, optimizer)) == [["a"], ["b"], ["c", "d"], ["e"], ["wide"]]
+    assert export.bytes_of(image, ["wide"], optimizer) == 50 * 3 * 4 * (1 + optimizer)
