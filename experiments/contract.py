@@ -58,14 +58,14 @@ class Flags:
     seed: int = 0
 
 
-def command_line(main: Callable[[Any], dict], config: type[Flags], description: str | None) -> dict:
+def command_line(main: Callable[[Any], dict], config: type, description: str | None) -> dict:
     """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
     A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a
     scheduler knows that it should start the job again, if the experiment has a flag `requeue` and
     it is given.
     """
-    flags = None
+    flags: Any = None
     try:
         flags = tyro.cli(config, description=description)
         refuse_small(flags)

@@ -7,7 +7,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,7 @@ from jaxrec.checkpoint.state import (
     check_saved_dense,
     described,
     leaf_name,
+    of_replica,
     place_dense,
     refuse_other,
     tables_of,
@@ -48,6 +49,7 @@ from jaxrec.types import TrainState
 
 _THREADS, _TRIES = 4, 3
 Home = TypeVar("Home", bound=Tables)
+Loaded = TypeVar("Loaded")
 
 
 def restore(
@@ -80,25 +82,48 @@ def restore(
     Another process may save and prune in the directory meanwhile: then its newest images are looked
     for again.
     """
+    return with_chain(path, lambda found: fill(found, template, cast))
+
+
+def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: bool = True) -> Loaded:
+    """Loads from the verified chain of an image, or of the newest whole one of a directory.
+
+    Args:
+      path: as for `restore`.
+      load: makes something of the chain, oldest image first.
+      dense: whether the newest image must have a dense state, so that a whole state can be had.
+
+    Raises:
+      ValueError, DamagedImage: as `restore`.
+    """
     path = local_path(path)
     if is_image(path):
-        return _restore(_whole_chain(path), template, cast)
+        return load(_whole_chain(path))
     for _ in range(_TRIES - 1):
-        found = _newest_whole(path)
+        found = _newest_whole(path, dense)
         try:
-            return _restore(found, template, cast)
+            return load(found)
         except DamagedImage:  # it was whole: it has been removed since
             continue
-    return _restore(_newest_whole(path), template, cast)
+    return load(_newest_whole(path, dense))
 
 
-def _restore(found, template, cast):
-    """The state of a verified chain; the template changes only when all of it is read."""
+def fill(
+    found: list[Image], template: TrainState, cast: bool = False, replica: int | None = None
+) -> tuple[TrainState, Image]:
+    """The state of a verified chain; the template changes only when all of it is read.
+
+    Args:
+      found: the chain, oldest image first.
+      template, cast: as for `restore`.
+      replica: whose parameters to take, for a template without optimizers; the whole state if None.
+    """
     image, tables = found[-1], template.tables
     spec, layout = tables.spec, described(tables.layout)
     for other in found:
         refuse_other(other, "tables", tables_of(spec), other.tables)
-        refuse_other(other, "row optimizer slots", layout, other.layout)
+        if replica is None:
+            refuse_other(other, "row optimizer slots", layout, other.layout)
         if other.shards != image.shards:
             raise ValueError(f"{other.path} has {other.shards} shards and {image.path} has {image.shards}.")
     if not image.dense:
@@ -106,15 +131,17 @@ def _restore(found, template, cast):
             f"{image.path} was saved without its dense state, so no whole state can be had from it: restore shards of "
             "it (restore_shard), or an image of the whole state."
         )
-    check_saved_dense(image, template.dense, cast)
+    saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
+    if replica is not None:
+        saved, dense = of_replica(image, dense, replica)
+    check_saved_dense(saved, template.dense, cast)
     rows = _rows_below(found[0], tables)
-    dense = load_arrays(image, leaves_of(image, "dense."))
     for other in found:
-        arrays = load_arrays(other, leaves_of(other, "rows."))
+        arrays = load_arrays(other, _leaves_with(layout, other.shards) & leaves_of(other, "rows."))
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
-    placed = place_dense(image, template.dense, dense, cast)
+    placed = place_dense(saved, template.dense, dense, cast)
     with tables.overwriting(step=image.step):  # files say that they are torn meanwhile
         for name, stack in spec.stacks.items():
             used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
@@ -122,6 +149,16 @@ def _restore(found, template, cast):
                 mine = {part: table[shard :: spec.shards] for part, table in used.items()}
                 tables = tables.with_shard(name, shard, mine)
     return TrainState(placed, tables), image
+
+
+def _leaves_with(layout, shards):
+    """Names of all leaves that hold rows of a layout, of images and of deltas."""
+    return {
+        leaf_name(name, shard, part)
+        for name, parts in layout.items()
+        for shard in range(shards)
+        for part in (ROW_IDS, *parts)
+    }
 
 
 def _whole_chain(path) -> list[Image]:
@@ -132,9 +169,9 @@ def _whole_chain(path) -> list[Image]:
     return found
 
 
-def _newest_whole(directory) -> list[Image]:
+def _newest_whole(directory, dense=True) -> list[Image]:
     """The verified chain of the newest image or delta of a directory that a whole state can be had
-    from."""
+    from; without `dense`, of the newest one."""
     skipped: list[DamagedImage] = []
     known: dict[str, bool] = {}
     for path in newest_first(directory):
@@ -145,7 +182,7 @@ def _newest_whole(directory) -> list[Image]:
         except DamagedImage as error:
             skipped.append(error)
             continue
-        if found[-1].dense:
+        if found[-1].dense or not dense:
             warn_skipped(skipped)
             return found
     if skipped:
@@ -163,7 +200,8 @@ def _rows_below(base, tables):
             _refuse_other_initial_rows(base, tables.spec)
             parts = initial_parts(tables.spec, tables.layout, name, np.arange(padded))
         else:
-            parts = {part: np.empty((padded, width), dtype) for part, (width, dtype) in base.layout[name].items()}
+            layout = described(tables.layout)[name]
+            parts = {part: np.empty((padded, width), dtype) for part, (width, dtype) in layout.items()}
         rows |= {(name, part): array for part, array in parts.items()}
     return rows
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.image import Image, Snapshot
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.types import DenseState, TrainState
@@ -51,11 +52,12 @@ def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]
         leaves.append([jax.tree_util.keystr(path), shape, dtype])
         array = np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         if array.size:  # Orbax refuses empty arrays
-            arrays[_dense_name(number)] = array
+            arrays[dense_name(number)] = array
     return leaves, arrays
 
 
-def _dense_name(number):
+def dense_name(number: int) -> str:
+    """Name of the leaf of so many in a manifest's `dense`."""
     return f"dense.{number:04d}"
 
 
@@ -106,7 +108,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
-        saved = arrays.get(_dense_name(number))
+        saved = arrays.get(dense_name(number))
         leaves.append(_place(np.zeros(shape, dtype) if saved is None else saved, old))
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
@@ -141,6 +143,40 @@ def check_saved_dense(image: Image, template: DenseState, cast: bool = False) ->
             f"{image.path} was saved with other dtypes: {other_dtypes}. Make the model and optimizer in the saved "
             "ones, or ask for a cast: restore(..., cast=True)."
         )
+
+
+def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> tuple[Image, dict[str, np.ndarray]]:
+    """The dense state of an image as one replica would have saved it, without optimizers.
+
+    Args:
+      image: of a whole state.
+      arrays: its dense leaves, what `load_arrays` gave.
+      replica: from 0 to R - 1.
+
+    Returns:
+      The image with the leaves of the step and the parameters alone, and their arrays.
+
+    Raises:
+      ValueError: there is no such replica.
+    """
+    whole_number("replica", replica, 0)
+    kept: list[list] = []
+    chosen: dict[str, np.ndarray] = {}
+    for number, (path, shape, dtype) in enumerate(image.dense):
+        if path.startswith(".opt_state"):
+            continue
+        saved = arrays.get(dense_name(number))
+        if path.startswith(".params"):
+            if replica >= shape[0]:
+                raise ValueError(
+                    f"replica={replica}, but {image.path} holds {shape[0]} of them: give a number from 0 to "
+                    f"{shape[0] - 1}."
+                )
+            shape, saved = [1, *shape[1:]], None if saved is None else saved[replica : replica + 1]
+        if saved is not None:
+            chosen[dense_name(len(kept))] = saved
+        kept.append([path, shape, dtype])
+    return image._replace(dense=kept), chosen
 
 
 def leaf_name(stack: str, shard: int, part: str) -> str:

@@ -3,7 +3,7 @@
 
 Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one
 interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling` turns them
-into activations, and `optimizers` step them.
+into activations, and `optimizers` step them. `embedding_matrix` copies a table out of any home.
 """
 
 from jaxrec.embedding.device import DeviceTables
@@ -12,9 +12,10 @@ from jaxrec.embedding.optimizers import adagrad, rowwise_adagrad, sgd
 from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
 from jaxrec.embedding.pooling import activations
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
-from jaxrec.embedding.tables import Tables
+from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
     "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "Table", "Tables",
-    "activations", "adagrad", "bucket", "capacity_of", "device_plan", "host_plan", "plan", "rowwise_adagrad", "sgd",
+    "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "host_plan", "plan",
+    "rowwise_adagrad", "sgd",
 ]  # fmt: skip

@@ -173,6 +173,90 @@ def initial_chunks(
         yield chunk, initial_parts(spec, layout, stack, np.arange(chunk.start, chunk.stop) * spec.shards + shard)
 
 
+def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
+    """Copies the embeddings of one table to the host, in the order of their ids.
+
+    Args:
+      tables: in any home.
+      table: its name in the spec.
+      ids: i32[...], from 0 to rows - 1, in any order and more than once; all rows if None.
+
+    Returns:
+      f32[rows, E], or f32[..., E] for ids.
+
+    Raises:
+      ValueError: there is no such table; ids that are no whole numbers or lie outside of it; tables
+        of a pipeline's state that lag behind it.
+
+    >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'user': Table(9, 4), 'item': Table(5, 4)}, {'pair': Lookup(('user', 'item'))})
+    >>> tables = HostTables.create(spec, sgd(0.1))
+    >>> matrix = embedding_matrix(tables, 'item')
+    >>> matrix.shape
+    (5, 4)
+    >>> bool((embedding_matrix(tables, 'item', [3, 0]) == matrix[[3, 0]]).all())
+    True
+    """
+    stack, first, last = range_of(tables.spec, table)
+    width, shards = tables.spec.stacks[stack].width, tables.spec.shards
+    if ids is None:
+        matrix = np.empty((last - first, width), np.float32)
+        for shard, rows in enumerate(tables.parts(stack)["value"]):
+            write_shard(matrix, rows, first, shard, shards)
+        return matrix
+    ids = _checked_ids(table, ids, last - first)
+    rows, found = first + ids.ravel(), np.empty((ids.size, width), np.float32)
+    of_shard = [rows % shards == shard for shard in range(shards)]
+    picked = {(stack, shard): rows[mine] for shard, mine in enumerate(of_shard) if mine.any()}
+    for (_, shard), parts in tables.take(picked).items():
+        found[of_shard[shard]] = parts["value"]
+    return found.reshape(*ids.shape, width)
+
+
+def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
+    """The stack that holds a table, and its first row there and that behind its last.
+
+    Raises:
+      ValueError: there is no such table.
+    """
+    if not isinstance(table, str) or table not in spec.tables:
+        known = list(spec.tables)
+        raise ValueError(f"table {table!r:.80} is none of the {len(known)} of the spec: {str(known)[:300]}.")
+    name = f"width_{spec.tables[table].width}"
+    stack = spec.stacks[name]
+    place = stack.tables.index(table)
+    return name, stack.offsets[place], stack.offsets[place + 1]
+
+
+def write_shard(matrix: np.ndarray, rows: Array, first: int, shard: int, shards: int) -> None:
+    """Writes the rows of one table that lie on one shard of its stack into the table's matrix.
+
+    Args:
+      matrix: [rows, width], changed in place.
+      rows: [V / S, width] of the whole shard, on the host or on a device.
+      first: the table's first row in the stack.
+      shard, shards: which one, of how many.
+    """
+    begin = (shard - first) % shards  # the first row of the table that lies there
+    wanted = matrix[begin::shards]
+    place = (first + begin) // shards
+    wanted[:] = rows[place : place + len(wanted)]
+
+
+def _checked_ids(table, ids, rows):
+    ids = np.asarray(ids)
+    ids = ids if ids.size else ids.astype(np.int32)  # an empty list is of floats
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"ids of {table!r} are {ids.dtype}, but ids are whole numbers: cast them.")
+    if ids.size and not (ids.min() >= 0 and ids.max() < rows):
+        wrong = ids[(ids < 0) | (ids >= rows)].ravel()
+        raise ValueError(
+            f"{len(wrong)} ids of {table!r} are outside of it, the first is {wrong[0]}: ids run from 0 to {rows - 1}, "
+            "and -1, which is no id, has no row."
+        )
+    return ids.astype(np.int32)
+
+
 def is_initial(tables: Tables) -> bool:
     """Whether all rows have their initial values: then nothing need be saved for them to come
     back."""

@@ -31,39 +31,56 @@ class Columns(NamedTuple):
     bad_rows: list[int]  # numbers of the lines left out
 
 
-def parse(chunk: Chunk, bad_rows_left: int) -> Columns:
+def parse(chunk: Chunk, bad_rows_left: int | None, labelled: bool = True) -> Columns:
     """Checks and converts a chunk.
 
     Args:
       chunk: whole lines.
-      bad_rows_left: how many bad lines may still be left out.
+      bad_rows_left: how many bad lines may still be left out; None if every line is wanted.
+      labelled: whether lines begin with their label; labels are 0 otherwise.
 
     Raises:
       ValueError: more lines are bad; names file, line, rule and remedy of the first.
     """
-    parsed = _parse_good(chunk.text, chunk.lines)
+    text = chunk.text if labelled else _with_label(chunk.text)
+    parsed = _parse_good(text, chunk.lines)
     rows = np.arange(chunk.first_row, chunk.first_row + chunk.lines)
     if parsed is not None:
         return Columns(rows, *parsed, bad_rows=[])
     # polars names no line: look again, line by line.
-    lines = chunk.text.split(b"\n")[:-1]
+    lines = text.split(b"\n")[:-1]
     good = np.array([_LINE.fullmatch(line) is not None for line in lines])
     bad = np.flatnonzero(~good)
-    if len(bad) > bad_rows_left:
+    if len(bad) > (bad_rows_left or 0):
         at = int(bad[0])
-        raise ValueError(
-            f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at], chunk.first_line + at)}. Correct it, or "
-            f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N); this chunk has "
+        remedy = (
+            "take the line out: every line has its result, in their order."
+            if bad_rows_left is None
+            else f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N); this chunk has "
             f"{len(bad)}, {bad_rows_left} are allowed."
         )
+        wrong = _explain(lines[at], chunk.first_line + at, labelled)
+        raise ValueError(f"{chunk.path}, line {chunk.first_line + at}: {wrong}. Correct it, or {remedy}")
     kept = [line for line, ok in zip(lines, good, strict=True) if ok]
     parsed = _parse_good(b"".join(line + b"\n" for line in kept), len(kept))
     assert parsed is not None
     return Columns(rows[good], *parsed, bad_rows=rows[bad].tolist())
 
 
-def _explain(line: bytes, number: int) -> str:
+def has_labels(line: bytes) -> bool:
+    """Whether a file with this first line has labels; what is no line of either kind has, and is
+    refused as such."""
+    return line.count(b"\t") != _TABS - 1
+
+
+def _with_label(text: bytes) -> bytes:
+    return b"0\t" + text[:-1].replace(b"\n", b"\n0\t") + b"\n"
+
+
+def _explain(line: bytes, number: int, labelled: bool = True) -> str:
     fields = line.split(b"\t")
+    if len(fields) != _TABS + 1 and not labelled:
+        return f"{len(fields) - 1} fields, but a row without a label has {_TABS}, separated by tabs"
     if len(fields) != _TABS + 1:
         return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs{_recognised(line, number)}"
     if fields[0] not in (b"0", b"1"):

@@ -37,6 +37,9 @@ from jaxrec.files import Lock, aside, local_path, make_directory, write_json
 # The tables of the fields may share a stack, whose rows are numbered by int32 and rounded up to the
 # number of shards.
 _MOST_ROWS = 2**31 - 2**16
+_COUNT_AGAIN = (
+    "delete this file and run the preparation again, which counts the values once more and keeps what is written."
+)
 
 
 class Preparation(NamedTuple):
@@ -244,7 +247,7 @@ def _encoder(job: Preparation, in_train):
         kept = encode.vocabulary(encode.count_values(chunks, FIELDS), job.options["min_count"])
         with aside(path) as partial, open(partial, "wb") as file:
             np.savez(file, allow_pickle=False, **{f"C{i + 1}": values for i, values in enumerate(kept)})
-    kept = _load_vocabulary(path)
+    kept = load_vocabulary(path, _COUNT_AGAIN)
     cardinalities = [2 + len(values) for values in kept]
     if sum(cardinalities) > _MOST_ROWS:
         raise ValueError(
@@ -254,8 +257,12 @@ def _encoder(job: Preparation, in_train):
     return encode.vocabulary_encoder(kept), cardinalities
 
 
-def _load_vocabulary(path: Path) -> list[np.ndarray]:
-    """The kept values of each field, u32[v]; zip notes a checksum of each."""
+def load_vocabulary(path: Path, remedy: str) -> list[np.ndarray]:
+    """The kept values of each field, u32[v]; zip notes a checksum of each.
+
+    Raises:
+      ValueError: the file is cut or damaged; ends with the remedy.
+    """
     try:
         # Opened here: of a damaged file, numpy leaves its own handle open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
@@ -263,10 +270,7 @@ def _load_vocabulary(path: Path) -> list[np.ndarray]:
         if any(values.dtype != np.uint32 or values.ndim != 1 for values in kept):
             raise ValueError("its values are not of the kind that was written")
     except (ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path} is cut or damaged ({error}): delete this file and run the preparation again, which counts the "
-            "values once more and keeps what is written."
-        ) from error
+        raise ValueError(f"{path} is cut or damaged ({error}): {remedy}") from error
     return kept
 
 

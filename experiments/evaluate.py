@@ -1,0 +1,274 @@
+"""Evaluates a run of train.py on its own test set or on another file, or predicts rows without
+labels.
+
+    python experiments/evaluate.py --run runs/a                       its own test set, once more
+    python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
+    python experiments/evaluate.py --run runs/a --path test.txt       rows without labels: predictions alone
+    python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
+
+Writes AUC, log loss, normalised entropy and calibration (of all rows and by tenths of the
+prediction) to results.json, and the predictions, in the order of the rows, to predictions.npz. The
+newest whole image of the run is used; the run may go on meanwhile. A hundred thousand rows take
+some seconds.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import tyro
+from clicks import TEST_BATCH, ClickJob, synthetic_clicks
+from contract import Flags, Run, command_line, grid, listing, plot, refuse, say
+from stopping import Asked, stop_on_signals
+from trained import Trained, job_of, open_run, prepared_of, tested_on
+
+from jaxrec import metrics
+from jaxrec.checkpoint import restore_for_prediction
+from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
+from jaxrec.data.loader import Loader
+from jaxrec.files import aside, local_path
+from jaxrec.loop import planned
+from jaxrec.types import Batch, TrainState
+
+TENTHS, SYNTHETIC_EXAMPLES = 10, 50 * TEST_BATCH
+TABLE = {"Rows": ["rows", "step"], "Quality": ["auc", "log_loss", "normalized", "calibration"], "Means": ["mean_"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of an evaluation."""
+
+    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
+    """The --workdir of a run of train.py."""
+    path: tuple[Path, ...] = ()
+    """Raw Criteo files (plain or .gz), with labels or without, or one prepared directory; the run's own
+    test set if none is given."""
+    split: Literal["test", "train"] = "test"
+    """Of a prepared directory, which part."""
+    prepared: Path | None = None
+    """Where the prepared directory of the run is now, if it has moved."""
+    replica: int = 0
+    """Whose parameters predict, if the run had several replicas."""
+
+
+class Examples(NamedTuple):
+    """What is predicted."""
+
+    batches: Iterator[Batch]
+    labelled: bool
+    words: str  # what they are
+
+
+def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
+    """The rows that the flags name.
+
+    Raises:
+      ValueError: they cannot be had, or their ids do not belong to the run.
+    """
+    if run.config["data"] == "synthetic":
+        return Examples(synthetic_test(run, job), True, "its own synthetic test set")
+    if config.path and not config.path[0].is_dir():
+        labelled = has_labels(config.path)
+        _, encoder = prepared_of(run, config.prepared)
+        blocks = read_rows(config.path, encoder, labelled)
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
+    directory, encoder = prepared_of(run, config.prepared)
+    if config.path and open_encoder(config.path[0]).digest != encoder.digest:
+        raise ValueError(
+            f"{config.path[0]} was prepared with another vocabulary than {directory}, from which {run.directory} was "
+            "trained, so that its ids mean other categories: give the raw files, which are mapped as the run's were."
+        )
+    directory = config.path[0] if config.path else directory
+    return Examples(
+        iter(Loader(open_split(directory, config.split), TEST_BATCH)), True, f"{config.split} of {directory}"
+    )
+
+
+def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
+    """The test examples of a synthetic run: as many as it was tested on last."""
+    batches = (tested_on(run) or SYNTHETIC_EXAMPLES) // TEST_BATCH
+    cardinalities = tuple(table.rows for table in job.spec.tables.values())
+    return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches).test()
+
+
+def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[Batch]:
+    """Cuts blocks of rows into batches of one size; the last one is filled up with examples of
+    weight 0.
+
+    >>> blocks = [{"dense": np.ones((3, 1), np.float32), "ids": np.arange(3)[:, None]}] * 2
+    >>> [(batch.ids["sparse"].ravel().tolist(), batch.weight.tolist()) for batch in in_batches(blocks, 4)]
+    [([0, 1, 2, 0], [1.0, 1.0, 1.0, 1.0]), ([1, 2, -1, -1], [1.0, 1.0, 0.0, 0.0])]
+    """
+    rest: dict[str, np.ndarray] = {}
+    for block in blocks:
+        rest = {key: np.concatenate([rest[key], rows]) for key, rows in block.items()} if rest else block
+        whole = len(rest["ids"]) // size * size
+        for start in range(0, whole, size):
+            yield _batch({key: rows[start : start + size] for key, rows in rest.items()}, size)
+        rest = {key: rows[whole:] for key, rows in rest.items()}
+    if rest and len(rest["ids"]):
+        yield _batch(rest, size)
+
+
+def _batch(rows, size):
+    missing = size - len(rows["ids"])
+    fill = lambda array, value: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
+    weight = fill(np.ones(len(rows["ids"]), np.float32), 0)
+    label = fill(rows["label"].astype(np.float32), 0) if "label" in rows else np.zeros(size, np.float32)
+    return Batch({"sparse": fill(rows["ids"], -1)}, fill(rows["dense"], 0), label, weight)
+
+
+class Predictions(NamedTuple):
+    """Rows in their order."""
+
+    logit: np.ndarray  # f32[n]
+    label: np.ndarray | None  # u8[n]
+    total: metrics.Evaluation  # of labelled rows, batch by batch, as training sums it up
+
+    @property
+    def probability(self) -> np.ndarray:
+        """f64[n]"""
+        return 1 / (1 + np.exp(-self.logit.astype(np.float64)))
+
+
+def predict(state: TrainState, job: ClickJob, examples: Examples, asked: Asked) -> Predictions:
+    """Predicts all rows; leaves off with `Stopped` if a signal asks to.
+
+    Raises:
+      FloatingPointError: a prediction is not finite.
+      ValueError: there is no row; as what gives the rows.
+    """
+    step, total = job.eval_step(), metrics.empty_evaluation()
+    logits, labels = [], []
+    with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
+        for batch, plans in asked.each(pairs):
+            found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
+            # Rows without labels count as no click: what is looked at is whether all is finite.
+            total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
+            logits.append(found[counts])
+            labels.append(batch.label[counts].astype(np.uint8))
+    if not logits:
+        raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
+    return Predictions(np.concatenate(logits), np.concatenate(labels) if examples.labelled else None, total)
+
+
+def figures(found: Predictions) -> dict[str, Any]:
+    """What results.json says of predictions: quality where there are labels, and tenths of the rows
+    by prediction."""
+    probability = found.probability
+    results: dict[str, float] = {"rows": len(found.logit)}
+    if found.label is not None:
+        quality = metrics.summarize(found.total)
+        results |= {key: quality[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
+        results |= {"mean_label": quality["label_mean"]}
+    results |= {"mean_prediction": float(probability.mean())}
+    order = np.argsort(probability, kind="stable")
+    for number, rows in enumerate(np.array_split(order, min(TENTHS, len(order))), 1):
+        results |= {f"tenth_{number}_rows": len(rows), f"tenth_{number}_predicted": float(probability[rows].mean())}
+        if found.label is not None:
+            results |= of_tenth(f"tenth_{number}", float(found.label[rows].sum()), len(rows), probability[rows].sum())
+    return {key: value if math.isfinite(value) else None for key, value in results.items()}
+
+
+def of_tenth(key: str, clicks: float, rows: int, predicted: float) -> dict[str, float]:
+    """The share of clicks with its 95 % interval (Wilson, JASA 1927), and predicted over observed
+    clicks.
+
+    >>> {key: round(value, 3) for key, value in of_tenth("t", 10.0, 100, 12.0).items()}
+    {'t_clicked': 0.1, 't_clicked_low': 0.055, 't_clicked_high': 0.174, 't_calibration': 1.2}
+    """
+    share, z = clicks / rows, 1.96
+    middle, half = share + z * z / (2 * rows), z * math.sqrt(share * (1 - share) / rows + (z / (2 * rows)) ** 2)
+    low, high = ((middle + side * half) / (1 + z * z / rows) for side in (-1, 1))
+    ends = {f"{key}_clicked_low": max(low, 0.0), f"{key}_clicked_high": high}
+    return {f"{key}_clicked": share} | ends | {f"{key}_calibration": float(predicted / clicks) if clicks else math.inf}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Results as people read them."""
+    tenths = [key.removesuffix("_predicted").removeprefix("tenth_") for key in results if key.endswith("_predicted")]
+    columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
+    if "auc" in results:
+        columns |= {"clicked": "tenth_{}_clicked", "predicted / clicked": "tenth_{}_calibration"}
+    overall = {key: value for key, value in results.items() if not key.startswith("tenth_")}
+    tenths_of = grid(results, "tenth, by prediction", tenths, columns)
+    return f"{listing(overall, TABLE)}\n\n{tenths_of}"
+
+
+def draw(path: Path, results: dict[str, Any]) -> bool:
+    """Draws what was clicked over what was predicted, a point for each tenth."""
+    tenths = [key.removesuffix("_predicted") for key in results if key.endswith("_predicted")]
+    predicted = [results[f"{tenth}_predicted"] for tenth in tenths]
+    lines = {"as predicted": (predicted, predicted)}
+    for name, key in (("clicked", "clicked"), ("95 % low", "clicked_low"), ("95 % high", "clicked_high")):
+        lines[name] = (predicted, [results[f"{tenth}_{key}"] for tenth in tenths])
+    said = "no clicks" if results["calibration"] is None else f"{results['calibration']:.3f} times the clicks"
+    title = f"The model predicts {said} of {results['rows']:,} rows; each point is a tenth of them, by prediction"
+    return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
+
+
+def finish(run: Run, found: Predictions, step: int) -> dict[str, Any]:
+    """Writes and shows what was found; returns what results.json holds."""
+    results = {"step": step, **figures(found)}
+    labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
+    with aside(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
+        np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
+    if found.label is not None:
+        draw(run.directory / "calibration.png", results)
+    run.close(results, table(results))
+    return results
+
+
+def rules(config: Config) -> dict[str, object]:
+    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
+    return {
+        "--run DIR is needed: the --workdir of a run of train.py.": config.run_directory is None,
+        "--preset and --seed are those of the run: leave them out.": config.preset != "default" or config.seed,
+        f"--path {' '.join(map(str, config.path))}: a prepared directory stands alone, without other files.": (
+            len(config.path) > 1 and any(path.is_dir() for path in config.path)
+        ),
+        f"--split {config.split} is of a prepared directory: raw files are evaluated whole.": (
+            config.split != "test" and config.path and not config.path[0].is_dir()
+        ),
+    }
+
+
+def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
+    """As `rules`, of flags that do not fit the run."""
+    synthetic, inside = trained.config["data"] == "synthetic", config.workdir and local_path(config.workdir)
+    return {
+        f"{trained.directory} was trained on synthetic clicks, and Criteo rows mean nothing to it: leave out --path, "
+        "--prepared and --split.": synthetic and (config.path or config.prepared or config.split != "test"),
+        "--workdir is the directory of the evaluation, and must be another one than --run.": (
+            inside == trained.directory
+        ),
+    }
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Evaluates a run; returns what results.json holds."""
+    refuse(rules(config))
+    assert config.run_directory is not None
+    trained = open_run(config.run_directory)
+    refuse(rules_of_run(config, trained))
+    with stop_on_signals() as asked:
+        # What can be refused is refused before the directory of the evaluation is made.
+        job = job_of(trained)
+        examples = examples_of(config, trained, job)
+        state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
+        with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
+            say(f"{image.path}, step {image.step}, on {examples.words}")
+            return finish(run, predict(state, job, examples, asked), image.step)
+
+
+def is_unfinished(workdir: Path | None) -> bool:
+    """Whether an evaluation has begun in a directory and not ended: the same one may begin there anew."""
+    return workdir is not None and (workdir / "config.json").exists() and not (workdir / "results.json").exists()
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

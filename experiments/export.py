@@ -1,0 +1,340 @@
+"""Takes the embeddings and the dense weights of a run out of its images, into .npz files, and back.
+
+    python experiments/export.py --run runs/a --table C3 --ids 5 7 --to rows.npz     some rows: ids and value
+    python experiments/export.py --run runs/a --table C3 --to c3.npz                 a whole table
+    python experiments/export.py --run runs/a --all --to model.npz                   all tables, all dense weights
+    python experiments/export.py --run runs/a --all --optimizer --to state.npz       with the state of both optimizers
+    python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
+
+Ids are rows of the table, as the run's vocabulary or hashing numbers them. --run takes the directory
+of a run, of images, or one image. Memory: that of the largest table, and one shard. With
+--optimizer, what comes back can be trained further; without it, it can predict.
+"""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from contract import command_line, refuse, say
+from stopping import stop_on_signals
+from trained import images_directory
+
+from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
+from jaxrec.checkpoint.image import is_whole, leaves_of, load_arrays
+from jaxrec.checkpoint.predicting import tables_of_chain
+from jaxrec.checkpoint.restoring import with_chain
+from jaxrec.checkpoint.state import dense_name, leaf_name
+from jaxrec.embedding import Layout
+from jaxrec.embedding.tables import initial_parts, range_of
+from jaxrec.files import PARTIAL, aside, local_path, make_directory
+
+AT_ONCE_BYTES = 1 << 26  # of tables that are read together, or as much as the largest table has
+MANIFEST = "manifest"  # of the image, as JSON: what else an image holds
+_OF_FILES = {"path", "format", "files", "digest", "parents"}  # of the image itself, not of its state
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the export."""
+
+    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
+    """The directory of a run, of images, or one image."""
+    table: str | None = None
+    """Which table, such as C3."""
+    ids: tuple[int, ...] = ()
+    """Which rows of it; all if none is given."""
+    all: bool = False
+    """All tables and all dense weights."""
+    optimizer: bool = False
+    """With the slots of the rows, and for --all the state of the dense optimizer."""
+    to: Path | None = None
+    """The .npz file to write."""
+    back: Path | None = None
+    """A file that --all has written."""
+    into: Path | None = None
+    """Where its image goes: the directory of a run, or of its images."""
+
+
+def export_table(config: Config, found: list[Image], to: Path) -> str:
+    """Writes one table, or some rows of it: `value`, the slots if asked for, and `ids` if they were
+    given; returns what was written."""
+    assert config.table is not None
+    image, ids = found[-1], np.asarray(config.ids, np.int64)
+    spec = spec_of(image)
+    parts = parts_of(image, config.table, config.optimizer)
+    rows = tables_of_chain(found, [config.table], parts)[config.table]
+    if len(ids):
+        last = spec.tables[config.table].rows - 1
+        wrong = ids[(ids < 0) | (ids > last)]
+        refuse(
+            {f"--ids {wrong[:3].tolist()} are no rows of {config.table}, whose ids run from 0 to {last}.": len(wrong)}
+        )
+        rows = {"ids": ids, **{part: array[ids] for part, array in rows.items()}}
+    with aside(to) as partial, open(partial, "wb") as file:
+        np.savez(file, allow_pickle=False, **rows)
+    return f"{len(rows['value'])} rows of {config.table}: {', '.join(rows)}"
+
+
+def parts_of(image: Image, table: str, optimizer: bool) -> list[str]:
+    """What a row of a table is exported as; an unknown table is refused where it is read."""
+    width = image.tables.get(table, [0, 0])[1]
+    return [part for part in image.layout.get(f"width_{width}", ["value"]) if optimizer or part == "value"]
+
+
+def export_all(config: Config, found: list[Image], to: Path) -> str:
+    """Writes all tables as `table.NAME.PART`, dense weights as `dense.PATH` and the manifest;
+    returns what was written."""
+    image = found[-1]
+    manifest = manifest_of(image, config.optimizer)
+    with aside(to) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+        write_array(archive, MANIFEST, np.array(json.dumps(manifest)))
+        dense = load_arrays(image, leaves_of(image, "dense."))
+        for number, (path, *_) in enumerate(image.dense):
+            if dense_name(number) in dense and path in {kept for kept, *_ in manifest["dense"]}:
+                write_array(archive, f"dense{path}", dense[dense_name(number)])
+        for names in together(image, config.optimizer):
+            write_tables(archive, found, names, parts_of(image, names[0], config.optimizer))
+    return f"{len(image.tables)} tables and {len(manifest['dense'])} dense leaves"
+
+
+def write_tables(archive: zipfile.ZipFile, found: list[Image], names: list[str], parts: list[str]) -> None:
+    """Adds some tables; a function, so that nothing holds them while the next ones are read."""
+    for name, rows in tables_of_chain(found, names, parts).items():
+        for part, array in rows.items():
+            write_array(archive, f"table.{name}.{part}", array)
+
+
+def manifest_of(image: Image, optimizer: bool) -> dict[str, Any]:
+    """What an image says of its state; as if it had been trained without optimizers if theirs is
+    left out."""
+    fields = {key: value for key, value in image._asdict().items() if key not in _OF_FILES}
+    if not optimizer:
+        fields["layout"] = {name: {"value": parts["value"]} for name, parts in image.layout.items()}
+        fields["dense"] = [leaf for leaf in image.dense if not leaf[0].startswith(".opt_state")]
+    return fields
+
+
+def together(image: Image, optimizer: bool) -> Iterator[list[str]]:
+    """Tables that are read together: of one width, and no more bytes than the largest table has.
+
+    Each reading goes through all shards, and takes as much memory as its tables.
+    """
+    most = max(AT_ONCE_BYTES, *(bytes_of(image, [name], optimizer) for name in image.tables))
+    for width in dict.fromkeys(width for _, width in image.tables.values()):
+        waiting: list[str] = []
+        for name in (name for name, (_, own) in image.tables.items() if own == width):
+            if waiting and bytes_of(image, [*waiting, name], optimizer) > most:
+                yield waiting
+                waiting = []
+            waiting.append(name)
+        yield waiting
+
+
+def bytes_of(image: Image, tables: list[str], optimizer: bool) -> int:
+    """Bytes of the rows of some tables."""
+    return sum(
+        image.tables[name][0] * width * np.dtype(dtype).itemsize
+        for name in tables
+        for part in parts_of(image, name, optimizer)
+        for width, dtype in [image.layout[f"width_{image.tables[name][1]}"][part]]
+    )
+
+
+def write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    """Adds one array to an .npz file that is being written."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)
+
+
+# ---- and back
+
+
+class Unpacked:
+    """The arrays of an .npz file, as files of their own, from which any rows are read.
+
+    Args:
+      path: of the .npz file.
+      directory: an empty one, for as many bytes as the file has.
+
+    Raises:
+      ValueError: it is no .npz file, or damaged.
+    """
+
+    def __init__(self, path: Path, directory: Path):
+        self._path, self._directory = path, directory
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._files = {member.removesuffix(".npy"): str(n) for n, member in enumerate(archive.namelist())}
+                for name, file in self._files.items():
+                    # Reading compares the checksum of the archive, which a mapped file would not.
+                    with archive.open(f"{name}.npy") as packed, open(directory / file, "wb") as unpacked:
+                        shutil.copyfileobj(packed, unpacked, 1 << 20)
+            self.manifest = json.loads(str(self[MANIFEST][()]))
+            self.image = Image(**self.manifest, path=path, format=0, files={}, parents={}, digest="")
+            is_whole_spec = spec_of(self.image).digest == self.image.spec
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no file of `export.py --all`, or damaged: {error!s:.300}") from None
+        refuse({f"{path} is damaged: its manifest does not fit its spec's digest.": not is_whole_spec})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._files:
+            raise ValueError(f"{self._path} has no {name!r}: give a file that `export.py --all` has written.")
+        return np.load(self._directory / self._files[name], mmap_mode="r", allow_pickle=False)
+
+    def of_shape(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """An array that has to be of some shape and dtype.
+
+        Raises:
+          ValueError: it is not; names both.
+        """
+        array = self[name]
+        if array.dtype.kind == "V":  # what numpy itself does not know, such as bfloat16
+            array = array.view(np.dtype(dtype))
+        if list(array.shape) != list(shape) or str(array.dtype) != dtype:
+            raise ValueError(
+                f"{name!r} in {self._path} is {array.dtype}{list(array.shape)}, and the manifest wants "
+                f"{dtype}{list(shape)}: cast or reshape it."
+            )
+        return array
+
+
+def image_of(arrays: Unpacked) -> Snapshot:
+    """An image of what was exported; its rows are read shard by shard while it is written."""
+    image, dense = arrays.image, {}
+    for number, (path, shape, dtype) in enumerate(image.dense):
+        if 0 in shape:
+            continue
+        if dtype.startswith("key<"):
+            dense[dense_name(number)] = np.array(arrays[f"dense{path}"])
+        else:
+            dense[dense_name(number)] = np.array(arrays.of_shape(f"dense{path}", shape, dtype))
+    for name, (rows, width) in image.tables.items():  # before anything is written
+        for part, (own, dtype) in image.layout[f"width_{width}"].items():
+            arrays.of_shape(f"table.{name}.{part}", (rows, own), dtype)
+    return Snapshot(dense, {**arrays.manifest, "parents": {}}, shards_of(arrays))
+
+
+def shards_of(arrays: Unpacked) -> Iterator[dict[str, np.ndarray]]:
+    """{leaf: rows} of one shard of a stack after the other."""
+    image, spec = arrays.image, spec_of(arrays.image)
+    for name in spec.stacks:
+        for shard in range(spec.shards):
+            parts = image.layout[name].items()
+            yield {leaf_name(name, shard, part): shard_of(arrays, name, shard, part, *one) for part, one in parts}
+
+
+def shard_of(arrays: Unpacked, name: str, shard: int, part: str, width: int, dtype: str) -> np.ndarray:
+    """One part of the rows of one shard of a stack, [V / S, width]; a row that no table has is as it
+    began."""
+    spec = spec_of(arrays.image)
+    stack = spec.stacks[name]
+    rows = np.zeros((stack.rows_per_shard, width), dtype)
+    if part == "value":
+        last = np.array([stack.rows - stack.shards + shard])  # the only row of a shard that may be in no table
+        rows[-1] = initial_parts(spec, Layout({name: {}}), name, last)["value"][0]
+    for table in stack.tables:
+        _, first, _ = range_of(spec, table)
+        begin = (shard - first) % stack.shards  # the first row of the table that lies on this shard
+        mine, place = arrays[f"table.{table}.{part}"][begin :: stack.shards], (first + begin) // stack.shards
+        rows[place : place + len(mine)] = mine
+    return rows
+
+
+def bring_back(path: Path, into: Path) -> Image:
+    """Makes an image of an exported file.
+
+    Args:
+      path: what `--all` has written.
+      into: the directory of a run, or of images.
+
+    Raises:
+      ValueError: the file is damaged or of other shapes than it says; the directory holds images of
+        another run, or newer ones; somebody saves there.
+      OSError: the disk is full: beside the image, the file is unpacked there for a while.
+    """
+    refuse({f"{path} is no file: give what `export.py --all` has written.": not path.is_file()})
+    directory, run = images_directory(into), run_of(path)
+    with Checkpointer(directory, run=run) as saver:
+        # Of a name that the next saver of the directory removes, if this process is killed.
+        with tempfile.TemporaryDirectory(dir=directory, prefix="step_", suffix=PARTIAL) as unpacked:
+            arrays = Unpacked(path, Path(unpacked))
+            refuse_newer(saver, arrays.image.step)
+            return write_image(saver.path_of(arrays.image.step), image_of(arrays))
+
+
+def run_of(path: Path) -> str | None:
+    """The run that an exported file is of; None if it has no name.
+
+    Raises:
+      ValueError: it is no such file.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return json.loads(str(arrays[MANIFEST][()]))["run"] or None
+    except (zipfile.BadZipFile, zlib.error, LookupError, EOFError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of `export.py --all`, or damaged: {error!s:.200}") from None
+
+
+def refuse_newer(saver: Checkpointer, step: int) -> None:
+    """Refuses a directory with images that would pass for newer than one of this step, or are of
+    it."""
+    saver.refuse_newer(step)
+    there = saver.path_of(step)
+    refuse({f"{there} is there already: give another --into, or remove it.": is_whole(there)})
+    for path in deltas(saver.directory):
+        try:
+            newer = read_manifest(path, str).step >= step
+        except DamagedImage:
+            continue
+        refuse({f"{path} would pass for newer than step {step}: give another --into.": newer})
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Exports or brings back; returns what was written and where."""
+    refuse(rules(config))
+    with stop_on_signals():
+        if config.back is not None and config.into is not None:
+            image = bring_back(local_path(config.back), config.into)
+            more = "" if any(leaf[0].startswith(".opt_state") for leaf in image.dense) else ": it can predict"
+            say(f"wrote {image.path}, an image of step {image.step} of run {image.run}{more}")
+            return {"written": str(image.path), "step": image.step}
+        assert config.run_directory is not None and config.to is not None
+        to, write = local_path(config.to), export_all if config.all else export_table
+        make_directory(to.parent)
+        images = images_directory(config.run_directory)
+        # Begun anew if the run at work removes an image while it is read.
+        what = with_chain(images, lambda found: write(config, found, to), dense=config.all)
+        say(f"wrote {what} to {to}")
+        return {"written": str(to)}
+
+
+def rules(config: Config) -> dict[str, object]:
+    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
+    out = config.table is not None or config.all
+    asked = [config.table is not None, config.all, config.back is not None]
+    return {
+        "give one of --table NAME, --all and --back FILE.": sum(asked) != 1,
+        "--run DIR and --to FILE.npz are needed: from where, and where to.": (
+            out and (config.run_directory is None or config.to is None)
+        ),
+        "--back FILE needs --into DIR: where its image goes.": not out and config.into is None,
+        "--into is for --back alone: an export goes --to a file.": out and config.into is not None,
+        "--run, --to, --optimizer and --ids are for exports: --back takes all from its file.": (
+            not out and (config.run_directory or config.to or config.optimizer or config.ids)
+        ),
+        "--ids are rows of one table: give --table NAME, or leave them out.": config.ids and config.table is None,
+        f"--to {config.to} must end in .npz, as what it will be.": config.to and config.to.suffix != ".npz",
+        f"--to {config.to} exists already: give another name.": config.to and config.to.exists(),
+    }
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

@@ -1,0 +1,132 @@
+"""A run of train.py as others use it: its flags, its images, and the model and rows that belong to
+them."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optax
+from clicks import ClickJob, click_job, make_model, prepared_directory
+
+from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
+from jaxrec.data.criteo import Encoder, open_encoder
+from jaxrec.embedding import sgd
+from jaxrec.files import local_path
+
+
+class Trained(NamedTuple):
+    """A run that has saved images."""
+
+    directory: Path
+    config: Mapping[str, Any]  # as config.json holds it
+    images: Path  # the directory of them
+    image: Image  # the newest whose manifest can be read: tables are the same in all
+
+
+def images_directory(directory: Path) -> Path:
+    """Where images lie, of the directory of a run or of the images themselves."""
+    directory = local_path(directory)
+    return directory / "checkpoints" if (directory / "config.json").exists() else directory
+
+
+def open_run(directory: Path) -> Trained:
+    """Opens a run of train.py for reading; it may be at work meanwhile.
+
+    Raises:
+      ValueError: there is no such run, its config.json is damaged, or it has saved nothing.
+    """
+    directory = local_path(directory)
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} is no run: it has no config.json. Give the --workdir of a run of train.py.")
+    try:
+        config = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): mend it, or bring it back.") from None
+    missing = [key for key in ("data", "path", "model") if key not in config]
+    if config.get("experiment") != "train" or missing:
+        raise ValueError(
+            f"{directory} is a run of {config.get('experiment', 'an unknown experiment')}"
+            + (f" without {', '.join(missing)}" if missing else "")
+            + ": give the --workdir of a run of train.py."
+        )
+    return Trained(directory, config, directory / "checkpoints", _newest_manifest(directory / "checkpoints"))
+
+
+def _newest_manifest(directory):
+    damaged = None
+    for path in newest_first(directory):
+        try:
+            return read_manifest(path, str)
+        except DamagedImage as error:
+            damaged = damaged or error
+    if damaged is not None:
+        raise damaged
+    raise ValueError(f"{directory} holds no image yet: wait until the run has saved one, or stop it, as it saves then.")
+
+
+def job_of(run: Trained) -> ClickJob:
+    """The model of a run over the tables of its images; how it was optimized does not matter any
+    more."""
+    (width,) = {width for _, width in run.image.tables.values()}
+    model, cardinalities = make_model(run.config["model"], width), [rows for rows, _ in run.image.tables.values()]
+    return click_job(cardinalities, model, optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed)
+
+
+def tested_on(run: Trained) -> int | None:
+    """How many examples a run was tested on, as its files say; None if they do not."""
+    lines = []
+    if (run.directory / "metrics.jsonl").exists():
+        lines = (run.directory / "metrics.jsonl").read_text(errors="replace").splitlines()
+    if (run.directory / "results.json").exists():
+        lines.append((run.directory / "results.json").read_text(errors="replace"))
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line of a run at work may be torn
+            return int(json.loads(line)["test_examples"])
+    return None
+
+
+def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]:
+    """The prepared directory that a run was trained from, and how it maps categories to ids.
+
+    Args:
+      run: of Criteo rows.
+      given: where that directory is now; where the run had it if None.
+
+    Raises:
+      ValueError: it is gone, not complete, or of another vocabulary than the run's.
+    """
+    paths = tuple(map(Path, run.config["path"]))
+    candidates = [given] if given else [*paths[:1], prepared_directory(paths)]
+    found = next((path for path in candidates if path.is_dir()), None)
+    if found is None:
+        raise ValueError(
+            f"the prepared directory of {run.directory} is not at {' or '.join(map(str, candidates))}, and it says "
+            "which category has which id: give --prepared DIR, or start this where train.py was started; if it is "
+            "lost, prepare the same files with the same options (prepare.py) and give that."
+        )
+    encoder = open_encoder(found)
+    refuse_other_ids(run, found, encoder)
+    return found, encoder
+
+
+def refuse_other_ids(run: Trained, directory: Path, encoder: Encoder) -> None:
+    """Refuses a prepared directory whose ids do not belong to the tables of a run.
+
+    Raises:
+      ValueError: the tables have other sizes, or the run has noted another digest.
+    """
+    wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
+    found = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
+    noted = run.image.extra.get("vocabulary_digest", encoder.digest)
+    other = [
+        f"{name} has {found.get(name)} rows, not {rows}" for name, rows in wanted.items() if found.get(name) != rows
+    ]
+    if other or noted != encoder.digest:
+        why = ", ".join(other[:3]) or f"digest {encoder.digest}, not {noted}"
+        raise ValueError(
+            f"{directory} was prepared with another vocabulary than {run.directory} was trained with ({why}): give "
+            "the run's own directory with --prepared, or raw files with --path, which are mapped as the run's were."
+        )

@@ -1,0 +1,112 @@
+"""Raw rows for a model that is trained: with labels or without, mapped to ids as its preparation
+did.
+
+Legend: n rows of a block, N = 13 dense features, F = 26 fields.
+"""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrec.data.criteo import encode, parsing
+from jaxrec.data.criteo.dataset import read_metadata
+from jaxrec.data.criteo.parsing import FIELDS
+from jaxrec.data.criteo.preparation import load_vocabulary
+from jaxrec.data.criteo.record import VOCABULARY
+from jaxrec.data.criteo.source import local_files, read_chunks
+from jaxrec.files import local_path
+
+
+class Encoder(NamedTuple):
+    """How a preparation maps categories to ids.
+
+    Attributes:
+      encode: (category u32[n, F], present bool[n, F]) -> ids i32[n, F].
+      cardinalities: rows of each field's table.
+      digest: equal for two preparations that map all categories alike, and for no others.
+    """
+
+    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    cardinalities: tuple[int, ...]
+    digest: str
+
+
+def open_encoder(directory: str | Path) -> Encoder:
+    """The vocabulary, or the hashing, of a prepared directory.
+
+    Args:
+      directory: as given to `prepare`.
+
+    Raises:
+      ValueError: the preparation is not complete; its vocabulary is missing, damaged or of another
+        one.
+    """
+    directory = local_path(directory)
+    metadata = read_metadata(directory)
+    cardinalities, cap = tuple(metadata["cardinalities"]), metadata["options"].get("hash_cap")
+    if cap is not None:
+        digest = hashlib.sha256(f"hash {cap}".encode()).hexdigest()[:16]
+        return Encoder(lambda category, present: encode.hash_ids(category, present, cap), cardinalities, digest)
+    path, remedy = directory / VOCABULARY, f"bring it back, or delete {directory} and run the preparation again."
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and it says which category has which id: {remedy}")
+    kept = load_vocabulary(path, remedy)
+    if tuple(2 + len(values) for values in kept) != cardinalities:
+        raise ValueError(f"{path} is the vocabulary of another preparation, as its sizes are others: {remedy}")
+    summed = hashlib.sha256()
+    for values in kept:
+        summed.update(len(values).to_bytes(8, "little") + values.tobytes())
+    return Encoder(encode.vocabulary_encoder(kept), cardinalities, summed.hexdigest()[:16])
+
+
+def has_labels(paths: Sequence[str | Path]) -> bool:
+    """Whether the rows of raw files begin with a label, as their first lines tell.
+
+    Args:
+      paths: raw files, plain or .gz.
+
+    Raises:
+      ValueError: some have labels and some have not; no files.
+    """
+    found = {path: parsing.has_labels(_first_line(path)) for path in local_files(paths)}
+    if len(set(found.values())) > 1:
+        labelled, bare = (next(path for path, has in found.items() if has is wanted) for wanted in (True, False))
+        raise ValueError(f"{labelled} has labels and {bare} has none: give them one after the other, not together.")
+    return next(iter(found.values()))
+
+
+def _first_line(path):
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return file.readline(1 << 16)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return b""  # who reads it whole says what is wrong with it
+
+
+def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = True) -> Iterator[dict[str, np.ndarray]]:
+    """Streams raw files as blocks, every line a row, in bounded memory.
+
+    Args:
+      paths: raw files, plain or .gz.
+      encoder: from `open_encoder`.
+      labelled: whether each line begins with its label, see `has_labels`; without one it has a
+        column less.
+
+    Yields:
+      {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}, in the order of the lines; no labels
+      if there are none.
+
+    Raises:
+      ValueError: a malformed line or file (with file, line, rule), or no file.
+    """
+    if len(encoder.cardinalities) != FIELDS:
+        raise ValueError(f"an encoder of {len(encoder.cardinalities)} fields, but a Criteo row has {FIELDS}.")
+    for chunk in read_chunks(local_files(paths)):
+        columns = parsing.parse(chunk, None, labelled)
+        ids = encoder.encode(columns.category, columns.present)
+        yield ({"label": columns.label} if labelled else {}) | {"dense": columns.dense, "ids": ids}

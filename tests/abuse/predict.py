@@ -1,0 +1,462 @@
+"""A trained run in use: the wrong model, other rows, files that are gone, damaged, or of somebody else."""
+
+import json
+import shutil
+
+import evaluate
+import export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
+from world import pair_batch, pair_loss
+
+import jaxrec
+from abuse import situation
+from jaxrec.checkpoint import read_tables, restore_for_prediction, save_rows, snapshot, write_image
+from jaxrec.data.criteo import prepare
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
+
+SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=2)
+OTHER = EmbeddingSpec({"user": Table(40, 4), "item": Table(8, 4)}, SPEC.lookups, shards=2)
+PARAMS, DENSE, ROWS = {"bias": jnp.zeros(3)}, optax.adam(0.1), adagrad(0.1)
+
+
+def saved(directory, step=1):
+    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
+    state = state._replace(dense=state.dense._replace(step=jnp.asarray(step, jnp.int32)))
+    write_image(directory / f"step_{step:08d}", snapshot(state, run="run"))
+    return state
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+# ---- a model
+
+
+@situation("predicting from a directory without images", ValueError, "holds no image of a whole state")
+def _(directory):
+    restore_for_prediction(directory, SPEC, PARAMS)
+
+
+@situation("predicting with tables of other sizes", ValueError, "saved with other tables.*'item': \\[9, 4\\]")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, OTHER, PARAMS)
+
+
+@situation("predicting with another model", ValueError, "other dense state.*params\\['weights'\\]")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, SPEC, {"weights": jnp.zeros(3)})
+
+
+@situation("parameters with their axis of replicas", ValueError, "other dense state")
+def _(directory):
+    restore_for_prediction(directory, SPEC, saved(directory).dense.params)
+
+
+@situation("parameters of another dtype", ValueError, "other dtypes.*cast=True")
+def _(directory):
+    saved(directory)
+    state, _image = restore_for_prediction(directory, SPEC, {"bias": jnp.zeros(3, jnp.bfloat16)}, cast=True)
+    assert state.dense.params["bias"].dtype == jnp.bfloat16
+    restore_for_prediction(directory, SPEC, {"bias": jnp.zeros(3, jnp.bfloat16)})
+
+
+@situation("parameters as lists of numbers", ValueError, "other dense state")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, SPEC, {"bias": [0.0, 0.0, 0.0]})
+
+
+@situation("a model instead of its parameters", ValueError, "params are a DLRM .*eval_shape")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, SPEC, jaxrec.DLRM((4, 4), (1,)))
+
+
+@situation("a dict of tables instead of a spec", ValueError, "spec is a dict")
+def _(directory):
+    restore_for_prediction(directory, dict(SPEC.tables), PARAMS)
+
+
+@situation("a replica that there is not", ValueError, "replica=1, but .* holds 1 of them")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, SPEC, PARAMS, replica=1)
+
+
+@situation("the last replica counted from behind", ValueError, "replica=-1 must be a whole number from 0")
+def _(directory):
+    saved(directory)
+    restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
+
+
+@situation("tables instead of their home", ValueError, "home=.* must be HostTables or DeviceTables")
+def _(directory):
+    restore_for_prediction(directory, SPEC, PARAMS, home=HostTables.create(SPEC, sgd(0.1)))
+
+
+@situation("the newest image is damaged, and an older one predicts, with a warning")
+def _(directory):
+    for step in (1, 2):
+        saved(directory, step)
+    damage(max((directory / "step_00000002").rglob("*.value/0.0")))
+    with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000002"):
+        _state, image = restore_for_prediction(directory, SPEC, PARAMS)
+    assert image.step == 1
+
+
+@situation("predicting from rows alone", ValueError, "saved without its dense state")
+def _(directory):
+    tables = HostTables.create(SPEC, ROWS)
+    path = save_rows(directory, None, {("width_4", 0): np.array([0, 2], np.int32)}, tables, 1)
+    restore_for_prediction(path, SPEC, PARAMS)
+
+
+@situation("training goes on with a state for prediction", ValueError, "tables have slots|optimizer state is")
+def _(directory):
+    saved(directory)
+    state, _image = restore_for_prediction(directory, SPEC, PARAMS)
+    batch = pair_batch()
+    jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)(state, jaxrec.plan(SPEC, batch.ids), batch)
+
+
+# ---- embeddings
+
+
+def matrix(*ids):
+    return embedding_matrix(HostTables.create(SPEC, ROWS), *ids)
+
+
+@situation("the embeddings of an unknown table", ValueError, "table 'items' is none of the 2 .*'user', 'item'")
+def _(directory):
+    matrix("items")
+
+
+@situation("the embeddings of a lookup", ValueError, "table 'pair' is none")
+def _(directory):
+    matrix("pair")
+
+
+@situation("the embedding of a missing id", ValueError, "1 ids of 'item' are outside of it, the first is -1")
+def _(directory):
+    matrix("item", [0, -1])
+
+
+@situation("the embedding behind the last", ValueError, "the first is 9: ids run from 0 to 8")
+def _(directory):
+    matrix("item", np.arange(10))
+
+
+@situation("embeddings by a mask", ValueError, "ids of 'item' are bool")
+def _(directory):
+    matrix("item", np.ones(9, bool))
+
+
+@situation("embeddings by numbers with a point", ValueError, "ids of 'item' are float64")
+def _(directory):
+    matrix("item", np.arange(3.0))
+
+
+@situation("the slots of a table that has others", ValueError, "have no \\['momentum'\\], only")
+def _(directory):
+    saved(directory)
+    read_tables(directory, ["item"], ["momentum"])
+
+
+# ---- experiments/evaluate.py
+
+
+def evaluated(run, directory, *path, **flags):
+    """An evaluation that is refused leaves no directory that looks like one."""
+    try:
+        evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", path=path, **flags))
+    finally:
+        assert not (directory / "e" / "results.json").exists()
+
+
+@situation("evaluating without a run", ValueError, "--run DIR is needed")
+def _(directory):
+    evaluated(None, directory)
+
+
+@situation("evaluating a directory that is no run", ValueError, "is no run: it has no config.json")
+def _(directory):
+    evaluated(directory, directory)
+
+
+@situation("evaluating a run of another experiment", ValueError, "is a run of oac_throughput")
+def _(directory):
+    (directory / "config.json").write_text('{"experiment": "oac_throughput"}')
+    evaluated(directory, directory)
+
+
+@situation("evaluating a run whose config.json is cut", ValueError, "config.json is damaged")
+def _(directory):
+    (directory / "config.json").write_text('{"experiment": "tr')
+    evaluated(directory, directory)
+
+
+@situation("evaluating a run that has saved nothing yet", ValueError, "holds no image yet")
+def _(directory):
+    (directory / "config.json").write_text('{"experiment": "train", "data": "synthetic", "path": [], "model": "dlrm"}')
+    evaluated(directory, directory)
+
+
+@situation("Criteo rows for a run over synthetic clicks", ValueError, "Criteo rows mean nothing to it")
+def _(directory):
+    run, *_ = synthetic_run(directory, trained=False)
+    evaluated(run, directory, write_lines(directory / "rows.txt", criteo_lines(3)))
+
+
+@situation("an evaluation inside of its run", ValueError, "must be another one than --run")
+def _(directory):
+    run, *_ = synthetic_run(directory, trained=False)
+    before = sorted(run.rglob("*"))
+    try:
+        evaluate.main(evaluate.Config(run_directory=run, workdir=run))
+    finally:
+        assert sorted(run.rglob("*")) == before
+
+
+@situation("the prepared directory of a run is gone", ValueError, "prepared directory of .* is not at .*--prepared")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    shutil.rmtree(directory / "prepared")
+    evaluated(run, directory, write_lines(directory / "rows.txt", lines))
+
+
+@situation("the prepared directory of a run has moved, and --prepared finds it")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    (directory / "prepared").rename(directory / "moved")
+    rows, moved = write_lines(directory / "rows.txt", lines[:5]), directory / "moved"
+    evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", path=(rows,), prepared=moved))
+    assert json.loads((directory / "e" / "results.json").read_text())["rows"] == 5
+
+
+@situation("the vocabulary of a run is gone", ValueError, "vocabulary.npz is missing, and it says which category")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    (directory / "prepared" / "vocabulary.npz").unlink()
+    evaluated(run, directory, write_lines(directory / "rows.txt", lines))
+
+
+@situation("the vocabulary of a run is damaged", ValueError, "vocabulary.npz is (cut or damaged|the vocabulary of)")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    path = directory / "prepared" / "vocabulary.npz"
+    path.write_bytes(path.read_bytes()[:-40])
+    evaluated(run, directory, write_lines(directory / "rows.txt", lines))
+
+
+def swapped(lines):
+    """The same rows with two categories in each other's place: a vocabulary of the same sizes."""
+    a, b = "00001eef", "00003dde"
+    return [line.replace(a, "x").replace(b, a).replace("x", b) for line in lines]
+
+
+@situation("another vocabulary of the same sizes as --prepared", ValueError, "another vocabulary .*digest")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    prepare([write_lines(directory / "swapped.txt", swapped(lines))], directory / "other", min_count=3)
+    evaluated(run, directory, directory / "train.txt", prepared=directory / "other")
+
+
+@situation("a directory of another vocabulary as --path", ValueError, "its ids mean other categories")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, noted=False, trained=False)
+    prepare([write_lines(directory / "swapped.txt", swapped(lines))], directory / "other", min_count=3)
+    evaluated(run, directory, directory / "other")
+
+
+@situation("a directory whose tables are larger than the run's", ValueError, "another vocabulary .*C1 has")
+def _(directory):
+    run, *_ = criteo_run(directory, noted=False, trained=False)
+    prepare([directory / "train.txt"], directory / "other", hash_cap=50)
+    evaluated(run, directory, directory / "train.txt", prepared=directory / "other")
+
+
+@situation("files with labels and files without together", ValueError, "has labels and .* has none")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    bare = write_lines(directory / "bare.txt", without_labels(lines))
+    evaluated(run, directory, directory / "train.txt", bare)
+
+
+@situation("a bad line amid rows with labels", ValueError, "rows.txt, line 3: I1 is 'x'.*take the line out")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    lines[2] = lines[2][:2] + "x" + lines[2][lines[2].index("\t", 2) :]
+    evaluated(run, directory, write_lines(directory / "rows.txt", lines))
+
+
+@situation("a line that is too short amid rows without labels", ValueError, "line 2: 38 fields, .* has 39")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    bare = without_labels(lines)
+    bare[1] = bare[1].rpartition("\t")[0]
+    evaluated(run, directory, write_lines(directory / "rows.txt", bare))
+
+
+@situation("a file to predict that is empty", ValueError, "the file is empty")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False)
+    (directory / "rows.txt").touch()
+    evaluated(run, directory, directory / "rows.txt")
+
+
+@situation("a file to predict that there is not", ValueError, "nowhere.txt is no file")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False)
+    evaluated(run, directory, directory / "nowhere.txt")
+
+
+@situation("an evaluation that a bad line ended begins anew in its directory once the line is mended")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    rows = write_lines(directory / "rows.txt", [*lines[:4], "bad"])
+    with pytest.raises(ValueError, match="line 5: 1 fields"):
+        evaluated(run, directory, rows)
+    write_lines(rows, lines[:5])
+    evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", path=(rows,)))
+
+
+# ---- experiments/export.py
+
+
+def exported(directory, *, to="a.npz", run=None, **flags):
+    """A refused export leaves no file, and none that was there is touched."""
+    before = sorted(path.name for path in directory.iterdir())
+    try:
+        export.main(export.Config(run_directory=run or directory, to=directory / to, **flags))
+    finally:
+        assert sorted(path.name for path in directory.iterdir()) in (before, sorted([*before, "a.npz"]))
+
+
+@situation("an export of nothing", ValueError, "give one of --table NAME, --all and --back FILE")
+def _(directory):
+    exported(directory)
+
+
+@situation("an export over a file that is there", ValueError, "exists already: give another name")
+def _(directory):
+    (directory / "a.npz").write_text("dear")
+    try:
+        exported(directory, all=True)
+    finally:
+        assert (directory / "a.npz").read_text() == "dear"
+
+
+@situation("an export of an unknown table", ValueError, "table 'C99' is none of the 2")
+def _(directory):
+    saved(directory)
+    exported(directory, table="C99")
+
+
+@situation(
+    "an export of rows that there are not", ValueError, "--ids \\[9, -1\\] are no rows of item, whose ids run from 0"
+)
+def _(directory):
+    saved(directory)
+    exported(directory, table="item", ids=(0, 9, -1))
+
+
+@situation("an export of ids of all tables", ValueError, "--ids are rows of one table")
+def _(directory):
+    exported(directory, all=True, ids=(1,))
+
+
+@situation("an export to a file of another kind", ValueError, "must end in .npz")
+def _(directory):
+    exported(directory, table="item", to="a.csv")
+
+
+def out_and_back(directory, change=lambda arrays: None, into="other", prepare_into=lambda into: None):
+    """Exports all, changes the file, and brings it back; a refused one leaves no image."""
+    saved(directory / "images")
+    export.main(export.Config(run_directory=directory / "images", to=directory / "a.npz", all=True, optimizer=True))
+    change(directory / "a.npz")
+    prepare_into(directory / into)
+    before = [path for path in (directory / into).rglob("*") if path.is_file()]
+    try:
+        export.main(export.Config(back=directory / "a.npz", into=directory / into))
+    except BaseException:
+        left = [path for path in (directory / into).rglob("*") if path.is_file() and path.suffix != ".lock"]
+        assert {path for path in left if path.name != "run.json"} <= set(before)
+        raise
+
+
+def edited(edit):
+    def change(path):
+        with np.load(path) as arrays:
+            found = dict(arrays)
+        edit(found)
+        np.savez(path, **found)
+
+    return change
+
+
+@situation("an exported file with a flipped byte", ValueError, "is no file of `export.py --all`, or damaged")
+def _(directory):
+    out_and_back(directory, damage)
+
+
+@situation("an exported file that is cut", ValueError, "is no file of `export.py --all`, or damaged")
+def _(directory):
+    out_and_back(directory, lambda path: path.write_bytes(path.read_bytes()[:-100]))
+
+
+@situation("a file of one table to bring back", ValueError, "is no file of `export.py --all`")
+def _(directory):
+    out_and_back(directory, lambda path: np.savez(path, value=np.zeros((9, 4))))
+
+
+@situation("an exported table of another dtype", ValueError, "'table.item.value' .* is float64\\[9, 4\\].* float32")
+def _(directory):
+    out_and_back(directory, edited(lambda arrays: arrays.update({"table.item.value": np.zeros((9, 4))})))
+
+
+@situation("an exported file without one of its tables", ValueError, "has no 'table.item.value'")
+def _(directory):
+    out_and_back(directory, edited(lambda arrays: arrays.pop("table.item.value")))
+
+
+@situation("a table of one's own in an exported file comes back as it is, also from a packed file")
+def _(directory):
+    mine = np.arange(36, dtype=np.float32).reshape(9, 4)
+
+    def change(path):
+        edited(lambda arrays: arrays.update({"table.item.value": mine}))(path)
+        with np.load(path) as arrays:
+            np.savez_compressed(path, **arrays)
+
+    out_and_back(directory, change)
+    found, _image = restore_for_prediction(directory / "other", SPEC, PARAMS)
+    assert (embedding_matrix(found.tables, "item") == mine).all()
+
+
+@situation("an image among those of another run", ValueError, "of run other, and this is run run")
+def _(directory):
+    def another(into):
+        state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
+        write_image(into / "step_00000000", snapshot(state, run="other"))
+
+    out_and_back(directory, prepare_into=another)
+
+
+@situation("an image behind a later one", ValueError, "is whole and of a later step than 1")
+def _(directory):
+    out_and_back(directory, prepare_into=lambda into: saved(into, 2))
+
+
+@situation("an image where it came from", ValueError, "step_00000001 is there already")
+def _(directory):
+    out_and_back(directory, into="images")

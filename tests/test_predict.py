@@ -1,0 +1,451 @@
+"""A trained run in use: its model without optimizers, its embeddings, and both by way of files."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import evaluate
+import export
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
+from world import pair_batch, pair_loss, pair_predict
+
+import jaxrec
+from jaxrec.checkpoint import (
+    Checkpointer,
+    copy_rows,
+    deltas,
+    images,
+    read_tables,
+    restore,
+    restore_for_prediction,
+    snapshot,
+    write_image,
+)
+from jaxrec.cpr import Recovery, mfu
+from jaxrec.data.criteo import has_labels, open_encoder, open_split, prepare, read_rows
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
+from jaxrec.loop import planned
+from jaxrec.oac import Pipeline
+from jaxrec.types import DenseState, TrainState
+
+TABLES = {"user": Table(40, 8), "item": Table(9, 8)}
+SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("user", "item"))}, shards=4)
+ROWS, DENSE = adagrad(0.1), optax.adam(0.05)
+PARAMS = {"bias": jnp.zeros(())}
+HOMES = pytest.mark.parametrize("home", [HostTables, DeviceTables])
+TEST = pair_batch(64, seed=99)
+
+
+def train_step(mesh=None):
+    return jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS, mesh)
+
+
+def fresh(home=HostTables):
+    return jaxrec.init_state(PARAMS, DENSE, home.create(SPEC, ROWS))
+
+
+def batches(first=0, last=12):
+    return [pair_batch(8, seed) for seed in range(first, last)]
+
+
+def trained(home=HostTables):
+    state, step = fresh(home), train_step()
+    for batch in batches():
+        state, _ = step(state, jaxrec.plan(SPEC, batch.ids), batch)
+    return state
+
+
+def logits(state, spec=SPEC, **where):
+    predict = jaxrec.make_eval_step(spec, pair_predict, **where)
+    return np.asarray(predict(state, jaxrec.plan(spec, TEST.ids), TEST))
+
+
+def save(state, directory, name="step_00000012"):
+    write_image(directory / name, snapshot(state, run="run"))
+    return logits(state)
+
+
+def equal(a, b):
+    np.testing.assert_array_equal(a, b, strict=True)
+
+
+# ---- the model
+
+
+@HOMES
+@pytest.mark.parametrize("into", [HostTables, DeviceTables])
+def test_a_restored_model_predicts_what_the_trained_one_did(tmp_path, home, into):
+    wanted = save(trained(home), tmp_path)
+    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, home=into)
+    equal(logits(state), wanted)
+    assert image.step == int(state.dense.step) == 12 and state.dense.opt_state == ()
+    assert {part for parts in state.tables.layout.values() for part in parts} == {"value"}
+    assert isinstance(state.tables, into)
+
+
+def test_shapes_of_parameters_are_enough_and_shards_may_be_others(tmp_path):
+    wanted = save(trained(), tmp_path)
+    shapes = jax.eval_shape(lambda: PARAMS)
+    for shards in (1, 3, 4):
+        spec = EmbeddingSpec(TABLES, SPEC.lookups, shards)
+        state, _ = restore_for_prediction(tmp_path / "step_00000012", spec, shapes)
+        equal(logits(state, spec), wanted)
+
+
+def recovered_run(directory, home, steps=12):
+    """A run with CPR: a base of some step, and row deltas over it with their dense state."""
+    with jaxrec.Serial(fresh(home), train_step()) as engine:
+        schedule = dict(save_every_steps=4, total_steps=20, scheme=mfu(), fraction=0.5)
+        recovery = engine.enter(Recovery(engine, directory, **schedule))
+        jaxrec.train(engine, lambda at: batches(at, steps), [recovery.hook])
+    assert deltas(directory)
+    return restore(directory, fresh(home))[0]
+
+
+@HOMES
+def test_a_chain_of_deltas_predicts_what_the_state_restored_from_it_does(tmp_path, home):
+    wanted = recovered_run(tmp_path, home)
+    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, home=home)
+    assert image.path.name.startswith("delta_") and not images(tmp_path)  # over initial rows
+    equal(logits(state), logits(wanted))
+    write_image(tmp_path / "step_00000011", snapshot(trained(home)))  # older than the deltas
+    again, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, home=home)
+    equal(logits(again), logits(wanted))
+
+
+def test_each_replica_predicts_what_it_did(tmp_path):
+    mesh = jaxrec.make_mesh(2, jax.devices()[:2])
+    state = jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS, mesh), mesh)
+    step = train_step(mesh)
+    for batch in batches():
+        state, _ = step(state, jaxrec.plan(SPEC, batch.ids), batch)
+    write_image(tmp_path / "step_00000012", snapshot(state))
+    wanted = [logits(state, mesh=mesh, replica=replica) for replica in (0, 1)]
+    assert (wanted[0] != wanted[1]).any()
+    for replica in (0, 1):
+        equal(logits(restore_for_prediction(tmp_path, SPEC, PARAMS, replica)[0]), wanted[replica])
+        there, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, replica, DeviceTables, mesh)
+        equal(logits(there, mesh=mesh, replica=1), wanted[replica])
+    with pytest.raises(ValueError, match="replica=2, but .* holds 2 of them"):
+        restore_for_prediction(tmp_path, SPEC, PARAMS, 2)
+
+
+def test_to_go_on_training_still_wants_the_optimizers(tmp_path):
+    """Negative control: only who asks for a model gets one without them."""
+    save(trained(), tmp_path)
+    with pytest.raises(ValueError, match="other row optimizer slots"):
+        restore(tmp_path, jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, sgd(0.1))))
+    with pytest.raises(ValueError, match="other dense state"):
+        restore(tmp_path, jaxrec.init_state(PARAMS, optax.sgd(0.1), HostTables.create(SPEC, ROWS)))
+
+
+# ---- the embeddings
+
+
+def random_spec(seed):
+    draw = np.random.default_rng(seed)
+    rows, widths = draw.integers(1, 30, 5), draw.choice([2, 3], 5)
+    tables = {f"t{i}": Table(int(r), int(w)) for i, (r, w) in enumerate(zip(rows, widths, strict=True))}
+    return EmbeddingSpec(tables, {name: Lookup(name) for name in tables}, int(draw.integers(1, 9)), seed)
+
+
+@HOMES
+@pytest.mark.parametrize("seed", range(4))
+def test_a_matrix_has_the_rows_that_lookups_read(home, seed):
+    spec = random_spec(seed)
+    tables = home.create(spec, ROWS)
+    for name, table in spec.tables.items():
+        ids = {other: np.arange(table.rows) if other == name else np.full(table.rows, -1) for other in spec.tables}
+        plans = jaxrec.plan(spec, ids)
+        stack = f"width_{table.width}"
+        read = np.asarray(tables.read(plans)[stack].value).reshape(-1, table.width)[plans[stack].inverse[name]]
+        equal(embedding_matrix(tables, name), read)
+        some = np.random.default_rng(seed).integers(0, table.rows, (3, 4))
+        equal(embedding_matrix(tables, name, some), read[some])
+        assert embedding_matrix(tables, name, []).shape == (0, table.width)
+
+
+def test_a_matrix_is_a_copy():
+    tables = HostTables.create(SPEC, ROWS)
+    for matrix in (embedding_matrix(tables, "item"), embedding_matrix(tables, "item", [0, 1])):
+        before = matrix.copy()
+        for parts in tables.shards["width_8"]:
+            parts["value"] += 1
+        equal(matrix, before)
+
+
+def test_tables_that_lag_refuse_to_be_copied():
+    update = jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS)
+    with Pipeline(fresh(), update, mode="oac", window=4) as pipeline:
+        for state, _ in pipeline.run(batches()):
+            if pipeline.step == 3:
+                for ids in (None, [1, 2]):
+                    with pytest.raises(ValueError, match="lag|stood at step"):
+                        embedding_matrix(state.tables, "item", ids)
+        matrix = embedding_matrix(pipeline.state.tables, "item")
+    equal(matrix, embedding_matrix(trained().tables, "item"))
+
+
+# ---- tables out of an image, without a state
+
+
+def slots(tables, table):
+    """The accumulators of one table: the matrix of tables that hold them in place of embeddings."""
+    shards = {name: [{"value": parts["accumulator"]} for parts in mine] for name, mine in tables.shards.items()}
+    return embedding_matrix(HostTables(tables.spec, tables.spec.layout(sgd(0.1)), shards), table)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_image_gives_the_rows_and_slots_of_each_table(tmp_path, seed):
+    spec = random_spec(seed)
+    tables = HostTables.create(spec, ROWS)
+    for stack in tables.shards.values():
+        for shard, parts in enumerate(stack):
+            parts["accumulator"][:] = np.random.default_rng([seed, shard]).random(parts["accumulator"].shape)
+    write_image(tmp_path / "step_00000001", snapshot(jaxrec.init_state(PARAMS, DENSE, tables)))
+    read = read_tables(tmp_path, list(spec.tables), ("value", "accumulator"))
+    for name in spec.tables:
+        equal(read[name]["value"], embedding_matrix(tables, name))
+        equal(read[name]["accumulator"], slots(tables, name))
+
+
+def test_a_chain_gives_the_newest_of_each_row(tmp_path):
+    wanted = recovered_run(tmp_path, HostTables).tables
+    for name in TABLES:
+        equal(read_tables(tmp_path, [name])[name]["value"], embedding_matrix(wanted, name))
+    with pytest.raises(ValueError, match="what their slots .* begin with stands in no image"):
+        read_tables(tmp_path, ["item"], ["accumulator"])
+    base, over = trained(), fresh()
+    write_image(tmp_path / "a" / "step_00000012", snapshot(base))
+    below = {"step_00000012": read_digest(tmp_path / "a" / "step_00000012")}
+    rows = {("width_8", 1): np.array([1, 5, 41, 45], np.int32)}
+    write_image(tmp_path / "a" / "delta_000001", copy_rows(over.tables, rows, 13, below))
+    read, ids = read_tables(tmp_path / "a", ["item"], ["value", "accumulator"])["item"], np.arange(9)
+    newer = np.isin(ids + 40, [41, 45])
+    equal(read["value"][newer], embedding_matrix(over.tables, "item", ids[newer]))
+    equal(read["value"][~newer], embedding_matrix(base.tables, "item", ids[~newer]))
+    equal(read["accumulator"][newer], np.zeros((2, 8), np.float32))
+
+
+def read_digest(path):
+    return jaxrec.checkpoint.read_manifest(path).digest
+
+
+def test_reading_changes_nothing_and_waits_for_nobody(tmp_path):
+    """Who saves in the directory holds its locks; who reads takes none."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(trained())
+        checkpointer.wait()
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        restore_for_prediction(tmp_path, SPEC, PARAMS)
+        read_tables(tmp_path, ["item"])
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+# ---- raw rows, mapped as a preparation did
+
+
+def joined(blocks):
+    blocks = list(blocks)
+    return {key: np.concatenate([block[key] for block in blocks]) for key in blocks[0]}
+
+
+@pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
+@pytest.mark.parametrize("name", ["rows.txt", "rows.gz"])
+def test_raw_rows_are_mapped_as_a_preparation_mapped_them(tmp_path, options, name):
+    lines = list(criteo_lines(120))
+    prepare([write_lines(tmp_path / "train.txt", lines)], tmp_path / "prepared", **options)
+    splits = [open_split(tmp_path / "prepared", split) for split in ("train", "test")]
+    wanted = joined(split[i] for split in splits for i in range(len(split)))
+    encoder = open_encoder(tmp_path / "prepared")
+    for labelled in (True, False):
+        path = write_lines(tmp_path / "rows.txt", lines if labelled else without_labels(lines))
+        if name == "rows.gz":
+            path = Path(shutil.copy(path, tmp_path / name))
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        assert has_labels([path]) is labelled
+        found = joined(read_rows([path], encoder, labelled))
+        assert ("label" in found) is labelled
+        for key in found:
+            equal(found[key], wanted[key])
+
+
+def test_a_digest_tells_encoders_apart(tmp_path):
+    def digest(name, lines, **options):
+        prepare([write_lines(tmp_path / f"{name}.txt", lines)], tmp_path / name, **options)
+        return open_encoder(tmp_path / name).digest
+
+    lines = list(criteo_lines(120))
+    swapped = [line.replace("00001eef", "x").replace("00003dde", "00001eef").replace("x", "00003dde") for line in lines]
+    first = digest("a", lines, min_count=3)
+    assert first == digest("b", [*lines[:100], *criteo_lines(20, 1)], min_count=3)  # other test rows
+    others = [digest("c", swapped, min_count=3), digest("d", lines, hash_cap=9), digest("e", lines, hash_cap=8)]
+    assert len({first, *others}) == 4
+    assert open_encoder(tmp_path / "a").cardinalities == open_encoder(tmp_path / "c").cardinalities  # not of the sizes
+
+
+# ---- experiments/evaluate.py
+
+
+def evaluated(run, workdir, *path, **flags):
+    """What an evaluation writes: results.json and the predictions."""
+    evaluate.main(evaluate.Config(run_directory=run, workdir=workdir, path=path, **flags))
+    with np.load(workdir / "predictions.npz") as predictions:
+        return json.loads((workdir / "results.json").read_text()), dict(predictions)
+
+
+def quality(state, job, batches):
+    return jaxrec.evaluate(state, planned(job.spec, batches), job.eval_step())
+
+
+def assert_as_trained(results, wanted):
+    names = {"mean_label": "label_mean", "rows": "examples"}
+    names |= {key: key for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
+    assert {key: results[key] for key in names} == {key: wanted[name] for key, name in names.items()}
+
+
+def test_a_synthetic_run_is_evaluated_as_it_evaluated_itself(tmp_path, capsys):
+    run, job, state, data = synthetic_run(tmp_path)
+    results, predictions = evaluated(run, tmp_path / "e")
+    assert_as_trained(results, quality(state, job, data.test()))
+    assert predictions["logit"].shape == predictions["label"].shape == (4096,)
+    assert "normalized entropy" in capsys.readouterr().out
+    assert (tmp_path / "e" / "calibration.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
+def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, options):
+    run, lines, job, state = criteo_run(tmp_path, **options)
+    results, own = evaluated(run, tmp_path / "own")
+    assert_as_trained(results, quality(state, job, evaluate.Loader(open_split(tmp_path / "prepared", "test"), 2048)))
+    raw = write_lines(tmp_path / "test.txt", lines[200:])
+    bare = write_lines(tmp_path / "bare.txt", without_labels(lines[200:]))
+    of_raw, from_raw = evaluated(run, tmp_path / "raw", raw)
+    of_bare, from_bare = evaluated(run, tmp_path / "bare", bare)
+    equal(from_raw["label"], own["label"])
+    for found in (from_raw, from_bare):
+        equal(found["logit"], own["logit"])
+    assert of_raw == results and "auc" not in of_bare and "label" not in from_bare
+    assert of_bare["mean_prediction"] == results["mean_prediction"]
+    twice, from_two = evaluated(run, tmp_path / "two", bare, bare)
+    equal(from_two["logit"], np.concatenate([own["logit"]] * 2))
+    assert twice["rows"] == 80 and of_bare["tenth_10_rows"] == 4
+
+
+def test_tenths_hold_all_rows_and_what_was_clicked():
+    draw = np.random.default_rng(0)
+    logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
+    total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
+    found = evaluate.figures(evaluate.Predictions(logit, label, total))
+    of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
+    assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
+    assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
+    assert (of("rows") * of("predicted")).sum() == pytest.approx((1 / (1 + np.exp(-logit.astype(float)))).sum())
+    np.testing.assert_allclose(of("calibration"), of("predicted") / of("clicked"))
+    assert ((of("clicked_low") < of("clicked")) & (of("clicked") < of("clicked_high"))).all()
+
+
+def test_one_row_without_a_click_has_figures_that_json_can_hold(tmp_path):
+    run, lines, *_ = criteo_run(tmp_path)
+    line = next(line for line in lines if line[0] == "0")
+    results, _ = evaluated(run, tmp_path / "e", write_lines(tmp_path / "one.txt", [line]))
+    assert results["rows"] == 1 and results["auc"] is results["calibration"] is None
+
+
+# ---- experiments/export.py
+
+
+def exported(to, run, **flags):
+    export.main(export.Config(run_directory=run, to=to, **flags))
+    with np.load(to, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def assert_equal_states(found, wanted):
+    for a, b in zip(jax.tree.leaves(found.dense), jax.tree.leaves(wanted.dense), strict=True):
+        equal(np.asarray(a), np.asarray(b))
+    for name, mine in wanted.tables.shards.items():
+        used = wanted.tables.spec.stacks[name].offsets[-1]
+        for shard, parts in enumerate(mine):
+            rows = len(range(shard, used, wanted.tables.spec.shards))  # behind them is no table
+            for part, array in parts.items():
+                equal(found.tables.shards[name][shard][part][:rows], array[:rows])
+
+
+def test_rows_of_a_table_are_exported_by_id(tmp_path):
+    run, _, state, _ = synthetic_run(tmp_path)
+    matrix = embedding_matrix(state.tables, "C3")
+    found = exported(tmp_path / "rows.npz", run, table="C3", ids=(7, 5, 7))
+    equal(found["value"], matrix[[7, 5, 7]])
+    assert found["ids"].tolist() == [7, 5, 7] and found.keys() == {"ids", "value"}
+    equal(exported(tmp_path / "c3.npz", run, table="C3")["value"], matrix)
+    with_slots = exported(tmp_path / "slots.npz", run / "checkpoints", table="C3", optimizer=True)
+    equal(with_slots["accumulator"], slots(state.tables, "C3"))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 26])
+def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(export, "AT_ONCE_BYTES", at_once)  # tables one by one, or all together
+    run, job, state, _ = synthetic_run(tmp_path)
+    found = exported(tmp_path / "all.npz", run, all=True, optimizer=True)
+    equal(found["table.C3.value"], embedding_matrix(state.tables, "C3"))
+    assert found["dense.step"] == 3
+    export.main(export.Config(back=tmp_path / "all.npz", into=tmp_path / "other"))
+    after = []
+    for directory in (run / "checkpoints", tmp_path / "other"):
+        again, image = restore(directory, job.state(HostTables.create(job.spec, job.row_optimizer), seed=1))
+        assert_equal_states(again, state)
+        assert image.run == "a" * 16 and image.step == 3
+        more = jaxrec.SyntheticClicks((9,) * 26).stream(64, 3, 5)
+        after.append(jaxrec.fit(again, planned(job.spec, more), job.train_step()))
+    assert_equal_states(after[1], after[0])
+
+
+def test_without_optimizers_what_comes_back_predicts_and_no_more(tmp_path):
+    run, job, state, data = synthetic_run(tmp_path)
+    whole = exported(tmp_path / "all.npz", run, all=True, optimizer=True)
+    model = exported(tmp_path / "model.npz", run, all=True)
+    assert not [key for key in model if "opt_state" in key or "accumulator" in key] and len(model) < len(whole)
+    export.main(export.Config(back=tmp_path / "model.npz", into=tmp_path / "other"))
+    back, _ = restore_for_prediction(tmp_path / "other", job.spec, job.init(5))
+    assert quality(back, job, data.test()) == quality(state, job, data.test())
+    with pytest.raises(ValueError, match="other row optimizer slots"):
+        restore(tmp_path / "other", job.state(HostTables.create(job.spec, job.row_optimizer), seed=0))
+
+
+def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
+    """Half-precision weights, keys, empty leaves; several widths; and deltas without a base."""
+    params = {"half": jnp.arange(3, dtype=jnp.bfloat16)[None], "none": jnp.zeros((1, 0)), "long": jnp.arange(2)[None]}
+
+    def state_of(step):
+        dense = DenseState(jnp.asarray(step), jax.tree.map(lambda leaf: leaf + step, params), jax.random.key(step))
+        return TrainState(dense, HostTables.create(random_spec(1), ROWS))
+
+    directory = tmp_path / "images"
+    write_image(directory / "step_00000004", snapshot(state_of(4)))
+    exported(tmp_path / "all.npz", directory, all=True, optimizer=True)
+    export.main(export.Config(back=tmp_path / "all.npz", into=tmp_path / "other"))
+    found, wanted = restore(tmp_path / "other", state_of(0))[0], state_of(4)
+    assert found.dense.opt_state == wanted.dense.opt_state
+    assert_equal_states(*(state._replace(dense=state.dense._replace(opt_state=())) for state in (found, wanted)))
+    recovered = recovered_run(tmp_path / "chain", HostTables)
+    found = exported(tmp_path / "chain.npz", tmp_path / "chain", all=True)
+    equal(found["table.user.value"], embedding_matrix(recovered.tables, "user"))
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_tables_are_read_together_up_to_the_size_of_the_largest(tmp_path, optimizer, monkeypatch):
+    monkeypatch.setattr(export, "AT_ONCE_BYTES", 1)
+    tables = {"a": Table(10, 2), "b": Table(100, 2), "c": Table(40, 2), "d": Table(60, 2), "e": Table(1, 2)}
+    tables |= {"wide": Table(50, 3)}
+    spec = EmbeddingSpec(tables, {name: Lookup(name) for name in tables})
+    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(spec, ROWS))
+    image = write_image(tmp_path / "step_00000000", snapshot(state))
+    assert list(export.together(image, optimizer)) == [["a"], ["b"], ["c", "d"], ["e"], ["wide"]]
+    assert export.bytes_of(image, ["wide"], optimizer) == 50 * 3 * 4 * (1 + optimizer)
