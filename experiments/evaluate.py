@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from clicks import TEST_BATCH, ClickJob, synthetic_clicks
+from click_data import TEST_BATCH, synthetic_clicks
+from clicks import ClickJob
 from contract import Flags, Run, command_line, grid, listing, plot, refuse, say
 from stopping import Asked, stop_on_signals
 from trained import Trained, job_of, open_run, prepared_of, tested_on

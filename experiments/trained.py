@@ -3,12 +3,14 @@ them."""
 
 import contextlib
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optax
-from clicks import ClickJob, click_job, make_model, prepared_directory
+from clicks import ClickJob, click_job, make_model
+from data_flags import PREPARATION, preparation, prepared_directory
 
 from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
 from jaxrec.data.criteo import Encoder, open_encoder
@@ -99,7 +101,8 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
       ValueError: it is gone, not complete, or of another vocabulary than the run's.
     """
     paths = tuple(map(Path, run.config["path"]))
-    candidates = [given] if given else [*paths[:1], prepared_directory(paths)]
+    options = preparation(types.SimpleNamespace(**{name: run.config.get(name) for name in PREPARATION}))
+    candidates = [given] if given else [*paths[:1], prepared_directory(paths, options)]
     found = next((path for path in candidates if path.is_dir()), None)
     if found is None:
         raise ValueError(
