@@ -103,9 +103,11 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
             train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
         unsaved = saves.last(engine.state)
         recorder.bar.close()
+        with contextlib.suppress(Stopped):
+            asked.check()
+            tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
         if asked:
             raise stopped(asked, engine.step, unsaved, run)
-        tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
     return finish(run, recorder, saves, unsaved, tested)
 
 
