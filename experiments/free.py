@@ -88,9 +88,9 @@ class FreeTrainers(Watched):
         self._figures = Sums(self._replicas, past)
 
     def _take_state(self, state):
-        self._mesh = mesh_of(state, self._free_step)
-        self._replicas = self._mesh.shape[REPLICA]
-        self._state = self._with_memory(state)
+        mesh = mesh_of(state, self._free_step)
+        self._replicas = mesh.shape[REPLICA]
+        self._state, self._mesh = self._with_memory(state), mesh
         self.step = int(state.dense.step)
         self._apart: tuple[Any, list] = None, []  # a dense state, and the same on the trainers' devices
         self._failure = ""
@@ -134,7 +134,7 @@ class FreeTrainers(Watched):
         return self._figures.as_json()
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """Trains on all batches; yields when all trainers have met, and at the end of the stream.
 
@@ -144,10 +144,11 @@ class FreeTrainers(Watched):
         Args:
           batches: Batch after Batch, of one size; each is taken by one trainer.
           hooks: (state, step, None, metrics) -> state, in order after every stretch.
+          check_every_steps: as other engines have it; the losses are looked at after every stretch.
 
         Yields:
-          (TrainState, metrics of the stretch): loss, the mean over its examples; examples; rounds, of all trainers;
-          average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
+          (TrainState, metrics of the stretch): loss, the mean over its examples, nan without any; examples; rounds, of
+          all trainers; average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
 
         Raises:
           FloatingPointError: the loss of a stretch is not finite; no hook is called.
@@ -184,30 +185,25 @@ class FreeTrainers(Watched):
             try:
                 group = self._group(self._state.dense)
                 states, figures = self._train(deal, group, lambda trainer, step, metrics: seen.append(metrics))
-                self._commit(states, deal.taken, group.memory if group else {}, figures)
+                if deal.taken:  # else what hooks were told last stands
+                    self._commit(states, deal.taken, group.memory if group else {}, figures)
                 lost = deal.taken - sum(figures.steps)
                 self._figures.add(figures, lost)
             except BaseException as error:
                 if deal.taken:  # else nothing has changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
-            finally:
-                deal.closed = True
         raise_again(asked)
         return self._checked(metrics_of(seen, figures, lost))
 
     def _train(self, deal, group, hook):
         self._set_capacity(self._state.dense.opt_state.capacity)
-        return train_stretch(
-            self._free_step,
-            self._states_apart(),
-            self.tables,
-            [deal.hand() for _ in range(self._replicas)],
-            group and group.trainer,
-            self._workers,
-            hook,
-            self._leave_timeout_s,
-        )
+        streams, make = [deal.hand() for _ in range(self._replicas)], group and group.trainer
+        of_run = self._workers, hook, self._leave_timeout_s
+        try:
+            return train_stretch(self._free_step, self._states_apart(), self.tables, streams, make, *of_run)
+        finally:
+            deal.close()  # before anybody counts
 
     def _states_apart(self):
         # As the last stretch has left them, if no hook has changed them.
@@ -225,7 +221,7 @@ class FreeTrainers(Watched):
             self._apart = self._state.dense, states
 
     def _checked(self, metrics):
-        if metrics and not np.isfinite(metrics["loss"]):
+        if metrics["examples"] and not np.isfinite(metrics["loss"]):
             raise FloatingPointError(
                 f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
                 "learning rates and at the data, and go on from an image."
@@ -266,6 +262,20 @@ class FreeTrainers(Watched):
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
+
+    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
+        """Refused: nobody is at rest after a step."""
+        raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
+
+    def withdraw(self, step: int) -> None:
+        """There is no cut."""
+
+    def lose(self, shards: Sequence[int]) -> None:
+        """Refused: a shard is brought back to a step, and free trainers have none in common."""
+        raise ValueError(
+            f"free trainers cannot bring shards {list(shards)} back while they train: use replicas in lock step "
+            "(Serial or Pipeline), or restore an image and `reset`."
+        )
 
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, between two runs; also after a failure.
