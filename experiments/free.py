@@ -15,7 +15,7 @@ Legend: n trainers, m workers of each.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from dealing import Deal
 from free_figures import Sums, metrics_of
 from free_state import FreeState, after_last_round, apart, joined, mesh_of
 
-from jaxrec.announced import Announced, Cut
+from jaxrec.announced import Announced
 from jaxrec.asked import check_change, check_hooks, tell_restarted
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
@@ -82,8 +82,7 @@ class FreeTrainers(Watched):
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers, self._leave_timeout_s = whole_number("workers", workers), leave_timeout_s
         self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._cuts = Announced()
-        self._cut_steps: set[int] = set()
+        self._cuts = Announced()  # of which there are none
         self._take_state(state)
         self._figures = Sums(self._replicas, past)
 
@@ -169,7 +168,6 @@ class FreeTrainers(Watched):
                 metrics = self._stretch(deal)
                 if deal.taken:
                     self._run_hooks(hooks, metrics)
-                    self._save_cuts()
                     yield self._state, metrics
                 if deal.error is not None:
                     raise deal.error
@@ -308,26 +306,6 @@ class FreeTrainers(Watched):
                 f"{self._failure}: rows have changed since, and the trainers' parameters are lost. Restore an image "
                 "and give its state to `reset`."
             )
-
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announces that save(state) is to be called at the end of the stretch that reaches a step, behind its hooks.
-
-        Raises:
-          ValueError: the step is committed, or has a cut already.
-        """
-        self._cuts.announce(step, self.step, Cut(save, unreached))
-        self._cut_steps.add(step)
-
-    def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken."""
-        self._cuts.withdraw(step)
-
-    def _save_cuts(self):
-        for step in sorted(step for step in self._cut_steps if step <= self.step):
-            self._cut_steps.discard(step)
-            if save := self._cuts.at(step):
-                self._cuts.tell_begun(step)
-                save(self._state)
 
     def _end(self):
         if (generator := self._generator()) is not None:

@@ -116,8 +116,8 @@ def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past,
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id))
-        before = past.extra.get("saving")
-        return PeriodicSaves(checkpointer, config.save_every_steps, extra, before, cut=engine.cut)
+        cut = None if config.free else engine.cut  # free trainers are at rest in a hook
+        return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
     recovery = engine.enter(recovery_of(config, engine, directory, steps, image, run.id, extra))
     if image is None:
         recovery.save_whole()  # so that the run can go on from its first step
@@ -170,7 +170,7 @@ def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseExcep
 
 def main(config: Config) -> dict:
     """Runs one training job, or one for each seed; returns what results.json holds."""
-    refuse(data_flags.rules(config) | techniques.rules(config) | rules(config))
+    refuse(rules(config))
     claim_devices(config)
     keep_memory()
     with stop_on_signals() as asked:
@@ -204,18 +204,22 @@ def each_seed(config: Config, asked: Asked) -> dict:
 
 
 def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of the flags of this job."""
-    return {
-        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
-            config.requeue and not (config.workdir and config.resume)
-        ),
-        f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
-            config.patience is not None and config.data == "criteo" and not config.validation_fraction
-        ),
-        f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
-            config.seeds > 1 and config.table_directory is not None
-        ),
-    }
+    """{what is wrong, and the remedy: whether it is} of flags that do not go together."""
+    return (
+        data_flags.rules(config)
+        | techniques.rules(config)
+        | {
+            "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
+                config.requeue and not (config.workdir and config.resume)
+            ),
+            f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
+                config.patience is not None and config.data == "criteo" and not config.validation_fraction
+            ),
+            f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
+                config.seeds > 1 and config.table_directory is not None
+            ),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -502,9 +502,27 @@ def signalled(batches, at, number):
         yield batch
 
 
+def disturbed(whole, config, where, at):
+    """The data of a run, with a SIGTERM before one of its batches."""
+    if where == "data":
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60)
+    data, looks = whole(config), iter(range(100))
+    if where == "train":
+        return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
+    if where == "test":
+        return data._replace(test=lambda: signalled(data.test(), at, signal.SIGTERM))
+
+    def validation():
+        due = next(looks) == {"validation": 1, "last validation": 3}[where]
+        return signalled(data.validation(), at, signal.SIGTERM) if due else data.validation()
+
+    return data._replace(validation=validation)
+
+
 @pytest.mark.parametrize(
     ("where", "at"),
-    [("train", 7)]
+    [("train", 7), ("test", 1)]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -519,22 +537,7 @@ def signalled(batches, at, number):
 )
 def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):
     whole = train.data_of
-
-    def disturbed(config):
-        if where == "data":
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Event().wait(60)
-        data, looks = whole(config), iter(range(100))
-        if where == "train":
-            return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
-        if where == "test":
-            return data._replace(test=lambda: signalled(data.test(), at, signal.SIGTERM))
-        again = lambda wanted: (
-            signalled(data.validation(), at, signal.SIGTERM) if next(looks) == wanted else data.validation()
-        )
-        return data._replace(validation=lambda: again({"validation": 1, "last validation": 3}[where]))
-
-    monkeypatch.setattr(train, "data_of", disturbed)
+    monkeypatch.setattr(train, "data_of", lambda config: disturbed(whole, config, where, at))
     config = dataclasses.replace(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
     with pytest.raises(Stopped, match="SIGTERM") as stopped:
         train.main(config)
