@@ -1,0 +1,137 @@
+"""What all three techniques together cost: OAC, replicas in lock step and CPR against none of them.
+
+    python experiments/all_three.py                 batch 512 and 2,048, rows of width 16 and 64
+    python experiments/all_three.py --preset smoke
+
+DLRM over synthetic clicks, tables in host memory, on a mesh of two devices (two virtual ones where
+there is one CPU), without a link. `all` is `train.py --tables host --pipeline oac --window 8
+--shadowsync easgd --trainers 2 --cpr mfu`: two replicas that a thread synchronises, and saves at
+the pace that a target PLS of 0.1 asks for. `serial` and `sync` have none of it: the devices share
+each batch, one after the other, without or with a pipeline that plans and sends ahead. The sides
+take turns, a round of batches each, so that a slow minute hits all of them; each engine goes on
+from where it stood. Ratios are of rates: above 1 `all` is faster. Given are medians over the rounds
+with 95 % bootstrap intervals.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from click_data import synthetic_clicks
+from clicks import click_job, make_model
+from contract import Flags, Run, command_line, grid
+from reference import ratio
+from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of
+
+from jaxrec.data.synthetic import scaled_cardinalities
+from jaxrec.embedding import HostTables, rowwise_adagrad
+from jaxrec.loop import keep_memory
+from jaxrec.sharding import make_mesh
+
+POINTS = [(512, 16), (2048, 16), (512, 64), (2048, 64)]  # batch size, width
+SIDES = {
+    "serial": TechniqueFlags(tables="host"),
+    "sync": TechniqueFlags(tables="host", pipeline="sync"),
+    "all": TechniqueFlags(tables="host", pipeline="oac", shadowsync="easgd", trainers=2, cpr="mfu"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the benchmark."""
+
+    rounds: int = 0
+    """Turns of each side; by the preset if 0."""
+    rows: int = 200_000
+    steps: int = 1000
+    """Of the job: how often the recovery saves follows from it."""
+
+
+class Side:
+    """One way to train, which goes on from turn to turn."""
+
+    def __init__(self, name: str, config: Config, batches: list, width: int, opened: contextlib.ExitStack):
+        flags = SIDES[name]
+        self.batches = batches
+        mesh = mesh_of(flags) if flags.replicas > 1 else make_mesh(devices=jax.devices()[:2])
+        job = click_job(
+            scaled_cardinalities(config.rows), make_model("dlrm", width), optax.adam(1e-3), rowwise_adagrad(0.02),
+            width, flags.shards, config.seed,
+        )  # fmt: skip
+        state = job.state(HostTables.create(job.spec, job.row_optimizer), config.seed, mesh)
+        self.engine = opened.enter_context(make_engine(flags, job, state, mesh, {}, 1))
+        self.hooks = Techniques(flags, self.engine).hooks
+        if flags.cpr != "none":
+            saved = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            every = _Saving(**dataclasses.asdict(flags))
+            recovery = recovery_of(every, self.engine, saved, config.steps, None, "measured", lambda step: {})
+            self.hooks = [*self.hooks, self.engine.enter(recovery).hook]
+
+    def turn(self, skip: int, counted: int) -> float:
+        """Seconds per batch in the steady state of one run: `counted` batches behind the first `skip`."""
+        start = end = 0.0
+        for index, (_, metrics) in enumerate(self.engine.run(itertools.cycle(self.batches), self.hooks), 1):
+            if index in (skip, skip + counted):
+                jax.block_until_ready(metrics)
+                start, end = end, time.perf_counter()
+            if index == skip + counted:
+                break
+        self.engine.close()
+        return (end - start) / counted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saving(TechniqueFlags):
+    save_every_steps: int | None = None
+
+
+def measure(config: Config, batch_size: int, width: int, rounds: int, counted: int) -> dict[str, Any]:
+    """All sides in turns at one batch size and width; flat results."""
+    skip = 10  # more than a window: the pipeline is full
+    data = synthetic_clicks(scaled_cardinalities(config.rows), batch_size, skip + counted, config.seed, 1)
+    batches = list(data.train(0))
+    with contextlib.ExitStack() as opened:
+        sides = {name: Side(name, config, batches, width, opened) for name in SIDES}
+        for side in sides.values():
+            side.turn(skip, counted)  # compiles
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                seconds[name].append(side.turn(skip, counted))
+    times = {name: np.array(each) for name, each in seconds.items()}
+    results: dict[str, Any] = {}
+    for name, each in times.items():
+        results |= ratio(f"examples_per_s_{name}", batch_size / each)
+    for name in ("serial", "sync"):
+        results |= ratio(f"all_over_{name}", times[name] / times["all"])
+    return results
+
+
+def main(config: Config) -> dict:
+    """Measures all points; returns what results.json holds."""
+    claim_devices(SIDES["all"])
+    keep_memory()
+    rounds, counted = {"smoke": (2, 4), "default": (24, 12), "paper": (96, 24)}[config.preset]
+    points = POINTS[:1] if config.preset == "smoke" else POINTS
+    results: dict[str, Any] = {}
+    with Run("all_three", config, config.workdir) as run:
+        for batch_size, width in points:
+            found = measure(config, batch_size, width, config.rounds or rounds, counted)
+            run.log({"batch_size": batch_size, "width": width} | found)
+            results |= {f"{key}_at_batch_{batch_size}_width_{width}": value for key, value in found.items()}
+        labels = {f"{batch:,}, {width}": f"{batch}_width_{width}" for batch, width in points}
+        columns = {f"{name}, examples/s": f"examples_per_s_{name}_at_batch_{{}}" for name in SIDES}
+        columns |= {f"all over {name}": f"all_over_{name}_at_batch_{{}}" for name in ("serial", "sync")}
+        run.close(results | {"rounds": config.rounds or rounds}, grid(results, "batch, width", labels, columns))
+    return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)
