@@ -39,6 +39,7 @@ class Data(NamedTuple):
     train: Callable[[int], Iterator[Batch]]  # from which step on -> batches
     test: Callable[[], Iterator[Batch]]
     validation: Callable[[], Iterator[Batch]] | None = None  # if any rows were set apart for it
+    vocabulary_digest: str | None = None  # of what gives categories their rows
     expectation: str = ""  # what a run may reach, in words
     best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
 
@@ -152,7 +153,18 @@ def criteo_clicks(
         _over_epochs(epoch_steps, int(total), batches),
         lambda: iter(Loader(test, TEST_BATCH)),
         None if validation is None else lambda: iter(Loader(validation, TEST_BATCH)),
+        vocabulary_digest=_digest_of(directory),
     )
+
+
+def _digest_of(directory: Path) -> str | None:
+    """The digest of a vocabulary; None if it is gone, as training does without."""
+    from jaxrec.data.criteo import open_encoder
+
+    try:
+        return open_encoder(directory).digest
+    except ValueError:
+        return None
 
 
 def _validated(split, fraction: float) -> tuple[BlockSource, BlockSource | None]:

@@ -114,6 +114,7 @@ class Recorder:
         return {
             "capacity": None if known is None else self._capacity[known],
             "train_losses": losses.tolist(),
+            "vocabulary_digest": self.data.vocabulary_digest,
             "train_seconds": self.seconds + time.perf_counter() - self.since,
         }
 

@@ -123,7 +123,7 @@ def refuse_other_ids(run: Trained, directory: Path, encoder: Encoder) -> None:
     """
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
     found = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
-    noted = run.image.extra.get("vocabulary_digest", encoder.digest)
+    noted = run.image.extra.get("vocabulary_digest") or encoder.digest
     other = [
         f"{name} has {found.get(name)} rows, not {rows}" for name, rows in wanted.items() if found.get(name) != rows
     ]
