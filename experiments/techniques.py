@@ -6,7 +6,6 @@ Free-running trainers are threads over shared host tables, each with batches of 
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import numpy as np
 from clicks import ClickJob
 from contract import Flags, say
 from free import FreeTrainers
+from rounds import ForegroundRounds, remembering
 
 from jaxrec.cpr import Recovery, draw_failures, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode
@@ -83,6 +83,11 @@ class TechniqueFlags(Flags):
         """Whether trainers run freely."""
         return self.shadowsync != "none" and (self.tables, self.pipeline, self.cpr) == ("host", "none", "none")
 
+    @property
+    def in_lock_step(self) -> bool:
+        """Whether trainers are replicas that take each step together."""
+        return self.shadowsync != "none" and not self.free
+
 
 def rules(config: TechniqueFlags) -> dict[str, object]:
     """{what is wrong, and the remedy: whether it is} of flags that do not go together."""
@@ -145,10 +150,17 @@ def claim_devices(config: TechniqueFlags) -> None:
 
 
 def mesh_of(config: TechniqueFlags) -> jax.sharding.Mesh:
-    """A device for each replica; without any, all devices share the batches."""
-    if config.replicas == 1:
+    """A device for each trainer; without any, all devices share the batches."""
+    if config.shadowsync == "none":
         return make_mesh(devices=jax.devices())
     return make_mesh(replicas=config.replicas, devices=jax.devices()[: config.replicas])
+
+
+def job_of(config: TechniqueFlags, job: ClickJob) -> ClickJob:
+    """The job as the techniques want it: what rounds in the foreground remember lies beside the optimizer's state."""
+    if config.in_lock_step and config.sync_every_steps is not None:
+        return job._replace(optimizer=remembering(job.optimizer, _rule(config)))
+    return job
 
 
 def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[str, Any], stretch_steps: int):
@@ -202,32 +214,35 @@ class Techniques:
     """
 
     def __init__(self, config: TechniqueFlags, engine):
-        self._engine, self._first, self._seen = engine, engine.step, Counter[str]()
-        self._sync = None
-        if config.shadowsync != "none" and not config.free:
-            one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
-            self._sync = engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
-            self._sync.steps = engine.step  # rounds in the foreground fall on the steps that they would have
+        self._engine, self._sync = engine, None
+        if config.in_lock_step:
+            self._sync = _rounds(config, engine)
         self.hooks = [self._sync.hook] if self._sync else []
 
     def figures(self, state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """A figure of each technique that is on, since the last time."""
+        """A figure of each technique that is on, of this process so far; of free trainers that of a stretch."""
         found: dict[str, float] = {}
         if isinstance(self._engine, Pipeline) and self._engine.mode == "oac":
-            now, before = Counter(self._engine.counters), self._seen
-            found["stale_share"] = (now["stale_rows"] - before["stale_rows"]) / max(now["rows"] - before["rows"], 1)
-            self._seen = now
+            counters = self._engine.counters
+            found["stale_share"] = counters["stale_rows"] / max(counters["rows"], 1)
         if self._sync:
-            steps = self._sync.steps - self._first
-            found["sync_gap_steps"] = steps / self._sync.rounds if self._sync.rounds else float("inf")
+            found["sync_gap_steps"] = self._sync.steps / self._sync.rounds if self._sync.rounds else float("inf")
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
-        if isinstance(self._engine, FreeTrainers):
+        if isinstance(self._engine, FreeTrainers) and metrics:
             found |= {"sync_gap_steps": metrics["average_sync_gap"], "replica_spread": metrics["replica_spread"]}
         return found
 
     def extra(self) -> dict[str, Any]:
         """What is saved along with a state."""
         return {"trainers": self._engine.figures()} if isinstance(self._engine, FreeTrainers) else {}
+
+
+def _rounds(config, engine):
+    """What synchronises replicas in lock step: in the foreground, or a thread beside training."""
+    if config.sync_every_steps is not None:
+        return ForegroundRounds(_rule(config), config.sync_every_steps)
+    one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
+    return engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
 
 
 def recovery_of(config, engine, directory: Path, steps: int, image, run: str, extra: Callable) -> Recovery:

@@ -28,7 +28,7 @@ from recording import Past, Recorder, resumed
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
-from techniques import TechniqueFlags, Techniques, as_saved, claim_devices, make_engine, mesh_of, recovery_of
+from techniques import TechniqueFlags, Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables
@@ -71,7 +71,9 @@ def make_job(config: Config, data) -> ClickJob:
     model = make_model(config.model, config.embedding_width)
     steps = -(-data.steps // config.replicas) if config.free else data.steps  # those that one trainer makes
     how = optimizers(config, steps)
-    return click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
+    return job_of(
+        config, click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
+    )
 
 
 def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
