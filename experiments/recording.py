@@ -59,6 +59,14 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past
     return state, image, Past(kept, image.extra)
 
 
+def check_seeds(run: Run, seeds: int) -> None:
+    """Refuses the directory of a run of one seed for several, and the other way round."""
+    if seeds == 1 and any(run.directory.glob("seed_*")):
+        raise ValueError(f"{run.directory} holds runs of several seeds: say of how many, with --seeds.")
+    if seeds > 1 and (run.directory / "checkpoints").exists():
+        raise ValueError(f"{run.directory} holds a run of one seed: leave out --seeds, or give another --workdir.")
+
+
 class Recorder:
     """What a run has seen so far.
 
@@ -135,9 +143,11 @@ class Recorder:
         return state
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation falls on this step, and has not been made."""
-        evenly = step > 0 and step % self.every_steps == 0
-        return (evenly or step == self.data.steps) and all(row["step"] != step for row in self.history)
+        """Whether it is time for an evaluation that has not been made."""
+        # One has come up since the last row, as free trainers come by after many steps.
+        last = max((row["step"] for row in self.history), default=0)
+        evenly = step // self.every_steps > last // self.every_steps
+        return step > last and (evenly or step == self.data.steps)
 
     def look(self, state, step: int, step_metrics: dict | None = None) -> None:
         """Evaluates a state at rest, and leaves off if asked to stop; its time is no training time."""

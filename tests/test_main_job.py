@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import saving
 import techniques
 import train
 from stopping import Stopped
