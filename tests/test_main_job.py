@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 import techniques
 import train
 from stopping import Stopped
+from trained_run import criteo_lines, write_lines
 
 from jaxrec.checkpoint import images, read_manifest
 from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.data.criteo import prepare
 
 ROOT = Path(__file__).parent.parent
 TINY = train.Config(
@@ -72,7 +75,12 @@ IN_ALL = ("all three", "free easgd")  # the others take longer
 
 
 @pytest.fixture(autouse=True)
-def few_to_look_at(monkeypatch):
+def few(monkeypatch):
+    """Few examples to look at, for all tests here."""
+    look_at_few(monkeypatch)
+
+
+def look_at_few(monkeypatch):
     """One batch to validate and to test on."""
     whole = train.data_of
 
@@ -84,9 +92,14 @@ def few_to_look_at(monkeypatch):
     monkeypatch.setattr(train, "data_of", fewer)
 
 
-def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM, seen=None):
-    """Sends a signal with a batch of the training; `seen` collects the batches that are drawn."""
+def change_data(patch, change):
+    """Trains on change(data) instead of the data."""
     whole = train.data_of
+    patch.setattr(train, "data_of", lambda config: change(whole(config)))
+
+
+def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
+    """Sends a signal with a batch of the training."""
 
     def signalled(batches, first):
         for index, batch in enumerate(batches, first):
@@ -94,20 +107,22 @@ def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM, seen=None):
                 os.kill(os.getpid(), number)
             yield batch
 
-    patch.setattr(
-        train, "data_of", lambda config: (data := whole(config))._replace(train=lambda k: signalled(data.train(k), k))
-    )
+    change_data(patch, lambda data: data._replace(train=lambda k: signalled(data.train(k), k)))
 
 
-def stopped_and_resumed(directory, monkeypatch, flags, **more):
+def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
     """Runs until a signal comes and to the end; returns the step between and the results."""
-    config = dataclasses.replace(TINY, workdir=directory, **flags | more)
+    config, begun = dataclasses.replace(TINY, workdir=directory, **flags), []
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved") as stopped:
-        stop_the_stream(patch)
+        stop_the_stream(patch, at)
         train.main(config)
     step = int(re.search(r"saved at step (\d+)", str(stopped.value))[1])
     assert step == image_of(directory).step
-    return step, train.main(dataclasses.replace(config, resume=True))
+    with monkeypatch.context() as patch:
+        change_data(patch, lambda data: data._replace(train=lambda k: begun.append(k) or data.train(k)))
+        results = train.main(dataclasses.replace(config, resume=True))
+    assert begun == [step]  # no batch is trained twice, and none left out
+    return step, results
 
 
 def image_of(directory):
@@ -161,7 +176,186 @@ def test_stopped_and_resumed_it_has_the_bits_of_an_undisturbed_run(tmp_path, mon
 
 @pytest.mark.parametrize("name", [name if name in IN_ALL else slow(name) for name in INEXACT])
 def test_where_it_is_not_deterministic_it_goes_on_from_its_step(tmp_path, monkeypatch, name):
-    step, results = stopped_and_resumed(tmp_path, monkeypatch, INEXACT[name])
+    flags = INEXACT[name]
+    step, results = stopped_and_resumed(tmp_path, monkeypatch, flags)
     assert 3 <= step < 24
-    check_learned(tmp_path, results, INEXACT[name])
+    check_learned(tmp_path, results, flags)
     assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]
+    if "free" in name:
+        done = image_of(tmp_path).extra["techniques"]["trainers"]
+        assert sum(done["steps"]) + done["batches_lost"] == 24
+        assert done["batches_lost"] <= 2 * flags.get("workers", 1)  # that were in work when the signal came
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on", "off"),
+    [
+        (EXACT["easgd in the foreground"], DEVICE | {"shadowsync": "easgd", "sync_every_steps": 100}),
+        (EXACT["bmuf in the foreground"], EXACT["ma in the foreground"]),
+        (EXACT["vanilla on the device"], EXACT["vanilla on the device"] | {"fail": ()}),
+        (EXACT["mfu on the device"], EXACT["vanilla on the device"] | {"fail": ("3:2",)}),
+    ],
+)
+def test_with_a_mechanism_off_the_bits_are_others(tmp_path, on, off):
+    for name, flags in (("on", on), ("off", off)):
+        train.main(dataclasses.replace(TINY, workdir=tmp_path / name, **flags))
+    assert differences(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.slow
+def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch):
+    flags = EXACT["easgd in the foreground"]
+    train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+
+    def forgetful(run, state):
+        found, *rest = resumed(run, state)
+        kept = found.dense.opt_state._replace(memory=state.dense.opt_state.memory)
+        return found._replace(dense=found.dense._replace(opt_state=kept)), *rest
+
+    resumed = train.resumed
+    monkeypatch.setattr(train, "resumed", forgetful)
+    stopped_and_resumed(tmp_path / "cut", monkeypatch, flags)
+    assert differences(tmp_path / "whole", tmp_path / "cut")
+
+
+# What was saved last decides what a failure costs.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["full", "vanilla", "mfu"])
+def test_a_failure_behind_a_stop_finds_what_was_saved_there(tmp_path, monkeypatch, scheme):
+    flags = HOST | {"cpr": scheme, "fail": ("22:5",), "save_every_steps": 16}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=20)
+    assert step > 16  # behind the save that the other run goes back to
+    if scheme == "full":
+        assert results["lost_steps"] == 22 - step < whole["lost_steps"] == 6
+        assert arrays_of(tmp_path / "whole")[1].keys() == arrays_of(tmp_path / "cut")[1].keys()
+        assert not [name for name in differences(tmp_path / "whole", tmp_path / "cut") if name != "metrics"]
+    else:
+        assert 0 < results["pls"] < whole["pls"]
+
+
+KILLED = """
+import dataclasses, pathlib, signal, sys
+import pytest, train, test_main_job as laws
+patch = pytest.MonkeyPatch()
+laws.look_at_few(patch)
+laws.stop_the_stream(patch, 20, signal.SIGKILL)
+flags = laws.EXACT[sys.argv[2]]
+train.main(dataclasses.replace(laws.TINY, workdir=pathlib.Path(sys.argv[1]), **flags))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full on the host", "vanilla on the device", "mfu on the host", "all three"])
+def test_killed_it_goes_on_and_says_what_it_has_lost(tmp_path, capsys, name):
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "experiments", "tests"))
+    command = [sys.executable, "-c", KILLED, tmp_path / "cut", name]
+    killed = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    config = dataclasses.replace(TINY, workdir=tmp_path / "cut", resume=True, **EXACT[name])
+    results = train.main(config)
+    said = capsys.readouterr().out
+    assert results["steps"] == 24 and [row["step"] for row in rows_of(tmp_path / "cut")] == [8, 16, 24]
+    behind = int(re.search(r"going on from .*, step (\d+)", said)[1])
+    if config.cpr in ("full", "vanilla"):
+        assert behind % 8 == 0 and "not bit for bit" not in said
+        train.main(dataclasses.replace(config, workdir=tmp_path / "whole", resume=False))
+        assert differences(tmp_path / "whole", tmp_path / "cut") == []
+    else:
+        assert ("not bit for bit" in said) == (behind % 8 > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DEVICE | {"cpr": "vanilla", "fail": ("24:1",), "save_every_steps": 8},
+        DEVICE | {"cpr": "full", "fail": ("24:1",), "save_every_steps": 9},
+        HOST | {"cpr": "full", "fail": ("1:0",), "save_every_steps": 100},
+        OAC | {"cpr": "mfu", "fail": ("10:0,1,2,3,4,5,6,7",), "save_every_steps": 8},
+        OAC | {"cpr": "ssu", "fail": ("23:0", "24:0"), "save_every_steps": 1},
+        HOST | {"cpr": "mfu", "fail": ("5:2",), "save_every_steps": 100},
+        DEVICE | {"cpr": "mfu", "fail": ("gamma",), "mtbf_steps": 6.0, "fail_shape": 0.5},
+        OAC | {"cpr": "scar", "fail": ("5:2",)},
+    ],
+    ids=lambda flags: " ".join(f"{name} {value}" for name, value in flags.items()),
+)
+def test_failures_anywhere_are_survived(tmp_path, flags):
+    results = train.main(dataclasses.replace(TINY, workdir=tmp_path, **flags))
+    lost = sum(word.count(",") + 1 for word in flags["fail"])
+    assert results["steps"] == 24 and results["saves_failed"] == 0
+    assert results["shards_failed"] == lost if flags["fail"] != ("gamma",) else results["shards_failed"] > 0
+    assert image_of(tmp_path).step == 24 and np.isfinite(results["test_auc"])
+
+
+@pytest.mark.slow
+def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch):
+    prepare([write_lines(tmp_path / "train.txt", list(criteo_lines(240)))], tmp_path / "rows", min_count=3)
+    flags = {"data": "criteo", "path": (tmp_path / "rows",), "preset": "default", "rows": None, "batch_size": 16}
+    flags |= {"steps": None, "epochs": 3, "shuffle": True, "validation_fraction": 0.1, "schedule": "linear"}
+    flags |= EXACT["all three"] | {"table_directory": tmp_path / "tables"}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    assert whole["steps"] == 36 and whole["examples"] == 3 * 180
+    flags |= {"table_directory": tmp_path / "other tables"}
+    step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=30)
+    assert 12 < step < 36 and results["test_auc"] == whole["test_auc"]
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+
+
+# Early stopping, seeds, and where evaluations fall.
+
+
+@pytest.mark.slow
+def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch):
+    flags = OAC | {"patience": 2, "evaluations": 12, "learning_rate": 0.3, "row_learning_rate": 3.0}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    aucs = [row["validation_auc"] for row in rows_of(tmp_path / "whole")]
+    best = int(np.argmax(aucs))
+    assert len(aucs) == best + 3 < 12 and whole["steps"] == 2 * len(aucs)
+    shorter = flags | {"patience": None, "evaluations": best + 1, "steps": 2 * (best + 1)}
+    assert train.main(dataclasses.replace(TINY, **shorter, workdir=tmp_path / "best"))["test_auc"] == whole["test_auc"]
+    _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=2 * best + 4)
+    assert results["test_auc"] == whole["test_auc"]
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+
+
+@pytest.mark.slow
+def test_several_seeds_go_on_with_the_seed_that_was_stopped(tmp_path, monkeypatch):
+    config = dataclasses.replace(TINY, seeds=2, steps=8, workdir=tmp_path / "cut")
+    whole = train.main(dataclasses.replace(config, workdir=tmp_path / "whole"))
+    assert whole["test_auc_half_width"] > 0
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped in seed 0; .*--workdir .*/cut --resume"):
+        stop_the_stream(patch, at=5)
+        train.main(config)
+    results = train.main(dataclasses.replace(config, resume=True))
+    assert results["test_auc"] == whole["test_auc"]
+    with pytest.raises(ValueError, match="holds runs of several seeds"):
+        train.main(dataclasses.replace(config, seeds=1, resume=True))
+
+
+@pytest.mark.slow
+def test_free_trainers_that_were_stopped_in_an_evaluation_make_it_when_they_go_on(tmp_path, monkeypatch):
+    config, looks = dataclasses.replace(TINY, workdir=tmp_path, **INEXACT["free ma"]), itertools.count()
+
+    def stopping(batches):
+        if next(looks) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield from batches
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 16"):
+        change_data(patch, lambda data: data._replace(validation=lambda: stopping(data.validation())))
+        train.main(config)
+    train.main(dataclasses.replace(config, resume=True))
+    assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]
+
+
+def test_evaluations_are_as_many_as_asked_for_when_steps_are_told_in_strides():
+    recorder = types.SimpleNamespace(every_steps=125, history=[], data=types.SimpleNamespace(steps=1000))
+    for step in range(100, 1001, 100):
+        for _ in range(2):
+            if train.Recorder.due(recorder, step):
+                recorder.history.append({"step": step})
+    assert [row["step"] for row in recorder.history] == [200, 300, 400, 500, 700, 800, 900, 1000]
