@@ -21,7 +21,9 @@ class Deal:
     """
 
     def __init__(self, stream: Stream, steps: int):
-        self._stream, self._steps, self._lock = stream, steps, threading.Lock()
+        self._stream, self._steps = stream, steps
+        self._asking = threading.Lock()  # held as long as the stream blocks
+        self._counting = threading.Lock()
         self.taken, self.over, self.closed = 0, False, False
         self.error: BaseException | None = None
 
@@ -30,11 +32,32 @@ class Deal:
         while (batch := self._take()) is not None:
             yield batch
 
+    def close(self) -> None:
+        """From now on nothing is given out or counted; what the stream gives too late comes first in its next run."""
+        with self._counting:
+            self.closed = True
+
     def _take(self):
-        with self._lock:
+        with self._asking:
             if self.over or self.closed or self.taken == self._steps:
                 return None
-            batch = self._asked()
+            self._stream.free.clear()  # who comes with the same iterator again must wait
+            try:
+                return self._counted(self._asked())
+            finally:
+                self._stream.free.set()
+
+    def _asked(self):
+        try:
+            batch = self._stream.take()
+        except BaseException as error:
+            return error
+        if batch is END or isinstance(batch, Batch):
+            return batch
+        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
+
+    def _counted(self, batch):
+        with self._counting:
             if self.closed:  # the stretch was left meanwhile: it comes first in the next one
                 self._stream.give_back(batch)
                 return None
@@ -44,15 +67,3 @@ class Deal:
                 return None
             self.taken += 1
             return batch
-
-    def _asked(self):
-        self._stream.free.clear()  # who comes with the same iterator again must wait
-        try:
-            batch = self._stream.take()
-            if batch is END or isinstance(batch, Batch):
-                return batch
-            return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
-        except BaseException as error:
-            return error
-        finally:
-            self._stream.free.set()

@@ -15,7 +15,7 @@ Legend: n trainers, m workers of each.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from dealing import Deal
 from free_figures import Sums, metrics_of
 from free_state import FreeState, after_last_round, apart, joined, mesh_of
 
-from jaxrec.announced import Announced, Cut
+from jaxrec.announced import Announced
 from jaxrec.asked import check_change, check_hooks, tell_restarted
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
@@ -82,15 +82,14 @@ class FreeTrainers(Watched):
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers, self._leave_timeout_s = whole_number("workers", workers), leave_timeout_s
         self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._cuts = Announced()
-        self._cut_steps: set[int] = set()
+        self._cuts = Announced()  # of which there are none
         self._take_state(state)
         self._figures = Sums(self._replicas, past)
 
     def _take_state(self, state):
-        self._mesh = mesh_of(state, self._free_step)
-        self._replicas = self._mesh.shape[REPLICA]
-        self._state = self._with_memory(state)
+        mesh = mesh_of(state, self._free_step)
+        self._replicas = mesh.shape[REPLICA]
+        self._state, self._mesh = self._with_memory(state), mesh
         self.step = int(state.dense.step)
         self._apart: tuple[Any, list] = None, []  # a dense state, and the same on the trainers' devices
         self._failure = ""
@@ -134,7 +133,7 @@ class FreeTrainers(Watched):
         return self._figures.as_json()
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """Trains on all batches; yields when all trainers have met, and at the end of the stream.
 
@@ -144,10 +143,11 @@ class FreeTrainers(Watched):
         Args:
           batches: Batch after Batch, of one size; each is taken by one trainer.
           hooks: (state, step, None, metrics) -> state, in order after every stretch.
+          check_every_steps: as other engines have it; the losses are looked at after every stretch.
 
         Yields:
-          (TrainState, metrics of the stretch): loss, the mean over its examples; examples; rounds, of all trainers;
-          average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
+          (TrainState, metrics of the stretch): loss, the mean over its examples, nan without any; examples; rounds, of
+          all trainers; average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
 
         Raises:
           FloatingPointError: the loss of a stretch is not finite; no hook is called.
@@ -168,7 +168,6 @@ class FreeTrainers(Watched):
                 metrics = self._stretch(deal)
                 if deal.taken:
                     self._run_hooks(hooks, metrics)
-                    self._save_cuts()
                     yield self._state, metrics
                 if deal.error is not None:
                     raise deal.error
@@ -184,30 +183,25 @@ class FreeTrainers(Watched):
             try:
                 group = self._group(self._state.dense)
                 states, figures = self._train(deal, group, lambda trainer, step, metrics: seen.append(metrics))
-                self._commit(states, deal.taken, group.memory if group else {}, figures)
+                if deal.taken:  # else what hooks were told last stands
+                    self._commit(states, deal.taken, group.memory if group else {}, figures)
                 lost = deal.taken - sum(figures.steps)
                 self._figures.add(figures, lost)
             except BaseException as error:
                 if deal.taken:  # else nothing has changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
-            finally:
-                deal.closed = True
         raise_again(asked)
         return self._checked(metrics_of(seen, figures, lost))
 
     def _train(self, deal, group, hook):
         self._set_capacity(self._state.dense.opt_state.capacity)
-        return train_stretch(
-            self._free_step,
-            self._states_apart(),
-            self.tables,
-            [deal.hand() for _ in range(self._replicas)],
-            group and group.trainer,
-            self._workers,
-            hook,
-            self._leave_timeout_s,
-        )
+        streams, make = [deal.hand() for _ in range(self._replicas)], group and group.trainer
+        of_run = self._workers, hook, self._leave_timeout_s
+        try:
+            return train_stretch(self._free_step, self._states_apart(), self.tables, streams, make, *of_run)
+        finally:
+            deal.close()  # before anybody counts
 
     def _states_apart(self):
         # As the last stretch has left them, if no hook has changed them.
@@ -225,7 +219,7 @@ class FreeTrainers(Watched):
             self._apart = self._state.dense, states
 
     def _checked(self, metrics):
-        if metrics and not np.isfinite(metrics["loss"]):
+        if metrics["examples"] and not np.isfinite(metrics["loss"]):
             raise FloatingPointError(
                 f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
                 "learning rates and at the data, and go on from an image."
@@ -267,6 +261,20 @@ class FreeTrainers(Watched):
             raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
 
+    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
+        """Refused: nobody is at rest after a step."""
+        raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
+
+    def withdraw(self, step: int) -> None:
+        """There is no cut."""
+
+    def lose(self, shards: Sequence[int]) -> None:
+        """Refused: a shard is brought back to a step, and free trainers have none in common."""
+        raise ValueError(
+            f"free trainers cannot bring shards {list(shards)} back while they train: use replicas in lock step "
+            "(Serial or Pipeline), or restore an image and `reset`."
+        )
+
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, between two runs; also after a failure.
 
@@ -298,26 +306,6 @@ class FreeTrainers(Watched):
                 f"{self._failure}: rows have changed since, and the trainers' parameters are lost. Restore an image "
                 "and give its state to `reset`."
             )
-
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announces that save(state) is to be called at the end of the stretch that reaches a step, behind its hooks.
-
-        Raises:
-          ValueError: the step is committed, or has a cut already.
-        """
-        self._cuts.announce(step, self.step, Cut(save, unreached))
-        self._cut_steps.add(step)
-
-    def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken."""
-        self._cuts.withdraw(step)
-
-    def _save_cuts(self):
-        for step in sorted(step for step in self._cut_steps if step <= self.step):
-            self._cut_steps.discard(step)
-            if save := self._cuts.at(step):
-                self._cuts.tell_begun(step)
-                save(self._state)
 
     def _end(self):
         if (generator := self._generator()) is not None:

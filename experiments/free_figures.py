@@ -9,14 +9,12 @@ from jaxrec.shadowsync import Figures
 
 
 def metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
-    """What hooks are told of a stretch, from the metrics of its steps; empty without any."""
-    if not seen:
-        return {}
+    """What hooks are told of a stretch, from the metrics of its steps."""
     found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
-    losses, weights = np.array(found, np.float64).T
+    losses, weights = np.array(found, np.float64).reshape(-1, 2).T
     rounds = sum(figures.rounds)
     return {
-        "loss": float(np.average(losses, weights=weights if weights.sum() > 0 else None)),
+        "loss": float(np.average(losses, weights=weights if weights.any() else None)) if seen else float("nan"),
         "examples": figures.examples,
         "rounds": rounds,
         "average_sync_gap": sum(figures.steps) / rounds if rounds else float("inf"),

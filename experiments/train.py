@@ -106,9 +106,11 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
             train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
         unsaved = saves.last(engine.state)
         recorder.bar.close()
+        with contextlib.suppress(Stopped):
+            asked.check()
+            tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
         if asked:
             raise stopped(asked, engine.step, unsaved, run)
-        tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
     return finish(run, recorder, saves, unsaved, tested)
 
 
@@ -117,8 +119,8 @@ def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past,
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id))
-        before = past.extra.get("saving")
-        return PeriodicSaves(checkpointer, config.save_every_steps, extra, before, cut=engine.cut)
+        cut = None if config.free else engine.cut  # free trainers are at rest in a hook
+        return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
     recovery = engine.enter(recovery_of(config, engine, directory, steps, image, run.id, extra))
     if image is None:
         recovery.save_whole()  # so that the run can go on from its first step
@@ -132,8 +134,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
         def at_rest(tables):
             rested = state._replace(tables=tables)
             saves.ensure_image(rested)
-            recorder.look(rested, step, step_metrics)
-            if best and recorder.best() is recorder.history[-1]:
+            if recorder.look(rested, step, step_metrics) and best and recorder.is_best(step):
                 best.save(rested)
             return tables
 

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import optax
 import pytest
 from free import FreeTrainers
 from free_trainers import PARAMS, SPEC, counting, stream
+from kills import was_killed
 from world import batch_of, interrupt_when, loss, no_threads_left
 
 from jaxrec import init_state, make_eval_step, make_mesh
@@ -109,6 +111,16 @@ def trained(engine, batches, hooks=()):
 
 
 @pytest.mark.parametrize("stretch_steps", [1, 4, 100])
+@pytest.mark.parametrize("name", ["bmuf", "easgd"])
+def test_one_trainer_that_is_synchronised_does_not_feel_how_long_its_stretches_are(name, stretch_steps):
+    one, other = (engine(1, RULES[name], stretch_steps=steps, every_steps=3) for steps in (stretch_steps, 7))
+    with one, other:
+        trained(one, stream(0, 15)), trained(other, stream(0, 15))
+        equal((one.state.dense, one.tables.shards), (other.state.dense, other.tables.shards))
+        assert one.figures()["rounds"] == [5] == other.figures()["rounds"]
+
+
+@pytest.mark.parametrize("stretch_steps", [1, 100])
 def test_one_trainer_does_not_feel_how_long_its_stretches_are(stretch_steps):
     one, other = (engine(1, stretch_steps=steps) for steps in (stretch_steps, 7))
     with one, other:
@@ -205,16 +217,34 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
         assert second.state.dense.opt_state.steps.sum() == 12
 
 
-def test_one_trainer_that_is_killed_and_restored_is_one_run(tmp_path):
-    with engine(1, stretch_steps=4) as whole:
-        trained(whole, stream(0, 12))
-    with engine(1, stretch_steps=4) as first, Checkpointer(tmp_path) as checkpointer:
-        trained(first, stream(0, 8))
-        checkpointer.save(first.state)
-    with engine(1, stretch_steps=4) as second:
-        state, _ = restore(tmp_path, second.state)
+KILLED = {"rule": bmuf(momentum=0.5), "every_steps": 3, "stretch_steps": 5}
+
+
+def _train_until_killed(directory):
+    def batches():
+        for number, batch in enumerate(stream(0, 30)):
+            if number == 17:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    with engine(1, **KILLED) as trainers, Checkpointer(directory) as checkpointer:
+
+        def save(state, step, plans, metrics):
+            checkpointer.save(state)
+            checkpointer.wait()
+            return state
+
+        trained(trainers, batches(), [save])
+
+
+def test_one_trainer_that_is_killed_by_signal_9_and_goes_on_is_one_run(tmp_path):
+    assert was_killed(_train_until_killed, tmp_path)
+    with engine(1, **KILLED) as whole, engine(1, **KILLED) as second:
+        trained(whole, stream(0, 30))
+        state, image = restore(tmp_path, second.state)
+        assert image.step == 15
         second.reset(state)
-        trained(second, itertools.islice(stream(0, 12), 8, None))
+        trained(second, itertools.islice(stream(0, 30), 15, None))
         equal((whole.state.dense, whole.tables.shards), (second.state.dense, second.tables.shards))
 
 
@@ -290,6 +320,17 @@ def test_a_hook_that_raises_leaves_a_state_to_go_on_from():
         assert trainers.step == 3 and not trainers.running
         assert [step for step, _ in trained(trainers, batches)] == [6, 9]
         assert no_threads_left()
+
+
+def test_the_parameters_that_a_hook_returns_are_trained():
+    def hook(state, step, plans, metrics):
+        return state._replace(dense=state.dense._replace(params={"w": 0 * state.dense.params["w"] + step}))
+
+    with engine(2, optimizer=optax.sgd(0.0), stretch_steps=3) as trainers:
+        found = [np.asarray(state.dense.params["w"])[:, 0] for state, _ in trainers.run(stream(0, 6), [hook])]
+        np.testing.assert_array_equal(found, [[3, 3], [6, 6]])
+        trained(trainers, stream(0, 3))
+        np.testing.assert_array_equal(trainers.state.dense.params["w"], np.full((2, 4), 6))
 
 
 def test_ctrl_c_ends_a_stretch_with_a_whole_state():

@@ -323,6 +323,24 @@ def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("look", [0, 1])
+def test_a_state_whose_evaluation_was_left_off_is_not_taken_for_the_best(tmp_path, monkeypatch, look):
+    flags, looks = HOST | {"patience": 2, "workdir": tmp_path}, itertools.count()
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"saved at step {8 * (look + 1)}"):
+        change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, look)))
+        train.main(dataclasses.replace(TINY, **flags))
+    assert [read_manifest(path).step for path in images(tmp_path / "best")] == [8] * look
+    assert train.main(dataclasses.replace(TINY, **flags, resume=True))["steps"] == 24
+
+
+def signalled_at(batches, counts, wanted):
+    """The same batches; a signal comes with the first of one of the times."""
+    if next(counts) == wanted:
+        os.kill(os.getpid(), signal.SIGTERM)
+    yield from batches
+
+
+@pytest.mark.slow
 def test_several_seeds_go_on_with_the_seed_that_was_stopped(tmp_path, monkeypatch):
     config = dataclasses.replace(TINY, seeds=2, steps=8, workdir=tmp_path / "cut")
     whole = train.main(dataclasses.replace(config, workdir=tmp_path / "whole"))
@@ -340,13 +358,8 @@ def test_several_seeds_go_on_with_the_seed_that_was_stopped(tmp_path, monkeypatc
 def test_free_trainers_that_were_stopped_in_an_evaluation_make_it_when_they_go_on(tmp_path, monkeypatch):
     config, looks = dataclasses.replace(TINY, workdir=tmp_path, **INEXACT["free ma"]), itertools.count()
 
-    def stopping(batches):
-        if next(looks) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        yield from batches
-
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 16"):
-        change_data(patch, lambda data: data._replace(validation=lambda: stopping(data.validation())))
+        change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, 1)))
         train.main(config)
     train.main(dataclasses.replace(config, resume=True))
     assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]

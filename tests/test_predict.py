@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import evaluate
@@ -34,6 +38,7 @@ from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
 from jaxrec.types import DenseState, TrainState
 
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 TABLES = {"user": Table(40, 8), "item": Table(9, 8)}
 SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("user", "item"))}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.adam(0.05)
@@ -449,3 +454,56 @@ def test_tables_are_read_together_up_to_the_size_of_the_largest(tmp_path, optimi
     image = write_image(tmp_path / "step_00000000", snapshot(state))
     assert list(export.together(image, optimizer)) == [["a"], ["b"], ["c", "d"], ["e"], ["wide"]]
     assert export.bytes_of(image, ["wide"], optimizer) == 50 * 3 * 4 * (1 + optimizer)
+
+
+# ---- as users start them
+
+
+def start(name, *flags, cwd):
+    """A process of a user, on the devices of the machine."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXPERIMENTS.parent), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error::UserWarning", EXPERIMENTS / f"{name}.py", *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes)
+
+
+def done(process):
+    said, failed = process.communicate(timeout=300)
+    return process.returncode, said, failed
+
+
+@pytest.mark.slow
+def test_a_run_of_the_main_job_is_evaluated_and_exported(tmp_path):
+    flags = ("--preset", "smoke", "--steps", 20, "--batch-size", 256, "--rows", 3000, "--workdir", "run")
+    assert done(start("train", *flags, cwd=tmp_path))[0] == 0
+    code, said, failed = done(start("evaluate", "--run", "run", "--workdir", "e", cwd=tmp_path))
+    assert code == 0 and "tenth, by prediction" in said, failed
+    trained, found = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "e"))
+    for key in ("auc", "log_loss", "normalized_entropy", "calibration"):
+        assert found[key] == trained[f"test_{key}"]
+    code, _, failed = done(start("evaluate", "--run", "nowhere", cwd=tmp_path))
+    assert code == 1 and failed.startswith("error: ") and failed.count("\n") == 1
+    code, _, failed = done(
+        start("export", "--run", "run", "--table", "C3", "--ids", 1, 2, "--to", "a.npz", cwd=tmp_path)
+    )
+    assert code == 0 and np.load(tmp_path / "a.npz")["value"].shape == (2, 16), failed
+
+
+@pytest.mark.slow
+def test_bringing_back_stands_kill_9_and_sigterm(tmp_path):
+    save(trained(), tmp_path / "images", "step_00000012")
+    exported(tmp_path / "a.npz", tmp_path / "images", all=True, optimizer=True)
+    for number, kill in enumerate((signal.SIGKILL, signal.SIGTERM)):
+        into = tmp_path / f"into{number}"
+        process = start("export", "--back", "a.npz", "--into", into, cwd=tmp_path)
+        while process.poll() is None and not list(into.glob("*.partial")):
+            os.sched_yield()
+        process.send_signal(kill)
+        done(process)
+        assert process.returncode in (-kill, 128 + kill, 0)
+        if process.returncode:
+            assert not images(into)
+            assert done(start("export", "--back", "a.npz", "--into", into, cwd=tmp_path))[0] == 0
+        assert not list(into.glob("*.partial"))
+        assert_equal_states(restore(into, fresh())[0], restore(tmp_path / "images", fresh())[0])

@@ -448,13 +448,18 @@ def undisturbed(tmp_path_factory):
     return directory
 
 
-GOLDEN = {"train_loss": [0.781099, 0.723952, 0.679021, 0.668069], "test_auc": [0.534358, 0.54951, 0.585088, 0.597354]}
-GOLDEN |= {"test_log_loss": [0.692623, 0.597028, 0.602476, 0.589083], "step": [3, 6, 9, 12]}
+GOLDEN = {"train_loss": [0.781099, 0.723952, 0.679021, 0.668069], "step": [3, 6, 9, 12]}
+GOLDEN |= {"validation_auc": [0.547398, 0.564355, 0.597352, 0.612715]}
+GOLDEN |= {"validation_log_loss": [0.692177, 0.590715, 0.592022, 0.579835]}
+GOLDEN_TEST = {"test_auc": 0.597354, "test_log_loss": 0.589083}  # of the last state alone
 
 
 def test_the_main_job_has_its_golden_figures(undisturbed):
     for key, figures in GOLDEN.items():
         np.testing.assert_allclose([row[key] for row in rows_of(undisturbed)], figures, rtol=2e-5, err_msg=key)
+    results = json.loads((undisturbed / "results.json").read_text())
+    assert {key: results[key] for key in GOLDEN_TEST} == pytest.approx(GOLDEN_TEST, rel=2e-5)
+    assert not any(key.startswith("test_") for row in rows_of(undisturbed) for key in row)
 
 
 def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
@@ -476,7 +481,7 @@ def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):
 
 
 def test_the_test_set_is_the_same_at_every_batch_size():
-    few, many = (train.synthetic_data(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
+    few, many = (data_flags.data_of(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
     assert few.best == many.best
     for a, b in zip(few.test(), many.test(), strict=True):
         np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
@@ -497,30 +502,42 @@ def signalled(batches, at, number):
         yield batch
 
 
+def disturbed(whole, config, where, at):
+    """The data of a run, with a SIGTERM before one of its batches."""
+    if where == "data":
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60)
+    data, looks = whole(config), iter(range(100))
+    if where == "train":
+        return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
+    if where == "test":
+        return data._replace(test=lambda: signalled(data.test(), at, signal.SIGTERM))
+
+    def validation():
+        due = next(looks) == {"validation": 1, "last validation": 3}[where]
+        return signalled(data.validation(), at, signal.SIGTERM) if due else data.validation()
+
+    return data._replace(validation=validation)
+
+
 @pytest.mark.parametrize(
     ("where", "at"),
-    [("train", 7)]
+    [("train", 7), ("test", 1)]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in [("test", 3), ("data", 0), ("train", 0), ("test", 0), ("last test", 1)]
+        for case in [
+            ("validation", 3),
+            ("data", 0),
+            ("train", 0),
+            ("validation", 0),
+            ("last validation", 1),
+            ("test", 1),
+        ]
     ],
 )
 def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):
-    whole = train.synthetic_data
-
-    def disturbed(config):
-        if where == "data":
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Event().wait(60)
-        data, tests = whole(config), iter(range(100))
-        if where == "train":
-            return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
-        wanted = {"test": 1, "last test": 3}[where]
-        return data._replace(
-            test=lambda: signalled(data.test(), at, signal.SIGTERM) if next(tests) == wanted else data.test()
-        )
-
-    monkeypatch.setattr(train, "synthetic_data", disturbed)
+    whole = train.data_of
+    monkeypatch.setattr(train, "data_of", lambda config: disturbed(whole, config, where, at))
     config = dataclasses.replace(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
     with pytest.raises(Stopped, match="SIGTERM") as stopped:
         train.main(config)
@@ -528,8 +545,9 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
         step = int(str(stopped.value).split("saved at step ")[1].split(";")[0])
         assert step == arrays_of(tmp_path)[0] and 0 < step <= 12
         logged = [row["step"] for row in rows_of(tmp_path)]
-        assert max(logged, default=0) <= step and (where == "train" or step not in logged)  # left off half way
-    monkeypatch.setattr(train, "synthetic_data", whole)
+        assert max(logged, default=0) <= step
+        assert where in ("train", "test") or step not in logged  # left off half way
+    monkeypatch.setattr(train, "data_of", whole)
     results = train.main(dataclasses.replace(config, resume=True))
     assert_equal(undisturbed, tmp_path)
     assert results["saves_failed"] == 0 and results["last_state_saved"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.bounds import whole_number
 from jaxrec.shadowsync.meeting import Transport
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.shadow import Shadow
@@ -94,8 +93,9 @@ class SyncGroup:
         of_centre = {name: value for name, value in of_centre.items() if value is not None}
         kind = _kind_of_transport(rule, of_centre)
         of_all = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
-        shared, self._waited = _checked_memory(memory, trainers)
+        shared, waited = _parts_of(memory)
         self.transport = kind(rule, params, trainers, memory=shared, **of_all, **of_centre)
+        self._waited = _checked_waited(waited, trainers)
         self._make = _maker(every_steps, every_seconds, pace_seconds)
         self._of_trainers: dict[int, Synchroniser] = {}
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
@@ -135,16 +135,22 @@ class SyncGroup:
         return made
 
 
-def _checked_memory(memory, trainers):
+def _parts_of(memory):
     """What a memory has of the rule, and how long each trainer has waited."""
     if memory is None:
-        return None, [0.0] * whole_number("trainers", trainers)
+        return None, None
     if not isinstance(memory, dict) or memory.keys() != {"shared", "waited"}:
         raise ValueError(f"memory is {memory!r:.80}: give what an earlier group has as its `memory`.")
-    waited = np.asarray(memory["waited"], np.float64)
-    if waited.shape != (trainers,):
-        raise ValueError(f"the memory is of {waited.size} trainers and the group of {trainers}: keep their number.")
-    return memory["shared"], waited.tolist()
+    return memory["shared"], memory["waited"]
+
+
+def _checked_waited(waited, trainers) -> list[float]:
+    if waited is None:
+        return [0.0] * trainers
+    found = np.asarray(waited, np.float64)
+    if found.shape != (trainers,):
+        raise ValueError(f"the memory is of {found.size} trainers and the group of {trainers}: keep their number.")
+    return found.tolist()
 
 
 def _maker(every_steps, every_seconds, pace_seconds) -> Callable[[Transport, int, float], Synchroniser]:

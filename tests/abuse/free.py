@@ -13,7 +13,7 @@ from world import batch_of, interrupt_when, loss
 from world import workers as threads_at_work
 
 from abuse import situation
-from jaxrec import init_state, make_mesh
+from jaxrec import init_state, loop, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import AllToAll, Foreground, FreeStep, SyncGroup, bmuf, easgd, model_averaging, train_stretch
 
@@ -343,6 +343,23 @@ def _(directory):
             break
         engine.run(stream(8))
     assert engine.step == 2 and not engine.running
+
+
+@situation("a cut after a step of free trainers", ValueError, "no cut after step 3: save in a hook")
+def _(directory):
+    FreeTrainers(state_of(), STEP).cut(3, print)
+
+
+@situation("shards that free trainers are to lose", ValueError, "cannot bring shards .1. back .* lock step")
+def _(directory):
+    with free() as engine:
+        train(engine, stream(2), [lambda *given: engine.lose([1])])
+
+
+@situation("free trainers in the loop that all engines share")
+def _(directory):
+    with free(easgd(), stretch_steps=2) as engine:
+        assert int(loop.train(engine, lambda step: stream(6 - step)).dense.step) == 6
 
 
 @situation("free trainers in a thread that gets no signals")

@@ -444,8 +444,8 @@ def _(directory):
 
 @situation("a state whose loss is not finite is not saved", FloatingPointError, "this state is not saved")
 def _(directory):
-    recorder = types.SimpleNamespace(latest_losses=lambda: np.array([0.5, np.nan], np.float32))
-    train.Recorder.extra(recorder)
+    recorder = types.SimpleNamespace(latest_losses=lambda step: np.array([0.5, np.nan], np.float32))
+    train.Recorder.extra(recorder, 3)
 
 
 @situation("another run's tables in use", ValueError, "lock is locked: somebody else is training on these tables")
