@@ -310,7 +310,12 @@ def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch):
-    flags = OAC | {"patience": 2, "evaluations": 12, "learning_rate": 0.3, "row_learning_rate": 3.0}
+    flags = OAC | {"patience": 2, "evaluations": 12}
+    turned = lambda batches, first: (
+        batch._replace(label=1 - batch.label if index >= 8 else batch.label)
+        for index, batch in enumerate(batches, first)
+    )  # from there on what is learned is the opposite
+    change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
     whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
     aucs = [row["validation_auc"] for row in rows_of(tmp_path / "whole")]
     best = int(np.argmax(aucs))
