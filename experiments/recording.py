@@ -59,6 +59,14 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past
     return state, image, Past(kept, image.extra)
 
 
+def check_seeds(run: Run, seeds: int) -> None:
+    """Refuses the directory of a run of one seed for several, and the other way round."""
+    if seeds == 1 and any(run.directory.glob("seed_*")):
+        raise ValueError(f"{run.directory} holds runs of several seeds: say of how many, with --seeds.")
+    if seeds > 1 and (run.directory / "checkpoints").exists():
+        raise ValueError(f"{run.directory} holds a run of one seed: leave out --seeds, or give another --workdir.")
+
+
 class Recorder:
     """What a run has seen so far.
 
@@ -136,12 +144,15 @@ class Recorder:
         return state
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation falls on this step, and has not been made."""
-        evenly = step > 0 and step % self.every_steps == 0
-        return (evenly or step == self.data.steps) and all(row["step"] != step for row in self.history)
+        """Whether it is time for an evaluation that has not been made."""
+        # One has come up since the last row, as free trainers come by after many steps.
+        last = max((row["step"] for row in self.history), default=0)
+        evenly = step // self.every_steps > last // self.every_steps
+        return step > last and (evenly or step == self.data.steps)
 
-    def look(self, state, step: int, step_metrics: dict | None = None) -> None:
-        """Evaluates a state at rest, and leaves off if asked to stop; its time is no training time."""
+    def look(self, state, step: int, step_metrics: dict | None = None) -> bool:
+        """Evaluates a state at rest, or leaves off if asked to stop: whether there is a row of it. Its time is no
+        training time."""
         losses = self.latest_losses(step)  # before the clock is read: this waits for the step
         self.seconds += time.perf_counter() - self.since
         row = {"step": step, "examples": self.data.examples_after(step), "train_seconds": self.seconds}
@@ -154,6 +165,7 @@ class Recorder:
             auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
             say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
         self.since = time.perf_counter()
+        return row in self.history[-1:]
 
     def evaluated(self, state, which: str) -> dict[str, float]:
         """Figures of a state on the validation or the test.
@@ -169,6 +181,11 @@ class Recorder:
     def best(self) -> dict | None:
         """The row of the best validation so far, the earliest of equals."""
         return max(self.history, key=lambda row: (row[f"{self.watched}_auc"], -row["step"]), default=None)
+
+    def is_best(self, step: int) -> bool:
+        """Whether the best validation so far is that of a step."""
+        best = self.best()
+        return best is not None and best["step"] == step
 
     def has_no_patience(self, patience: int | None) -> bool:
         """Whether so many evaluations have passed since the best one."""

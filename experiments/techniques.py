@@ -1,21 +1,16 @@
-"""The three techniques of a run: their flags, what goes together, and the engine that they make.
+"""The three techniques of a run: the engine that their flags make, what they do at each step, and their figures."""
 
-Two regimes of ShadowSync follow from the other flags. In lock step trainers are replicas on a mesh,
-each on a device of its own, that share every batch: over device tables, under a pipeline, with CPR.
-Free-running trainers are threads over shared host tables, each with batches of its own.
-"""
-
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from clicks import ClickJob
-from contract import Flags, say
+from contract import say
 from free import FreeTrainers
+from rounds import ForegroundRounds, remembering
+from technique_flags import TechniqueFlags, given_failures
 
 from jaxrec.cpr import Recovery, draw_failures, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode
@@ -27,111 +22,14 @@ from jaxrec.types import TrainState
 
 RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
-WINDOW, TRAINERS = 8, 2  # unless given
-
-
-@dataclasses.dataclass(frozen=True)
-class TechniqueFlags(Flags):
-    """Where the rows are, how batches overlap, who is synchronised, and what survives a failure."""
-
-    tables: Literal["device", "host"] = "device"
-    table_directory: Path | None = None
-    """Host tables as mapped files here (best on tmpfs) instead of RAM."""
-    shards: int = 8
-    """Of every table; CPR's nodes."""
-    pipeline: Literal["none", "sync", "semisync", "async", "oac"] = "none"
-    """Over host tables: oac overlaps batches with the same bits; none trains one after the other."""
-    window: int | None = None
-    """Of oac and async: how many batches are in flight, 8 unless given."""
-    stale_rows: Literal["planned", "device"] = "planned"
-    """Of oac: who finds rows that arrive too old, the host that plans or the device."""
-    savings: bool = False
-    """Of oac: no row travels that the device has already, or that a batch in flight writes again."""
-    shadowsync: Literal["none", "easgd", "ma", "bmuf"] = "none"
-    """Replicas of the dense network, synchronised in the background. With host tables alone trainers run freely;
-    with a pipeline, device tables or CPR they are replicas in lock step."""
-    trainers: int | None = None
-    """2 unless given. In lock step each has a share of every batch."""
-    workers: int = 1
-    """Free-running: Hogwild workers of each trainer."""
-    sync_form: str | None = None
-    """Of the rule: delta or lerp; of easgd symmetric or sequential."""
-    sync_pace_seconds: float = 0.0
-    """The least time from one round in the background to the next."""
-    sync_every_steps: int | None = None
-    """In the foreground instead: a round every so many steps, which training waits for."""
-    cpr: Literal["none", "full", "vanilla", "mfu", "ssu", "scar"] = "none"
-    """Saves through a recovery that brings lost shards back: full rolls all back, the others the lost ones alone, from
-    saves of everything (vanilla) or of the rows that a scheme picks."""
-    target_pls: float = 0.1
-    """The portion of lost samples that the model can bear; it decides how often to save, unless --save-every-steps
-    does."""
-    fail: tuple[str, ...] = ()
-    """Emulated failures, as step:shards: 1500:3 2200:1,5; or the word gamma, to draw them."""
-    mtbf_steps: float | None = None
-    """Mean steps between failures; half of the run unless given, as in the paper."""
-    fail_shape: float = 1.0
-    """Of the gamma law: 1 is the exponential law, below it failures come in bursts."""
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the dense parameters there are."""
-        return 1 if self.shadowsync == "none" else self.trainers or TRAINERS
-
-    @property
-    def free(self) -> bool:
-        """Whether trainers run freely."""
-        return self.shadowsync != "none" and (self.tables, self.pipeline, self.cpr) == ("host", "none", "none")
-
-
-def rules(config: TechniqueFlags) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not go together."""
-    windowed, shadow = config.pipeline in ("oac", "async"), config.shadowsync != "none"
-    return {
-        f"--pipeline {config.pipeline} is for --tables host: add it, or leave the pipeline out.": (
-            config.pipeline != "none" and config.tables != "host"
-        ),
-        f"--window {config.window} is for --pipeline oac or async.": config.window is not None and not windowed,
-        f"--stale-rows {config.stale_rows} is for --pipeline oac.": (
-            config.stale_rows != "planned" and config.pipeline != "oac"
-        ),
-        "--savings is for --pipeline oac.": config.savings and config.pipeline != "oac",
-        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
-            config.table_directory is not None and config.tables != "host"
-        ),
-        f"--trainers {config.trainers} is for --shadowsync easgd, ma or bmuf.": (
-            config.trainers is not None and not shadow
-        ),
-        f"--sync-form {config.sync_form} is for --shadowsync easgd, ma or bmuf.": config.sync_form and not shadow,
-        f"--sync-pace-seconds {config.sync_pace_seconds:g} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_pace_seconds and not shadow
-        ),
-        f"--sync-every-steps {config.sync_every_steps} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_every_steps is not None and not shadow
-        ),
-        "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
-            config.sync_pace_seconds and config.sync_every_steps is not None
-        ),
-        f"--workers {config.workers} are of trainers that run freely: leave out --pipeline, --cpr and --tables device, "
-        "or the workers.": config.workers > 1 and not config.free,
-        f"--fail {' '.join(config.fail)} needs something that recovers: add --cpr mfu, say.": (
-            config.fail and config.cpr == "none"
-        ),
-        f"--mtbf-steps {config.mtbf_steps} is of --cpr.": config.mtbf_steps is not None and config.cpr == "none",
-        f"--fail-shape {config.fail_shape:g} is of --fail gamma.": (
-            config.fail_shape != 1.0 and config.fail != ("gamma",)
-        ),
-        "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
-            config.cpr != "none" and getattr(config, "save_every_steps", None) == 0
-        ),
-    }
+WINDOW = 8  # unless given
 
 
 def claim_devices(config: TechniqueFlags) -> None:
     """Asks for as many devices as there are replicas; before JAX starts.
 
     Raises:
-      ValueError: there are fewer, and none can be made.
+      ValueError: there are fewer, and none can be made; shards or batches cannot be split over them.
     """
     if config.replicas > 1:
         try:
@@ -142,13 +40,32 @@ def claim_devices(config: TechniqueFlags) -> None:
         raise ValueError(
             f"--trainers {config.replicas} want a device each, and there are {len(jax.devices())}: give fewer trainers."
         )
+    if not config.free:
+        _check_split(config, mesh_of(config).size)
+
+
+def _check_split(config, devices):
+    # Batches of a size that is not given are of 128 or a multiple.
+    for name, number in (("shards", config.shards), ("batch_size", getattr(config, "batch_size", None) or 128)):
+        if number % devices:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {number} cannot be split over {devices} devices: give a multiple of "
+                f"{devices}" + (", or other --trainers." if config.in_lock_step else ".")
+            )
 
 
 def mesh_of(config: TechniqueFlags) -> jax.sharding.Mesh:
-    """A device for each replica; without any, all devices share the batches."""
-    if config.replicas == 1:
+    """A device for each trainer; without any, all devices share the batches."""
+    if config.shadowsync == "none":
         return make_mesh(devices=jax.devices())
     return make_mesh(replicas=config.replicas, devices=jax.devices()[: config.replicas])
+
+
+def job_of(config: TechniqueFlags, job: ClickJob) -> ClickJob:
+    """The job as the techniques want it: what rounds in the foreground remember lies beside the optimizer's state."""
+    if config.in_lock_step and config.sync_every_steps is not None:
+        return job._replace(optimizer=remembering(job.optimizer, _rule(config)))
+    return job
 
 
 def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[str, Any], stretch_steps: int):
@@ -202,32 +119,35 @@ class Techniques:
     """
 
     def __init__(self, config: TechniqueFlags, engine):
-        self._engine, self._first, self._seen = engine, engine.step, Counter[str]()
-        self._sync = None
-        if config.shadowsync != "none" and not config.free:
-            one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
-            self._sync = engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
-            self._sync.steps = engine.step  # rounds in the foreground fall on the steps that they would have
+        self._engine, self._sync = engine, None
+        if config.in_lock_step:
+            self._sync = _rounds(config, engine)
         self.hooks = [self._sync.hook] if self._sync else []
 
     def figures(self, state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """A figure of each technique that is on, since the last time."""
+        """A figure of each technique that is on, of this process so far; of free trainers that of a stretch."""
         found: dict[str, float] = {}
         if isinstance(self._engine, Pipeline) and self._engine.mode == "oac":
-            now, before = Counter(self._engine.counters), self._seen
-            found["stale_share"] = (now["stale_rows"] - before["stale_rows"]) / max(now["rows"] - before["rows"], 1)
-            self._seen = now
+            counters = self._engine.counters
+            found["stale_share"] = counters["stale_rows"] / max(counters["rows"], 1)
         if self._sync:
-            steps = self._sync.steps - self._first
-            found["sync_gap_steps"] = steps / self._sync.rounds if self._sync.rounds else float("inf")
+            found["sync_gap_steps"] = self._sync.steps / self._sync.rounds if self._sync.rounds else float("inf")
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
-        if isinstance(self._engine, FreeTrainers):
+        if isinstance(self._engine, FreeTrainers) and metrics:
             found |= {"sync_gap_steps": metrics["average_sync_gap"], "replica_spread": metrics["replica_spread"]}
         return found
 
     def extra(self) -> dict[str, Any]:
         """What is saved along with a state."""
         return {"trainers": self._engine.figures()} if isinstance(self._engine, FreeTrainers) else {}
+
+
+def _rounds(config, engine):
+    """What synchronises replicas in lock step: in the foreground, or a thread beside training."""
+    if config.sync_every_steps is not None:
+        return ForegroundRounds(_rule(config), config.sync_every_steps)
+    one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
+    return engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
 
 
 def recovery_of(config, engine, directory: Path, steps: int, image, run: str, extra: Callable) -> Recovery:
@@ -264,24 +184,15 @@ def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
     """{step: shards} of the failures that the flags ask for.
 
     Raises:
-      ValueError: a word that is none; a step that the run does not have.
+      ValueError: as `given_failures`; a step that the run does not have.
     """
     if config.fail == ("gamma",):
         drawn = draw_failures(mtbf_steps, steps, config.shards, config.seed, config.fail_shape)
-        found: dict[int, list[int]] = {}
+        at: dict[int, set[int]] = {}
         for hours, shard in zip(drawn.hours, drawn.node, strict=True):
-            found.setdefault(min(steps, 1 + int(hours)), []).append(int(shard))
-        return {step: sorted(set(shards)) for step, shards in found.items()}
-    found = {}
-    for word in config.fail:
-        step, _, shards = word.partition(":")
-        try:
-            found[int(step)] = sorted({int(shard) for shard in shards.split(",")})
-        except ValueError:
-            raise ValueError(f"--fail {word}: give step:shards, such as 1500:3 or 2200:1,5; or gamma alone.") from None
-        if not 1 <= int(step) <= steps:
-            raise ValueError(f"--fail {word}: the run has steps 1 to {steps}.")
-        wrong = [shard for shard in found[int(step)] if not 0 <= shard < config.shards]
-        if wrong:
-            raise ValueError(f"--fail {word}: shards {wrong} are not among the {config.shards}, from 0.")
+            at.setdefault(min(steps, 1 + int(hours)), set()).add(int(shard))
+        return {step: sorted(shards) for step, shards in at.items()}
+    for step in (found := given_failures(config)):
+        if not 1 <= step <= steps:
+            raise ValueError(f"--fail {step}: the run has steps 1 to {steps}.")
     return found

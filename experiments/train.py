@@ -18,17 +18,18 @@ import dataclasses
 import sys
 
 import data_flags
-import techniques
+import technique_flags
 from clicks import ClickJob, click_job, make_model
 from contract import Run, command_line, listing, paired_interval, refuse, say
 from curves import draw
 from data_flags import DataFlags, data_of
 from learning import LearningFlags, optimizers
-from recording import Past, Recorder, resumed
+from recording import Past, Recorder, check_seeds, resumed
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
-from techniques import TechniqueFlags, Techniques, as_saved, claim_devices, make_engine, mesh_of, recovery_of
+from technique_flags import TechniqueFlags
+from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables
@@ -71,7 +72,9 @@ def make_job(config: Config, data) -> ClickJob:
     model = make_model(config.model, config.embedding_width)
     steps = -(-data.steps // config.replicas) if config.free else data.steps  # those that one trainer makes
     how = optimizers(config, steps)
-    return click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
+    return job_of(
+        config, click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
+    )
 
 
 def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
@@ -131,8 +134,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
         def at_rest(tables):
             rested = state._replace(tables=tables)
             saves.ensure_image(rested)
-            recorder.look(rested, step, step_metrics)
-            if best and recorder.best() is recorder.history[-1]:
+            if recorder.look(rested, step, step_metrics) and best and recorder.is_best(step):
                 best.save(rested)
             return tables
 
@@ -164,8 +166,12 @@ def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseExcep
     """What ends a run that was asked to stop."""
     if unsaved:
         return OSError(f"stopped at step {step}, whose state could not be saved: {unsaved}")
-    go_on = f"go on with the same flags and --workdir {run.directory} --resume"
-    return Stopped(asked.signal or 0, f"stopped and saved at step {step}; {go_on}")
+    return Stopped(asked.signal or 0, f"stopped and saved at step {step}; {go_on_with(run)}")
+
+
+def go_on_with(run: Run) -> str:
+    """How to go on with a run that was stopped."""
+    return f"go on with the same flags and --workdir {run.directory} --resume"
 
 
 def main(config: Config) -> dict:
@@ -181,6 +187,7 @@ def one(config: Config, asked: Asked) -> dict:
     """One training job."""
     with Run("train", config, config.workdir, config.resume) as run:
         results = run.read_json("results.json")
+        check_seeds(run, 1)
         if not results.get("last_state_saved"):
             with own(config.table_directory, run.id):
                 return train_to_the_end(config, run, asked)
@@ -192,10 +199,14 @@ def one(config: Config, asked: Asked) -> dict:
 def each_seed(config: Config, asked: Asked) -> dict:
     """A job for each seed, in directories of their own below that of all; the mean of what they find."""
     with Run("train", config, config.workdir, config.resume) as run:
+        check_seeds(run, config.seeds)
         found = []
         for seed in range(config.seed, config.seed + config.seeds):
             workdir = run.directory / f"seed_{seed}"
-            found.append(one(dataclasses.replace(config, seed=seed, seeds=1, workdir=workdir, resume=True), asked))
+            try:
+                found.append(one(dataclasses.replace(config, seed=seed, seeds=1, workdir=workdir, resume=True), asked))
+            except Stopped as its:
+                raise Stopped(its.signal, f"stopped in seed {seed}; {go_on_with(run)}") from its
         results: dict = {"seeds": config.seeds}
         for name in ("test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s"):
             results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
@@ -204,22 +215,22 @@ def each_seed(config: Config, asked: Asked) -> dict:
 
 
 def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not go together."""
-    return (
-        data_flags.rules(config)
-        | techniques.rules(config)
-        | {
-            "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
-                config.requeue and not (config.workdir and config.resume)
-            ),
-            f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
-                config.patience is not None and config.data == "criteo" and not config.validation_fraction
-            ),
-            f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
-                config.seeds > 1 and config.table_directory is not None
-            ),
-        }
-    )
+    """{what is wrong, and the remedy: whether it is} of all flags of this job."""
+    of_this_job = {
+        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
+            config.requeue and not (config.workdir and config.resume)
+        ),
+        f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
+            config.patience is not None and config.data == "criteo" and not config.validation_fraction
+        ),
+        f"--patience {config.patience} never ends {config.evaluations} evaluations early: give more --evaluations.": (
+            config.patience is not None and config.patience >= config.evaluations
+        ),
+        f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
+            config.seeds > 1 and config.table_directory is not None
+        ),
+    }
+    return data_flags.rules(config) | technique_flags.rules(config) | of_this_job
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Flags of data and learning that do not fit each other, the data, or what was prepared."""
 
+import dataclasses
+
 import numpy as np
 import optax
 import train
 from click_data import criteo_clicks, synthetic_clicks
+from contract import Run
 from data_flags import data_of
 from learning import LearningFlags, optimizers
 from parts import set_apart
+from recording import check_seeds
+from techniques import failures_of
 
 from abuse import situation
 from abuse.data import SMALL, raw
@@ -190,3 +195,130 @@ for make in (sgd, adagrad, rowwise_adagrad):
     @situation(f"a rate that rises below 0 for {make.__name__}", ValueError, "learning_rate=-0.1 must be 0 or more")
     def _(directory, make=make):
         make(-0.1)
+
+# Techniques.
+
+HOST = ("--tables", "host")
+OAC = (*HOST, "--pipeline", "oac")
+SHADOW = ("--shadowsync", "easgd")
+MFU = ("--cpr", "mfu")
+
+for pipeline in ("sync", "semisync", "async", "oac"):
+    flags_that(
+        f"{pipeline} over tables on the device", f"--pipeline {pipeline} is for --tables host", "--pipeline", pipeline
+    )
+flags_that("a window without a pipeline", "--window 4 is for --pipeline oac or async", *HOST, "--window", "4")
+flags_that("a window of one in flight", "--window 4 is for", *HOST, "--pipeline", "semisync", "--window", "4")
+flags_that("a window of nothing", "--window 0 must be", *OAC, "--window", "0")
+flags_that("stale rows without oac", "--stale-rows device is for --pipeline oac", *HOST, "--stale-rows", "device")
+flags_that("savings without oac", "--savings is for --pipeline oac", *HOST, "--pipeline", "sync", "--savings")
+for flag, value in {"trainers": "2", "sync-form": "lerp", "sync-pace-seconds": "0.5", "sync-every-steps": "5"}.items():
+    flags_that(f"--{flag} without a rule", f"--{flag} {value} is for --shadowsync", f"--{flag}", value)
+flags_that(
+    "rounds in the background and in the foreground", "give one of them", *SHADOW, "--sync-pace-seconds", "1",
+    "--sync-every-steps", "5",
+)  # fmt: skip
+flags_that("workers in lock step", "--workers 2 are of trainers that run freely", *SHADOW, "--workers", "2")
+flags_that("workers of nobody", "--workers 2 are of trainers that run freely", *HOST, "--workers", "2")
+flags_that("a form of model averaging for EASGD", "--sync-form lerp is none of", *SHADOW, "--sync-form", "lerp")
+flags_that("a form that no rule has", "give delta or lerp", "--shadowsync", "ma", "--sync-form", "symmetric")
+flags_that("rounds every 0 steps", "--sync-every-steps 0 must be", *SHADOW, "--sync-every-steps", "0")
+for pace in ("-1", "nan", "inf"):
+    flags_that(f"a pace of {pace} seconds", "--sync-pace-seconds .* must be", *SHADOW, "--sync-pace-seconds", pace)
+flags_that("no trainers", "--trainers 0 must be", *SHADOW, "--trainers", "0")
+
+flags_that("failures without a recovery", "--fail 5:3 needs something that recovers", "--fail", "5:3")
+for words in ("5", "5:", ":3", "five:3", "5:3:1", "5:a", "5:1,,2"):
+    flags_that(f"a failure written as {words}", f"--fail {words}: give step:shards", *MFU, "--fail", words)
+flags_that("drawn failures beside others", "or gamma alone", *MFU, "--fail", "gamma", "5:3")
+flags_that("two failures at a step", "--fail 5:2: step 5 has failures already", *MFU, "--fail", "5:1", "5:2")
+flags_that("a shard that there is not", r"--fail 5:8: shards \[8\] are not among the 8", *MFU, "--fail", "5:8")
+flags_that("a shard below 0", r"shards \[-1\] are not among", *MFU, "--fail", "5:-1")
+flags_that("failures that are drawn, without recovery", "add --cpr mfu", "--fail", "gamma")
+flags_that("a time between failures of nobody", "--mtbf-steps 9.0 is of --cpr", "--mtbf-steps", "9")
+for steps in ("0", "0.001", "-5", "nan", "inf"):
+    flags_that(f"failures every {steps} steps", "--mtbf-steps .* must be", *MFU, "--mtbf-steps", steps)
+flags_that("a shape of failures that are given", "--fail-shape 2 is of --fail gamma", *MFU, "--fail-shape", "2")
+for shape in ("0", "1e-9", "-1", "nan"):  # so small a shape draws without end
+    flags_that(f"a shape of {shape}", "--fail-shape .* must be", *MFU, "--fail", "gamma", "--fail-shape", shape)
+for portion in ("0", "1.5", "-0.1", "nan"):
+    flags_that(f"a lost portion of {portion}", "--target-pls .* must be", *MFU, "--target-pls", portion)
+flags_that("a lost portion without a recovery", "--target-pls 0.2 is of --cpr", "--target-pls", "0.2")
+flags_that("a recovery without saves", "--save-every-steps 0 saves nothing", *MFU, "--save-every-steps", "0")
+
+flags_that("no patience at all", "--patience 0 must be", "--patience", "0")
+flags_that("patience for more than there is", "never ends 4 evaluations early", "--evaluations", "4", "--patience", "4")
+flags_that("patience with one evaluation", "never ends 1 evaluations", "--evaluations", "1", "--patience", "1")
+of_criteo("patience without a validation", "--patience 2 wants a validation", "--patience", "2")
+flags_that(
+    "tables of one place for several seeds", "holds the tables of one seed", *HOST, "--table-directory", "d", "--seeds",
+    "2",
+)  # fmt: skip
+
+
+def train_that(words, error, match, *flags):
+    """Enters flags that are refused before a run begins: another try may take the same directory."""
+
+    @situation(words, error, match)
+    def _(directory):
+        try:
+            train.main(parsed("--steps", "6", "--rows", "100", "--workdir", str(directory / "run"), *flags))
+        finally:
+            assert not (directory / "run").exists()
+
+
+train_that("more trainers than devices", ValueError, "--trainers 64 want a device each", *SHADOW, "--trainers", "64")
+train_that(
+    "shards that trainers cannot share",
+    ValueError,
+    "--shards 8 cannot .* or other --trainers",
+    *SHADOW,
+    "--trainers",
+    "3",
+)
+train_that(
+    "batches that trainers cannot share", ValueError, "--batch-size 65 cannot be split over 2 devices: give a multiple",
+    *SHADOW, "--batch-size", "65",
+)  # fmt: skip
+train_that("batches that devices cannot share", ValueError, "--batch-size 65 cannot be split", "--batch-size", "65")
+
+
+@situation("a failure behind the end", ValueError, "--fail 7: the run has steps 1 to 6")
+def _(directory):
+    failures_of(parsed(*MFU, "--fail", "7:1"), 6, 3.0)
+
+
+@situation("a failure before the first step", ValueError, "--fail 0: the run has steps 1 to 6")
+def _(directory):
+    failures_of(parsed(*MFU, "--fail", "0:1"), 6, 3.0)
+
+
+@situation("failures in every step are drawn, each shard once a step")
+def _(directory):
+    found = failures_of(parsed(*MFU, "--fail", "gamma", "--mtbf-steps", "1", "--fail-shape", "0.01"), 50, 1.0)
+    assert found and all(1 <= step <= 50 and shards == sorted({*shards}) for step, shards in found.items())
+
+
+@situation("a run of one seed, gone on with as one of several", ValueError, "holds a run of one seed")
+def _(directory):
+    (directory / "checkpoints").mkdir()
+    with Run("train", train.Config(), directory / "other") as run:
+        run.directory = directory
+        check_seeds(run, 3)
+
+
+@situation("a run of several seeds, gone on with as one", ValueError, "holds runs of several seeds")
+def _(directory):
+    with Run("train", train.Config(), directory) as run:
+        (directory / "seed_0").mkdir()
+        check_seeds(run, 1)
+
+
+for change in ({"shadowsync": "ma"}, {"pipeline": "oac", "tables": "host"}, {"cpr": "vanilla"}, {"fail": ("5:3",)}):
+
+    @situation(f"another technique on resume: {change}", ValueError, f"begun with .*{next(iter(change))}")
+    def _(directory, change=change):
+        begun = train.Config(shadowsync="easgd", cpr="mfu")
+        with Run("train", begun, directory):
+            pass
+        Run("train", dataclasses.replace(begun, **change), directory, resume=True)

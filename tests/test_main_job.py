@@ -1,0 +1,378 @@
+"""The main job with any of the three techniques: it learns, goes on where it stopped, and says what it lost."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import techniques
+import train
+from stopping import Stopped
+from trained_run import criteo_lines, write_lines
+
+from jaxrec.checkpoint import images, read_manifest
+from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.data.criteo import prepare
+
+ROOT = Path(__file__).parent.parent
+TINY = train.Config(
+    preset="smoke", rows=500, batch_size=64, steps=24, evaluations=3, embedding_width=8, model="small_dlrm",
+    learning_rate=0.01, row_learning_rate=0.1,
+)  # fmt: skip
+STOP_AT = 15  # the batch whose drawing sends the signal; a pipeline has committed fewer
+# Of the work, and not of what was learned: a stop drains a pipeline, and a resumed run has a gap of its own.
+OF_THE_WORK = {"train_seconds", "stale_share", "sync_gap_steps", "rows_saved"}
+
+DEVICE, HOST = {"tables": "device"}, {"tables": "host"}
+OAC = HOST | {"pipeline": "oac", "window": 4}
+SHADOW = {"shadowsync": "easgd"}
+MFU = {"cpr": "mfu", "fail": ("3:5",), "save_every_steps": 8}
+
+slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
+# Each has the bits of a run that nobody stops.
+EXACT = {
+    "device": DEVICE,
+    "host": HOST,
+    "sync": HOST | {"pipeline": "sync"},
+    "oac": OAC,
+    "oac that validates on the device": OAC | {"stale_rows": "device"},
+    "oac with savings": OAC | {"savings": True},
+    **{f"{rule} in the foreground": DEVICE | {"shadowsync": rule, "sync_every_steps": 5} for rule in techniques.RULES},
+    **{f"{rule} and oac": OAC | {"shadowsync": rule, "sync_every_steps": 5} for rule in techniques.RULES},
+    **{
+        f"{scheme} on the {home}": {"tables": home} | MFU | {"cpr": scheme}
+        for scheme in ("full", "vanilla", "mfu", "ssu", "scar")
+        for home in ("device", "host")
+    },
+    "mfu and oac": OAC | MFU,
+    "full, easgd and oac": OAC | MFU | {"cpr": "full", "shadowsync": "easgd", "sync_every_steps": 5},
+    "mfu and bmuf": HOST | MFU | {"shadowsync": "bmuf", "sync_every_steps": 5},
+    "all three": OAC | MFU | {"shadowsync": "easgd", "sync_every_steps": 5},
+    "epochs, shuffled, at a schedule": OAC
+    | {"steps": 8, "epochs": 3, "shuffle": True, "schedule": "cosine", "warmup_steps": 3},
+}
+# They go on from the step that they stopped at, with other bits: a thread or a window of theirs began anew.
+INEXACT = {
+    "semisync": HOST | {"pipeline": "semisync"},
+    "async": HOST | {"pipeline": "async", "window": 4},
+    "shadow": DEVICE | SHADOW,
+    "shadow over host tables and mfu": HOST | SHADOW | MFU,
+    "shadow and oac": OAC | SHADOW,
+    "all three in the background": OAC | SHADOW | MFU,
+    **{f"free {rule}": HOST | {"shadowsync": rule} for rule in techniques.RULES},
+    "free, with workers, in the foreground": HOST | SHADOW | {"workers": 2, "sync_every_steps": 3},
+    "free, with a pace": HOST | SHADOW | {"sync_pace_seconds": 0.001},
+}
+IN_ALL = ("all three", "free easgd")  # the others take longer
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Few examples to look at, for all tests here."""
+    look_at_few(monkeypatch)
+
+
+def look_at_few(monkeypatch):
+    """One batch to validate and to test on."""
+    whole = train.data_of
+
+    def fewer(config):
+        data = whole(config)
+        one = lambda batches: lambda: itertools.islice(batches(), 1)
+        return data._replace(validation=one(data.validation), test=one(data.test))
+
+    monkeypatch.setattr(train, "data_of", fewer)
+
+
+def change_data(patch, change):
+    """Trains on change(data) instead of the data."""
+    whole = train.data_of
+    patch.setattr(train, "data_of", lambda config: change(whole(config)))
+
+
+def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
+    """Sends a signal with a batch of the training."""
+
+    def signalled(batches, first):
+        for index, batch in enumerate(batches, first):
+            if index == at:
+                os.kill(os.getpid(), number)
+            yield batch
+
+    change_data(patch, lambda data: data._replace(train=lambda k: signalled(data.train(k), k)))
+
+
+def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
+    """Runs until a signal comes and to the end; returns the step between and the results."""
+    config, begun = dataclasses.replace(TINY, workdir=directory, **flags), []
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved") as stopped:
+        stop_the_stream(patch, at)
+        train.main(config)
+    step = int(re.search(r"saved at step (\d+)", str(stopped.value))[1])
+    assert step == image_of(directory).step
+    with monkeypatch.context() as patch:
+        change_data(patch, lambda data: data._replace(train=lambda k: begun.append(k) or data.train(k)))
+        results = train.main(dataclasses.replace(config, resume=True))
+    assert begun[0] == step  # no batch is trained twice, and none left out
+    return step, results
+
+
+def image_of(directory):
+    return read_manifest(max(images(directory / "checkpoints"), key=lambda path: read_manifest(path).step))
+
+
+def rows_of(directory, but=OF_THE_WORK):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in but} for line in lines]
+
+
+def arrays_of(directory):
+    image = image_of(directory)
+    return image.step, load_arrays(image, leaves_of(image))
+
+
+def differences(a, b):
+    """What differs between the last images and the rows of two runs."""
+    (step, one), (other_step, other) = arrays_of(a), arrays_of(b)
+    assert one.keys() == other.keys() and step == other_step
+    found = [name for name, array in one.items() if not np.array_equal(array, other[name])]
+    return found + ([] if rows_of(a) == rows_of(b) else ["metrics"])
+
+
+def check_learned(directory, results, flags):
+    """A run has learned, and has a figure for each technique that is on."""
+    first, *_, last = rows_of(directory, but=())
+    assert last["validation_auc"] > first["validation_auc"]
+    assert results["last_state_saved"] and results["saves_failed"] == 0 and results["steps"] == 24 == last["step"]
+    wanted = {"test_auc", "examples_per_s"} | (
+        ({"stale_share"} if flags.get("pipeline") == "oac" else set())
+        | ({"sync_gap_steps", "replica_spread"} if "shadowsync" in flags else set())
+        | ({"pls", "rows_saved", "shards_failed", "lost_steps"} if "cpr" in flags else set())
+    )
+    assert all(np.isfinite(results[name]) for name in wanted)
+    if "cpr" in flags:
+        assert results["shards_failed"] == 1 and (results["pls"] > 0) == (flags["cpr"] != "full")
+        assert (results["lost_steps"] > 0) == (flags["cpr"] == "full")
+    assert (directory / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", [name if name in IN_ALL else slow(name) for name in EXACT])
+def test_stopped_and_resumed_it_has_the_bits_of_an_undisturbed_run(tmp_path, monkeypatch, name):
+    flags = EXACT[name]
+    check_learned(tmp_path / "whole", train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags)), flags)
+    step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags)
+    assert 3 <= step < 24
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+    check_learned(tmp_path / "cut", results, flags)
+
+
+@pytest.mark.parametrize("name", [name if name in IN_ALL else slow(name) for name in INEXACT])
+def test_where_it_is_not_deterministic_it_goes_on_from_its_step(tmp_path, monkeypatch, name):
+    flags = INEXACT[name]
+    step, results = stopped_and_resumed(tmp_path, monkeypatch, flags)
+    assert 3 <= step < 24
+    check_learned(tmp_path, results, flags)
+    assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]
+    if "free" in name:
+        done = image_of(tmp_path).extra["techniques"]["trainers"]
+        assert sum(done["steps"]) + done["batches_lost"] == 24
+        assert done["batches_lost"] <= 2 * flags.get("workers", 1)  # that were in work when the signal came
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on", "off"),
+    [
+        (EXACT["easgd in the foreground"], DEVICE | {"shadowsync": "easgd", "sync_every_steps": 100}),
+        (EXACT["vanilla on the device"], EXACT["vanilla on the device"] | {"fail": ()}),
+        (EXACT["mfu on the device"], EXACT["vanilla on the device"] | {"fail": ("3:2",)}),
+    ],
+)
+def test_with_a_mechanism_off_the_bits_are_others(tmp_path, on, off):
+    for name, flags in (("on", on), ("off", off)):
+        train.main(dataclasses.replace(TINY, workdir=tmp_path / name, **flags))
+    assert differences(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.slow
+def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch):
+    flags = EXACT["easgd in the foreground"]
+    train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+
+    def forgetful(run, state):
+        found, *rest = resumed(run, state)
+        kept = found.dense.opt_state._replace(memory=state.dense.opt_state.memory)
+        return found._replace(dense=found.dense._replace(opt_state=kept)), *rest
+
+    resumed = train.resumed
+    monkeypatch.setattr(train, "resumed", forgetful)
+    stopped_and_resumed(tmp_path / "cut", monkeypatch, flags)
+    assert differences(tmp_path / "whole", tmp_path / "cut")
+
+
+# What was saved last decides what a failure costs.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["full", "vanilla", "mfu"])
+def test_a_failure_behind_a_stop_finds_what_was_saved_there(tmp_path, monkeypatch, scheme):
+    flags = HOST | {"cpr": scheme, "fail": ("22:5",), "save_every_steps": 16}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=20)
+    assert step > 16  # behind the save that the other run goes back to
+    if scheme == "full":
+        assert results["lost_steps"] == 22 - step < whole["lost_steps"] == 6
+        assert arrays_of(tmp_path / "whole")[1].keys() == arrays_of(tmp_path / "cut")[1].keys()
+        assert not [name for name in differences(tmp_path / "whole", tmp_path / "cut") if name != "metrics"]
+    else:
+        assert 0 < results["pls"] < whole["pls"]
+
+
+KILLED = """
+import dataclasses, pathlib, signal, sys
+import pytest, train, test_main_job as laws
+patch = pytest.MonkeyPatch()
+laws.look_at_few(patch)
+laws.stop_the_stream(patch, 20, signal.SIGKILL)
+flags = laws.EXACT[sys.argv[2]]
+train.main(dataclasses.replace(laws.TINY, workdir=pathlib.Path(sys.argv[1]), **flags))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full on the host", "vanilla on the device", "mfu on the host", "all three"])
+def test_killed_it_goes_on_and_says_what_it_has_lost(tmp_path, capsys, name):
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "experiments", "tests"))
+    command = [sys.executable, "-c", KILLED, tmp_path / "cut", name]
+    killed = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    config = dataclasses.replace(TINY, workdir=tmp_path / "cut", resume=True, **EXACT[name])
+    results = train.main(config)
+    said = capsys.readouterr().out
+    assert results["steps"] == 24 and [row["step"] for row in rows_of(tmp_path / "cut")] == [8, 16, 24]
+    behind = int(re.search(r"going on from .*, step (\d+)", said)[1])
+    if config.cpr in ("full", "vanilla"):
+        assert behind % 8 == 0 and "not bit for bit" not in said
+        train.main(dataclasses.replace(config, workdir=tmp_path / "whole", resume=False))
+        assert differences(tmp_path / "whole", tmp_path / "cut") == []
+    else:
+        assert ("not bit for bit" in said) == (behind % 8 > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DEVICE | {"cpr": "vanilla", "fail": ("24:1",), "save_every_steps": 8},
+        DEVICE | {"cpr": "full", "fail": ("24:1",), "save_every_steps": 9},
+        HOST | {"cpr": "full", "fail": ("1:0",), "save_every_steps": 100},
+        OAC | {"cpr": "mfu", "fail": ("10:0,1,2,3,4,5,6,7",), "save_every_steps": 8},
+        OAC | {"cpr": "ssu", "fail": ("23:0", "24:0"), "save_every_steps": 1},
+        HOST | {"cpr": "mfu", "fail": ("5:2",), "save_every_steps": 100},
+        DEVICE | {"cpr": "mfu", "fail": ("gamma",), "mtbf_steps": 6.0, "fail_shape": 0.5},
+        OAC | {"cpr": "scar", "fail": ("5:2",)},
+    ],
+    ids=lambda flags: " ".join(f"{name} {value}" for name, value in flags.items()),
+)
+def test_failures_anywhere_are_survived(tmp_path, flags):
+    results = train.main(dataclasses.replace(TINY, workdir=tmp_path, **flags))
+    lost = sum(word.count(",") + 1 for word in flags["fail"])
+    assert results["steps"] == 24 and results["saves_failed"] == 0
+    assert results["shards_failed"] == lost if flags["fail"] != ("gamma",) else results["shards_failed"] > 0
+    assert image_of(tmp_path).step == 24 and np.isfinite(results["test_auc"])
+
+
+@pytest.mark.slow
+def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch):
+    prepare([write_lines(tmp_path / "train.txt", list(criteo_lines(240)))], tmp_path / "rows", min_count=3)
+    flags = {"data": "criteo", "path": (tmp_path / "rows",), "preset": "default", "rows": None, "batch_size": 16}
+    flags |= {"steps": None, "epochs": 3, "shuffle": True, "validation_fraction": 0.1, "schedule": "linear"}
+    flags |= EXACT["all three"] | {"table_directory": tmp_path / "tables"}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    assert whole["steps"] == 36 and whole["examples"] == 3 * 180
+    flags |= {"table_directory": tmp_path / "other tables"}
+    step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=30)
+    assert 12 < step < 36 and results["test_auc"] == whole["test_auc"]
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+
+
+# Early stopping, seeds, and where evaluations fall.
+
+
+@pytest.mark.slow
+def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch):
+    flags = OAC | {"patience": 2, "evaluations": 12}
+    turned = lambda batches, first: (
+        batch._replace(label=1 - batch.label if index >= 8 else batch.label)
+        for index, batch in enumerate(batches, first)
+    )  # from there on what is learned is the opposite
+    change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    aucs = [row["validation_auc"] for row in rows_of(tmp_path / "whole")]
+    best = int(np.argmax(aucs))
+    assert len(aucs) == best + 3 < 12 and whole["steps"] == 2 * len(aucs)
+    shorter = flags | {"patience": None, "evaluations": best + 1, "steps": 2 * (best + 1)}
+    assert train.main(dataclasses.replace(TINY, **shorter, workdir=tmp_path / "best"))["test_auc"] == whole["test_auc"]
+    _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=2 * best + 4)
+    assert results["test_auc"] == whole["test_auc"]
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look", [0, 1])
+def test_a_state_whose_evaluation_was_left_off_is_not_taken_for_the_best(tmp_path, monkeypatch, look):
+    flags, looks = HOST | {"patience": 2, "workdir": tmp_path}, itertools.count()
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"saved at step {8 * (look + 1)}"):
+        change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, look)))
+        train.main(dataclasses.replace(TINY, **flags))
+    assert [read_manifest(path).step for path in images(tmp_path / "best")] == [8] * look
+    assert train.main(dataclasses.replace(TINY, **flags, resume=True))["steps"] == 24
+
+
+def signalled_at(batches, counts, wanted):
+    """The same batches; a signal comes with the first of one of the times."""
+    if next(counts) == wanted:
+        os.kill(os.getpid(), signal.SIGTERM)
+    yield from batches
+
+
+@pytest.mark.slow
+def test_several_seeds_go_on_with_the_seed_that_was_stopped(tmp_path, monkeypatch):
+    config = dataclasses.replace(TINY, seeds=2, steps=8, workdir=tmp_path / "cut")
+    whole = train.main(dataclasses.replace(config, workdir=tmp_path / "whole"))
+    assert whole["test_auc_half_width"] > 0
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped in seed 0; .*--workdir .*/cut --resume"):
+        stop_the_stream(patch, at=5)
+        train.main(config)
+    results = train.main(dataclasses.replace(config, resume=True))
+    assert results["test_auc"] == whole["test_auc"]
+    with pytest.raises(ValueError, match="holds runs of several seeds"):
+        train.main(dataclasses.replace(config, seeds=1, resume=True))
+
+
+@pytest.mark.slow
+def test_free_trainers_that_were_stopped_in_an_evaluation_make_it_when_they_go_on(tmp_path, monkeypatch):
+    config, looks = dataclasses.replace(TINY, workdir=tmp_path, **INEXACT["free ma"]), itertools.count()
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved at step 16"):
+        change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, 1)))
+        train.main(config)
+    train.main(dataclasses.replace(config, resume=True))
+    assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]
+
+
+def test_evaluations_are_as_many_as_asked_for_when_steps_are_told_in_strides():
+    recorder = types.SimpleNamespace(every_steps=125, history=[], data=types.SimpleNamespace(steps=1000))
+    for step in range(100, 1001, 100):
+        for _ in range(2):
+            if train.Recorder.due(recorder, step):
+                recorder.history.append({"step": step})
+    assert [row["step"] for row in recorder.history] == [200, 300, 400, 500, 700, 800, 900, 1000]
