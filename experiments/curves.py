@@ -86,13 +86,11 @@ def compare(path: Path, arms: Mapping[str, Sequence[Mapping]], watched: str, tit
     Returns:
       As `plot`.
     """
-    names = {"log loss": f"{watched}_log_loss", "AUC": f"{watched}_auc"}
-    panels = {f"{watched} {label}": {arm: line(rows, name) for arm, rows in arms.items()}
-              for label, name in names.items()}  # fmt: skip
+    of_all = lambda name: {arm: line(rows, name) for arm, rows in arms.items()}
+    panels = {f"{watched} log loss": of_all(f"{watched}_log_loss"), f"{watched} AUC": of_all(f"{watched}_auc")}
     panels["examples/s"] = {arm: rates(rows) for arm, rows in arms.items()}
-    for label, name in _DONE.items():
-        if having := {arm: line(rows, name) for arm, rows in arms.items() if _is_in(rows, name)}:
-            panels[label] = having
+    names = {label: name for label, name in _DONE.items() if any(_is_in(rows, name) for rows in arms.values())}
+    panels |= {label: of_all(name) for label, name in names.items() if name != "replica_spread"}
     failures = [failure for rows in arms.values() for failure in failures_in(rows)]
     return plot(path, panels, "examples", title + _told(failures), marks=marks(failures))
 
@@ -124,7 +122,4 @@ def _is_in(history, name):
 
 
 def _told(failures):
-    if not failures:
-        return ""
-    one = len(failures) == 1
-    return f". Dotted: {len(failures)} failure{'' if one else 's'}, with the shard{'s' if not one else ''} lost"
+    return ". Dotted lines: failures, with the numbers of the lost shards" if failures else ""

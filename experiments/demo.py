@@ -130,8 +130,15 @@ def trained(arm: str, config: Config, run: Run) -> None:
 
 
 def read(path: Path) -> dict:
-    """What a file of an arm holds; nothing if there is none."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """What a file of an arm holds; nothing if there is none.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove {path.parent}, whose arm is trained anew.") from None
 
 
 def rows_of(directory: Path) -> list[dict]:
@@ -158,8 +165,8 @@ def main(config: Config) -> dict:
         for arm in ARMS:
             trained(arm, config, run)
         results = results_of(run.directory)
-        auc, lost = results["test_auc_all_minus_none"], results["all_shards_failed"]
-        said = f"Test AUC with all three, and {lost} shards lost, minus that with none: {auc:+.4f}"
+        none, both, lost = (results[key] for key in ("none_test_auc", "all_test_auc", "all_shards_failed"))
+        said = f"Test AUC {both:.4f} with all three techniques and {lost} shards lost, {none:.4f} with none"
         histories = {name: rows_of(run.directory / arm) for arm, name in ARMS.items()}
         drawn = compare(run.directory / "demo.png", histories, "validation", said)
         table = grid(results, "techniques", {name: arm for arm, name in ARMS.items()}, COLUMNS)

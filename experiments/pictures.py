@@ -64,6 +64,7 @@ def plot(
                 axis.set_xscale("log")
                 axis.set_xticks(xs, list(map(str, xs)))
                 axis.minorticks_off()
+            _shorten(axis)
             axis.grid(alpha=0.3)
         return [(axis, _label_ends(axis)) for axis in axes]
 
@@ -116,6 +117,15 @@ def _lines(axis, lines):
             axis.plot(xs, seen, color=colour, marker=marker, markersize=4, linestyle="none", label="_points")
             seen, marker = np.array(fitted[0]), None
         axis.plot(xs, seen, stroke, color=colour, marker=marker, markersize=3, label=name)
+
+
+def _shorten(axis):
+    """Says 100k instead of 100000, five digits of which would lie on those of the next tick."""
+    from matplotlib.ticker import EngFormatter
+
+    for one, (_, end) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if one.get_scale() == "linear" and end >= 10_000:
+            one.set_major_formatter(EngFormatter(sep=""))
 
 
 def _marks(axis, marks):
@@ -202,12 +212,13 @@ def _draw(path: Path, panels: int, inches: tuple[float, float], title: str, fill
     """Draws so many panels, each of that size, in lines of at most four."""
     lines = -(-panels // 4)
     columns = -(-panels // lines)
-    width = columns * inches[0]
+    shrunk = 1.0 if lines == 1 else 0.85  # many panels: a picture that fits on a page
+    width, height = shrunk * columns * inches[0], shrunk * lines * inches[1]
     try:
         from matplotlib.figure import Figure as Picture
     except ImportError:
         return False
-    picture = Picture((width, lines * inches[1]), dpi=120, layout="constrained")
+    picture = Picture((width, height), dpi=120, layout="constrained")
     axes = picture.subplots(lines, columns, squeeze=False).reshape(-1)
     for axis in axes[panels:]:
         axis.set_visible(False)
@@ -221,7 +232,7 @@ def _draw(path: Path, panels: int, inches: tuple[float, float], title: str, fill
         _spread(axis, labels)
     try:
         with aside(path) as partial:
-            picture.savefig(partial, format="png")
+            picture.savefig(partial, format="png", pil_kwargs={"optimize": True})
     except OSError as error:
         say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
         return False
