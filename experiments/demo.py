@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from contract import Flags, Run, command_line, grid, say
 from curves import compare, rates
@@ -33,13 +34,13 @@ from stopping import STOPPING, Stopped, stop_on_signals
 TRAIN = Path(__file__).with_name("train.py")
 ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read
 # Of train.py: rows, steps and examples of a batch; its smoke preset, for a test set that takes a second.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"preset": "smoke", "rows": 2_000, "steps": 24, "batch_size": 64, "evaluations": 6, "model": "small_dlrm"},
     "default": {"preset": "smoke", "rows": 60_000, "steps": 400, "batch_size": 1024, "evaluations": 20},
     "paper": {"evaluations": 20},
 }
 _STEPS = {"paper": 1_000}  # where the preset of train.py says so
-COLUMNS = {
+COLUMNS: dict[str, str | tuple[str, float]] = {
     "test AUC": "{}_test_auc", "log loss": "{}_test_log_loss", "examples/s": "{}_median_examples_per_s",
     "rows too old, %": ("{}_stale_share", 100), "sync gap, steps": "{}_sync_gap_steps", "PLS, %": ("{}_pls", 100),
     "shards failed": "{}_shards_failed", "rows saved": "{}_rows_saved",
@@ -93,11 +94,11 @@ def handing_on() -> Iterator:
             child.send_signal(number)
         return came
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    before: dict[int, Any] = {}
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, hand_on)
+        for number in STOPPING:  # one that the parent has told this process to ignore stays ignored, in the child too
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, hand_on)
         yield give
     finally:
         for number, handler in before.items():

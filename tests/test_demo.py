@@ -1,4 +1,4 @@
-"""What a run shows of its techniques: failures where they were, a table with units, and the demonstration of all three."""
+"""What a run shows of its techniques: failures where they were, a table with units, and all three in one picture."""
 
 import dataclasses
 import json
