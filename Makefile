@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Each sets up its environment first, once for each version of Python.
+# `make train`, `make demo` and `make test`. Each sets up its environment first, once for each version of Python.
 PYTHON ?= python3
 ARGS ?=
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -6,10 +6,13 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-slow soak lint format setup clean
+.PHONY: train demo test test-slow soak lint format setup clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
+
+demo: setup
+	$(BIN)/python experiments/demo.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)

@@ -25,10 +25,13 @@ _STROKES = ("-", "--", "-.", ":")
 # Apart in lightness, not in hue alone.
 FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb", "#636363")
 
+MOST_WORDS = 5  # of marks, beside each other
+
 
 def plot(
-    path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "", log_x: bool = False
-) -> bool:
+    path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "", log_x: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
+) -> bool:  # fmt: skip
     """Draws one panel for each metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs
     make bars.
 
@@ -39,6 +42,7 @@ def plot(
       x_label: with its unit.
       title: what the picture shows, in a sentence.
       log_x: whether the x axis is logarithmic, with a tick at each x.
+      marks: (x, words) of what happened on the way: a dotted line through each panel of lines.
 
     Returns:
       Whether it is drawn: matplotlib is installed, and the disk has taken it.
@@ -53,16 +57,18 @@ def plot(
     def fill(axes):
         for axis, (y_label, lines) in zip(axes, panels.items(), strict=True):
             _lines(axis, lines)
+            _marks(axis, marks)
             axis.set(xlabel=x_label, ylabel=y_label)
             if log_x:
                 xs = next(iter(lines.values()))[0]
                 axis.set_xscale("log")
                 axis.set_xticks(xs, list(map(str, xs)))
                 axis.minorticks_off()
+            _shorten(axis)
             axis.grid(alpha=0.3)
         return [(axis, _label_ends(axis)) for axis in axes]
 
-    return _draw(path, len(panels), (5.5 * len(panels), 3.6), title, fill)
+    return _draw(path, len(panels), (5.5, 3.6), title, fill)
 
 
 def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "") -> bool:
@@ -79,7 +85,7 @@ def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], titl
         return []
 
     most = max(len(set().union(*series.values())) * len(series) for series in panels.values())
-    return _draw(path, len(panels), (5.5 * len(panels), 1.3 + 0.25 * most), title, fill)
+    return _draw(path, len(panels), (5.5, 1.3 + 0.25 * most), title, fill)
 
 
 def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label: str, title: str = "") -> bool:
@@ -113,12 +119,30 @@ def _lines(axis, lines):
         axis.plot(xs, seen, stroke, color=colour, marker=marker, markersize=3, label=name)
 
 
+def _shorten(axis):
+    """Says 100k instead of 100000, five digits of which would lie on those of the next tick."""
+    from matplotlib.ticker import EngFormatter
+
+    for one, (_, end) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if one.get_scale() == "linear" and end >= 10_000:
+            one.set_major_formatter(EngFormatter(sep=""))
+
+
+def _marks(axis, marks):
+    for x, _ in marks:
+        axis.axvline(x, color="black", linestyle=":", linewidth=1, label="_mark")
+    # Above the axes, where no line is; of many the words would lie on each other.
+    for x, words in marks if len(marks) <= MOST_WORDS else ():
+        axis.annotate(words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center")
+
+
 def _label_ends(axis):
     """The name of each line at the right, beside its last point: a legend would lie on the
     lines."""
     labels = []
     for line in axis.lines:
-        seen = line.get_ydata()[np.isfinite(line.get_ydata())]
+        seen = np.asarray(line.get_ydata(), float)
+        seen = seen[np.isfinite(seen)]
         if len(seen) and not line.get_label().startswith("_"):
             labels.append(
                 axis.annotate(
@@ -185,23 +209,30 @@ def _finish_bars(axis, x_label, legend):
 
 
 def _draw(path: Path, panels: int, inches: tuple[float, float], title: str, fill: Callable) -> bool:
+    """Draws so many panels, each of that size, in lines of at most four."""
+    lines = -(-panels // 4)
+    columns = -(-panels // lines)
+    shrunk = 1.0 if lines == 1 else 0.85  # many panels: a picture that fits on a page
+    width, height = shrunk * columns * inches[0], shrunk * lines * inches[1]
     try:
         from matplotlib.figure import Figure as Picture
     except ImportError:
         return False
-    picture = Picture(inches, dpi=120, layout="constrained")
-    axes = picture.subplots(1, panels, squeeze=False)[0]
-    to_spread = fill(axes)
+    picture = Picture((width, height), dpi=120, layout="constrained")
+    axes = picture.subplots(lines, columns, squeeze=False).reshape(-1)
+    for axis in axes[panels:]:
+        axis.set_visible(False)
+    to_spread = fill(axes[:panels])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     if title:
-        picture.suptitle(textwrap.fill(title, int(13 * inches[0])), x=0.01, ha="left", fontsize=10)
+        picture.suptitle(textwrap.fill(title, int(13 * width)), x=0.01, ha="left", fontsize=10)
     picture.draw_without_rendering()  # decides where the axes are
     for axis, labels in to_spread:
         _spread(axis, labels)
     try:
         with aside(path) as partial:
-            picture.savefig(partial, format="png")
+            picture.savefig(partial, format="png", pil_kwargs={"optimize": True})
     except OSError as error:
         say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
         return False

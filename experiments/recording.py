@@ -2,9 +2,10 @@
 evaluations."""
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jaxrec.types import TrainState
 
 LOSSES = 50  # how many a row of metrics is the mean of
 _KEPT = 400  # steps, as a save beside training may be of one that lies behind
+_NOT_OF_RESULTS = ("step", "train_loss", "failures")  # but of a row
 _SHORT = {
     "stale_share": "stale", "sync_gap_steps": "gap", "replica_spread": "spread", "pls": "pls", "rows_saved": "rows",
 }  # fmt: skip
@@ -67,6 +69,30 @@ def check_seeds(run: Run, seeds: int) -> None:
         raise ValueError(f"{run.directory} holds a run of one seed: leave out --seeds, or give another --workdir.")
 
 
+class Failures:
+    """Watcher of an engine that notes which shards were lost, and when; what recovers is entered behind it.
+
+    Args:
+      engine: that tells of them; only with a recovery, as an engine takes who is told for who recovers.
+      examples_after: step -> examples.
+      past: those before the step that the run goes on from.
+    """
+
+    def __init__(self, engine, examples_after: Callable[[int], int], past: Sequence[dict] = ()):
+        self._engine, self._examples_after, self.seen = engine, examples_after, [*past]
+
+    def __enter__(self) -> "Failures":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Nothing was opened."""
+
+    def recover(self, shards: Sequence[int]) -> None:
+        """Notes lost shards; others bring them back."""
+        step = self._engine.step
+        self.seen.append({"step": step, "examples": self._examples_after(step), "shards": [*shards]})
+
+
 class Recorder:
     """What a run has seen so far.
 
@@ -94,10 +120,21 @@ class Recorder:
         before = past.extra.get("train_losses", ())
         self._losses: dict[int, Any] = {first - len(before) + 1 + i: loss for i, loss in enumerate(before)}
         self._capacity: dict[int, Any] = {first: past.extra.get("capacity")}
+        self._failures: Failures | None = None
+        self._failed_before = past.extra.get("failures", ())
         self.bar = tqdm(
             total=data.examples, initial=data.examples_after(first), unit="ex", unit_scale=True, disable=None
         )
         self.seconds, self.since = past.extra.get("train_seconds", 0.0), time.perf_counter()
+
+    def watch_failures(self, engine) -> None:
+        """Notes what shards an engine loses; before what recovers them is entered."""
+        self._failures = engine.enter(Failures(engine, self.data.examples_after, self._failed_before))
+
+    @property
+    def failures(self) -> list[dict]:
+        """Step, examples and shards of each failure so far."""
+        return [*self._failures.seen] if self._failures else []
 
     def latest_losses(self, step: int) -> np.ndarray:
         """The losses of the last 50 steps up to one, f32, across a resume too."""
@@ -124,6 +161,8 @@ class Recorder:
             "train_losses": losses.tolist(),
             "vocabulary_digest": self.data.vocabulary_digest,
             "train_seconds": self.seconds + time.perf_counter() - self.since,
+            # A save of a step comes before a failure at that step; what was lost later happens again.
+            "failures": [failure for failure in self.failures if failure["step"] <= step],
         }
 
     def show(self, state, step, plans, step_metrics):
@@ -157,6 +196,9 @@ class Recorder:
         self.seconds += time.perf_counter() - self.since
         row = {"step": step, "examples": self.data.examples_after(step), "train_seconds": self.seconds}
         row |= {"train_loss": float(losses.mean())}
+        if self._failures:
+            told = list(itertools.chain.from_iterable(row.get("failures", ()) for row in self.history))
+            row |= {"failures": [failure for failure in self.failures if failure not in told]}
         row |= {name: x for name, x in self.figures(state, step_metrics or {}).items() if math.isfinite(x)}
         with contextlib.suppress(Stopped):
             row |= self.evaluated(state, self.watched)
@@ -196,5 +238,5 @@ class Recorder:
     def results(self) -> dict[str, Any]:
         """What results.json says of the training."""
         last = self.history[-1]
-        results = {key: last[key] for key in last if key not in ("step", "train_loss")} | {"steps": last["step"]}
+        results = {"steps": last["step"]} | {key: last[key] for key in last if key not in _NOT_OF_RESULTS}
         return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

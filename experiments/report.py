@@ -27,6 +27,15 @@ class Figure(NamedTuple):
     high: float | None = None
 
 
+class Line(NamedTuple):
+    """How one figure is said: under which name, with which unit, times what."""
+
+    key: str
+    label: str
+    unit: str = ""
+    scale: float = 1.0
+
+
 def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     """What results hold, each value with its interval; a single round or seed has none.
 
@@ -109,31 +118,28 @@ def _scaled(figure, scale):
     return Figure(*(None if value is None else scale * value for value in figure))
 
 
-def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str]] | None = None) -> str:
+def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line]] | None = None) -> str:
     """One figure in a line, with its unit and its interval, in groups.
 
     Args:
       results: flat.
-      groups: {title: beginnings of keys}, in order; a beginning that ends in _ is not said again.
-        What belongs to no group comes last, keys of one first word together.
+      groups: {title: beginnings of keys, or a Line for one key}, in order; a beginning that ends in
+        _ is not said again. What belongs to no group comes last, keys of one first word together.
 
     >>> found = {"test_auc": 0.74, "train_seconds": 85.25, "saved": True}
     >>> found |= {"rate": 3.0, "rate_low": 2.5, "rate_high": 3.5}
-    >>> print(listing(found, {"Test set": ["test_"], "Training": ["train", "rate"]}))
+    >>> print(listing(found, {"Test set": ["test_"], "Training": [Line("train_seconds", "time", "s"), "rate"]}))
     Test set
       auc    0.7400
     Training
-      train  85.25 s
+      time   85.25 s
       rate   3.0 (2.5 to 3.5)
     <BLANKLINE>
       saved  yes
     """
     left, blocks = figures(results), []
-    for title, beginnings in (groups or {}).items():
-        keys = [key for beginning in beginnings for key in left if key.startswith(beginning)]
-        strip = tuple(beginning for beginning in beginnings if beginning.endswith("_"))
-        block = [(*_label(key, strip), left.pop(key)) for key in dict.fromkeys(keys)]
-        blocks.append((title, block))
+    for title, lines_of in (groups or {}).items():
+        blocks.append((title, [line for one in lines_of for line in _taken(left, one)]))
     for word in dict.fromkeys(key.partition("_")[0] for key in left):
         blocks.append(("", [(*_label(key), left[key]) for key in left if key.partition("_")[0] == word]))
     width = max((len(label) for _, block in blocks for label, _, _ in block), default=0)
@@ -147,9 +153,17 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str]] | No
     return "\n".join(lines).strip("\n")
 
 
-def _label(key, strip=()):
+def _taken(left, one):
+    """(label, unit, figure) of what a line or the beginning of keys names, which is taken off."""
+    if isinstance(one, Line):
+        return [(one.label, one.unit, _scaled(left.pop(one.key), one.scale))] if one.key in left else []
+    strip = one if one.endswith("_") else ""
+    return [(*_label(key.removeprefix(strip)), left.pop(key)) for key in list(left) if key.startswith(one)]
+
+
+def _label(key):
     """A key in words, and its unit."""
-    words = next((key.removeprefix(one) for one in strip if key.startswith(one)), key).split("_")
+    words = key.split("_")
     unit = "s" if words[-1] == "s" and "per" not in words[-2:] else next((_UNITS[w] for w in words if w in _UNITS), "")
     kept = [word for word in words if word not in _UNITS and not (unit == "s" and word == "s")]
     return (" ".join(kept), unit) if kept else (" ".join(words), "")

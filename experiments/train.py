@@ -21,7 +21,7 @@ import data_flags
 import technique_flags
 from clicks import ClickJob, click_job, make_model
 from contract import Run, command_line, listing, paired_interval, refuse, say
-from curves import draw
+from curves import TABLE, draw
 from data_flags import DataFlags, data_of
 from learning import LearningFlags, optimizers
 from recording import Past, Recorder, check_seeds, resumed
@@ -35,12 +35,6 @@ from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables
 from jaxrec.loop import keep_memory, train
 from jaxrec.types import TrainState
-
-TABLE = {
-    "Test set": ["test_", "teacher"],
-    "Training": ["steps", "examples", "train", "stale", "sync", "replica"],
-    "Saving": ["saves", "checkpoint", "last", "pls", "rows_saved", "shards_failed", "lost"],
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +89,8 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         on = Techniques(config, engine)
         recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
+        if config.cpr != "none":
+            recorder.watch_failures(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
         saves = enter_saves(config, engine, run, data.steps, image, past, extra)
         recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
@@ -153,7 +149,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
 def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dict) -> dict:
     """Writes and shows the results; fails behind that, if the last state is not saved."""
     results = recorder.results() | tested | saves.results() | {"last_state_saved": unsaved is None}
-    draw(run.directory / "curves.png", recorder.history, results, recorder.watched)
+    draw(run.directory / "curves.png", recorder.history, results, recorder.watched, recorder.failures)
     if results["saves_failed"]:
         say(f"{results['saves_failed']} saves failed; the last state is {'NOT ' if unsaved else ''}saved", sys.stderr)
     run.close(results, listing(results, TABLE))

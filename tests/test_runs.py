@@ -466,8 +466,8 @@ def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
     train.main(dataclasses.replace(TINY, workdir=undisturbed, resume=True))
     said = capsys.readouterr().out
     assert "is complete, nothing is left to do" in said and "_" not in said.partition("to do:")[2]
-    places = [said.index(words) for words in ("Test set\n  auc ", "Training\n  steps ", "Saving\n  saves ")]
-    assert places == sorted(places) and re.search(r"  train +[\d.]+ s\n", said)
+    places = [said.index(words) for words in ("Test set\n  AUC ", "Training\n  steps ", "Saving\n  saves ")]
+    assert places == sorted(places) and re.search(r"  time, with compilation +[\d.]+ s\n", said)
 
 
 def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):

@@ -1,0 +1,182 @@
+"""All three techniques at once, with two failures, beside the same run with none of them.
+
+    make demo                                                two trainings, a table and one picture
+    make demo ARGS="--workdir runs/demo --resume"            goes on; what is complete is not trained again
+
+Both train DLRM on the same synthetic clicks, in the same steps, over tables in host memory, on two
+virtual devices of this CPU. The first takes one batch after the other. The second has batches in
+flight (OAC, window 8), a replica on each device that is synchronised in the background (ShadowSync,
+EASGD), and saves the most used rows first (CPR, MFU): at a third of the run one shard of eight is
+lost, at two thirds two more, and they come back alone.
+
+Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. Rates of one
+run behind the other differ by what else the machine does; docs/measured.md has rounds in turns.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contract import Flags, Run, command_line, grid, say
+from curves import compare, rates
+from stopping import STOPPING, Stopped, stop_on_signals
+
+TRAIN = Path(__file__).with_name("train.py")
+ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read
+# Of train.py: rows, steps and examples of a batch; its smoke preset, for a test set that takes a second.
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"preset": "smoke", "rows": 2_000, "steps": 24, "batch_size": 64, "evaluations": 6, "model": "small_dlrm"},
+    "default": {"preset": "smoke", "rows": 60_000, "steps": 400, "batch_size": 1024, "evaluations": 20},
+    "paper": {"evaluations": 20},
+}
+_STEPS = {"paper": 1_000}  # where the preset of train.py says so
+COLUMNS: dict[str, str | tuple[str, float]] = {
+    "test AUC": "{}_test_auc", "log loss": "{}_test_log_loss", "examples/s": "{}_median_examples_per_s",
+    "rows too old, %": ("{}_stale_share", 100), "sync gap, steps": "{}_sync_gap_steps", "PLS, %": ("{}_pls", 100),
+    "shards failed": "{}_shards_failed", "rows saved": "{}_rows_saved",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the demonstration."""
+
+    resume: bool = False
+    """Go on in --workdir: an arm that is complete is not trained again, another goes on from its last save."""
+
+
+def flags_of(arm: str, config: Config) -> list[str]:
+    """The flags of train.py for one arm."""
+    sizes = SIZES[config.preset]
+    steps = sizes.get("steps") or _STEPS[config.preset]
+    flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--seed", str(config.seed), "--tables", "host"]
+    if arm == "all":
+        flags += ["--pipeline", "oac", "--window", "8", "--shadowsync", "easgd", "--trainers", "2"]
+        flags += ["--cpr", "mfu", "--fail", f"{steps // 3}:3", f"{2 * steps // 3}:1,5"]
+    return flags
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with two virtual devices of the CPU, whatever it asked for."""
+    others = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count=2"}
+
+
+@contextlib.contextmanager
+def handing_on() -> Iterator:
+    """In this block signals go to a child process, once it is given to what this yields; so do those before.
+
+    Yields:
+      child -> the signals so far, which grow.
+    """
+    children: list[subprocess.Popen] = []
+    came: list[int] = []
+
+    def hand_on(number, frame):
+        came.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    def give(child):
+        children.append(child)
+        for number in [*came]:
+            child.send_signal(number)
+        return came
+
+    before: dict[int, Any] = {}
+    try:
+        for number in STOPPING:  # one that the parent has told this process to ignore stays ignored, in the child too
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, hand_on)
+        yield give
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def trained(arm: str, config: Config, run: Run) -> None:
+    """Trains an arm in a process of its own, unless it is complete.
+
+    Raises:
+      Stopped: a signal came, and the arm has saved its state.
+      OSError: the process failed.
+    """
+    directory, again = run.directory / arm, f"make demo ARGS='--workdir {run.directory} --resume'"
+    if read(directory / "results.json").get("last_state_saved"):
+        say(f"{ARMS[arm]}: {directory} is complete, and is not trained again.")
+        return
+    flags = [*flags_of(arm, config), "--workdir", str(directory), *(["--resume"] if directory.exists() else [])]
+    say(f"\n{'All three techniques' if arm == 'all' else 'None of the techniques'}: train.py {shlex.join(flags)}")
+    with handing_on() as give:
+        # A session of its own: a Ctrl-C of the terminal comes here alone, and is handed on once.
+        child = subprocess.Popen([sys.executable, str(TRAIN), *flags], env=environment(), start_new_session=True)
+        came = give(child)
+        code = child.wait()
+    if came:
+        raise Stopped(came[0], f"go on with {again}")
+    if code:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, see above"
+        raise OSError(f"the training with {ARMS[arm]} of the techniques {how}; go on with {again}")
+
+
+def read(path: Path) -> dict:
+    """What a file of an arm holds; nothing if there is none.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove {path.parent}, whose arm is trained anew.") from None
+
+
+def rows_of(directory: Path) -> list[dict]:
+    """The rows of metrics of an arm."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def results_of(directory: Path) -> dict:
+    """What results.json holds: all keys of both arms, behind the word of each, and how they compare."""
+    found: dict = {}
+    for arm in ARMS:
+        found |= {f"{arm}_{key}": value for key, value in read(directory / arm / "results.json").items()}
+        # Of the stretches between evaluations: the first one compiles, and others share the machine.
+        found[f"{arm}_median_examples_per_s"] = statistics.median(rates(rows_of(directory / arm))[1])
+    found["test_auc_all_minus_none"] = found["all_test_auc"] - found["none_test_auc"]
+    return found
+
+
+def main(config: Config) -> dict:
+    """Trains both arms, shows and draws them; returns what results.json holds."""
+    with Run("demo", config, config.workdir, config.resume) as run, stop_on_signals():
+        say("This trains one model twice on the same clicks, on two virtual devices of this CPU: first with none of")
+        say("the techniques, then with OAC, ShadowSync and CPR at once, where three of eight shards fail on the way.")
+        for arm in ARMS:
+            trained(arm, config, run)
+        results = results_of(run.directory)
+        none, both, lost = (results[key] for key in ("none_test_auc", "all_test_auc", "all_shards_failed"))
+        said = f"Test AUC {both:.4f} with all three techniques and {lost} shards lost, {none:.4f} with none"
+        histories = {name: rows_of(run.directory / arm) for arm, name in ARMS.items()}
+        drawn = compare(run.directory / "demo.png", histories, "validation", said)
+        table = grid(results, "techniques", {name: arm for arm, name in ARMS.items()}, COLUMNS)
+        say("")
+        run.close(results, f"{table}\n\n{said}.")
+        if drawn:
+            say(f"the picture: {run.directory / 'demo.png'}")
+        return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)
