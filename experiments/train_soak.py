@@ -23,6 +23,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -100,7 +101,7 @@ class SoakFigures:
     most: dict[str, float] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, counts: dict[str, int], wrong: list[str], most: dict[str, float] | None = None) -> None:
+    def add(self, counts: Mapping[str, int], wrong: list[str], most: dict[str, float] | None = None) -> None:
         """Enters what was counted, what was wrong, and what is kept as a greatest value."""
         with self.lock:
             self.counts.update(counts)
