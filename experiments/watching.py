@@ -1,0 +1,157 @@
+"""Processes of train.py that are watched while signals come: how each has ended, what it has said, and
+what two finished runs do not have in common. train_soak.py sends the signals."""
+
+import json
+import re
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxrec.checkpoint import images, read_manifest, verify
+from jaxrec.checkpoint.image import leaves_of, load_arrays
+
+LIMIT_S = 240.0  # of a process; it takes 10 s on a core of its own
+# Figures of a row of metrics that follow from when things happen, and not from what is computed.
+TIMED = {
+    "train_seconds", "stale_share", "sync_gap_steps", "replica_spread", "pls", "rows_saved", "shards_failed",
+    "lost_steps",
+}  # fmt: skip
+
+
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    code: int
+    said: str
+    hung: bool  # so that it was killed
+
+
+class Process:
+    """A process that cannot live for ever.
+
+    Args:
+      command: what to start.
+      environment: that of this process if None.
+      limit_s: after which it has hung, and is ended, in seconds.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None, limit_s: float = LIMIT_S):
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, env=environment
+        )
+        self._said, self._hung = "", False
+        self._limit = threading.Timer(limit_s, self._end)
+        self._limit.start()
+
+    def _end(self):
+        self._hung = True
+        self._process.send_signal(signal.SIGABRT)  # at which Python says where each thread is
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def read(self, lines: int) -> None:
+        """Waits until so many lines were said, or it ends."""
+        assert self._process.stdout is not None
+        for _ in range(lines):
+            self._said += self._process.stdout.readline()
+
+    def send(self, number: int) -> None:
+        """A signal, if it lives."""
+        self._process.send_signal(number)
+
+    def ended(self) -> Ended:
+        """Waits for the end."""
+        try:
+            self._said += self._process.communicate()[0]
+        finally:
+            self._limit.cancel()
+        return Ended(self._process.returncode, self._said, self._hung)
+
+
+def number_of(way: str) -> int:
+    """The signal that is sent; 0 if there is none."""
+    return 0 if way == "nobody" else signal.Signals[way.split()[-1]]
+
+
+def judge(ended: Ended, way: str, workdir: Path) -> list[str]:
+    """What was wrong with the end of a process."""
+    (code, said, hung), number, wrong = ended, number_of(way), []
+    if hung:
+        return [f"hung, and was ended:\n{said[-12_000:]}"]
+    for step in steps_saved(said):
+        path = workdir / "checkpoints" / f"step_{step:08d}"
+        try:
+            verify(read_manifest(path))
+        except ValueError as error:
+            wrong.append(f"said that step {step} was saved: {error}")
+    # Before the job has begun, and after all of it is written, Python's own handlers are at work.
+    at_work = "AUC to expect" in said and "run written to" not in said
+    killed = -number if number == signal.SIGKILL or not at_work else 0
+    # Ctrl-C while Python imports its own packages ends it with 1 and a traceback, before a line of
+    # ours has run.
+    # Or with a crash: an extension of numpy's or jax's that Ctrl-C meets while it is loaded.
+    early = not said or "Traceback" in said or said.startswith("Fatal Python error")
+    in_start = {1, -signal.SIGSEGV} if number == signal.SIGINT and early else set()
+    stopped = {128 + number} if number else set()
+    if code not in {0, killed} | stopped | (set() if at_work else in_start):
+        wrong.append(f"ended with {code}:\n{said[-3000:]}")
+    if at_work and "Traceback" in said:
+        wrong.append(f"a traceback:\n{said[-3000:]}")
+    return wrong
+
+
+def how_ended(ended: Ended) -> str:
+    """The end of a process in a word or three."""
+    saved = "saved" if steps_saved(ended.said) else "nothing_to_save"
+    return "hung" if ended.hung else {0: "finished", -signal.SIGKILL: "killed"}.get(ended.code, saved)
+
+
+def steps_saved(said: str) -> list[int]:
+    """The step that a process has saved when it was stopped, if it has said so."""
+    return [int(step) for step in re.findall(r"stopped and saved at step (\d+)", said)]
+
+
+def step_begun(said: str) -> int | None:
+    """The step that a process has gone on from, if it has said so."""
+    found = re.search(r"going on from .*, step (\d+)", said)
+    return int(found[1]) if found else 0 if "begins at step 0" in said else None
+
+
+def steps_told(said: str) -> int | None:
+    """How many steps count as lost by what a process has said of rows that are older than its image; None if it has
+    said nothing of the kind."""
+    found = re.search(r"older than the image, which counts as (\d+) lost steps: not bit for bit", said)
+    return int(found[1]) if found else None
+
+
+def result_of(workdir: Path) -> tuple[float, float]:
+    """The test AUC of a finished run, and the portion of samples that it has lost."""
+    results = json.loads((workdir / "results.json").read_text())
+    return results["test_auc"], results.get("pls", 0.0)
+
+
+def differences(whole: Path, other: Path) -> list[str]:
+    """What two finished runs do not have in common: arrays of their last image, rows of metrics."""
+    first, second = (read_manifest(images(workdir / "checkpoints")[0]) for workdir in (whole, other))
+    a, b = (load_arrays(image, leaves_of(image)) for image in (first, second))
+    found = [f"array {name} differs" for name in a.keys() | b.keys() if not same_arrays(a.get(name), b.get(name))]
+    if first.step != second.step:
+        found.append(f"steps {first.step} and {second.step}")
+    if rows(whole) != rows(other):
+        found.append(f"metrics differ: {rows(whole)} and {rows(other)}")
+    return found
+
+
+def same_arrays(a, b) -> bool:
+    """Whether two arrays are equal bit for bit."""
+    return a is not None and b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def rows(workdir: Path) -> list[dict]:
+    """The metrics of a run without those that are a matter of time."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]

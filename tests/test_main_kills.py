@@ -1,0 +1,140 @@
+"""The main job with OAC and CPR is killed, goes on, and loses nothing but what it says; and who watches that is no
+friend of it: a hang, a wrong code and a bit that differs are found."""
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+
+import pytest
+import train
+import train_soak
+from kills import was_killed
+from test_runs import TINY
+from tqdm import tqdm
+from train_soak import Config, Soak
+from watching import Ended, Process, differences, judge, step_begun, steps_told
+
+from jaxrec.checkpoint import deltas, images
+from jaxrec.checkpoint.image import number_of
+
+SMALL = dataclasses.replace(TINY, model="small_dlrm", evaluations=2)
+OAC = dataclasses.replace(SMALL, tables="host", pipeline="oac", window=3, resume=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run with neither OAC nor CPR."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    train.main(dataclasses.replace(SMALL, tables="host", workdir=directory))
+    return directory
+
+
+def _train_until_killed(config):
+    """Kills itself with batches in flight, once a save of a later step than the first is on the disk."""
+    whole, saved = train.data_of(config), config.workdir / "checkpoints"
+
+    def killed(start):
+        until = time.monotonic() + 60
+        for index, batch in enumerate(whole.train(start)):
+            while index == 9 and time.monotonic() < until:
+                if any(number_of(path) for path in [*images(saved), *deltas(saved)]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    train.data_of = lambda config: whole._replace(train=killed)
+    train.main(config)
+
+
+@pytest.mark.parametrize(
+    ("cpr", "every"),
+    [("vanilla", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("full", 4), ("mfu", 16), ("mfu", 1)))],
+)
+def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every):
+    config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path)
+    assert was_killed(_train_until_killed, config)
+    results = train.main(config)
+    said = capsys.readouterr().out
+    assert step_begun(said) >= 1 and results["steps"] == TINY.steps
+    # A scheme saves some rows of each step, and never all: also where every step has its regular save.
+    lost = steps_told(said)
+    assert (differences(undisturbed, tmp_path) == []) == (lost is None) == (cpr != "mfu")
+    assert ((lost or 0) > 0) == (results["pls"] > 0) == (every == 16)
+
+
+@pytest.mark.slow
+def test_a_handful_of_real_processes_that_are_stopped_at_random_lose_no_run(tmp_path):
+    """What `make soak` does for ten minutes with all techniques, in short: OAC with CPR vanilla and with MFU."""
+    results = train_soak.main(Config(preset="smoke", workdir=tmp_path / "soak"))
+    assert 3 <= results["signals"] <= 8 and results["runs"] == 2 and results["hangs"] == results["wrong"] == 0
+    assert results["oac_vanilla_runs_equal"] == 1 and results["oac_mfu_auc_away"] <= train_soak.BAND
+    assert not (tmp_path / "soak" / "files").exists()
+
+
+# ---- the watcher
+
+
+def test_a_process_that_hangs_is_ended_and_is_wrong(tmp_path):
+    hangs = "import signal, threading; signal.signal(signal.SIGTERM, lambda *_: None); threading.Event().wait()"
+    start = time.perf_counter()
+    process = Process([sys.executable, "-X", "faulthandler", "-c", hangs], limit_s=1.0)
+    ended = process.ended()
+    assert ended.hung and time.perf_counter() - start < 30
+    (wrong,) = judge(ended, "SIGTERM", tmp_path)
+    assert "hung" in wrong and "in wait" in wrong  # it says where
+
+
+AT_WORK = "test AUC to expect: 0.7\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "way", "wrong"),
+    [
+        (143, AT_WORK, "SIGTERM", None),
+        (-9, AT_WORK, "SIGKILL", None),
+        (0, AT_WORK, "SIGHUP", None),
+        (0, "", "nobody", None),
+        (-signal.SIGSEGV, "", "SIGINT", None),  # an extension that Ctrl-C meets in its import
+        (-signal.SIGSEGV, AT_WORK, "SIGINT", "ended with -11"),
+        (1, "error: no", "nobody", "ended with 1"),
+        (128, AT_WORK, "nobody", "ended with 128"),
+        (-15, AT_WORK, "SIGTERM", "ended with -15"),
+        (143, AT_WORK, "SIGHUP", "ended with 143"),
+        (143, AT_WORK + "Traceback (most recent call last)", "SIGTERM", "a traceback"),
+        (143, AT_WORK + "stopped and saved at step 7", "SIGTERM", "said that step 7 was saved"),
+    ],
+)
+def test_an_end_is_judged(tmp_path, code, said, way, wrong):
+    found = judge(Ended(code, said, hung=False), way, tmp_path)
+    assert [wrong in one for one in found] == [True] if wrong else found == []
+
+
+class Actor:
+    """Processes of a run, each of which ends as its line of the play says."""
+
+    def __init__(self, play):
+        self._play = iter(play)
+
+    def __call__(self, *_):
+        self._end = Ended(*next(self._play), hung=False)
+        return self
+
+    def ended(self):
+        return self._end
+
+
+@pytest.mark.parametrize(
+    ("begun", "again", "lost"),
+    [(40, 40, False), (40, 60, False), (40, 39, True), (40, None, True), (None, None, False)],
+)
+def test_a_run_that_goes_on_from_before_its_last_step_is_wrong(tmp_path, monkeypatch, begun, again, lost):
+    say = lambda step: "begins at step 0" if step is None else f"going on from x, step {step}"
+    soak = Soak(tmp_path, Config(preset="smoke"))
+    soak.until = float("inf")
+    monkeypatch.setattr(soak, "start", Actor([(-9, say(begun)), (0, say(again))]))
+    monkeypatch.setattr(soak, "compare", lambda *_: None)
+    monkeypatch.setattr(train_soak, "disturb", lambda process, rng: ("SIGKILL", process.ended()))
+    soak.disturbed(0, tqdm(disable=True))
+    assert [f"step {begun} was saved before" in wrong for wrong in soak.figures.wrong] == [True] * lost
+    assert soak.figures.counts["oac_vanilla_kills"] == 2
