@@ -51,6 +51,9 @@ class TechniqueFlags(Flags):
     target_pls: float = 0.1
     """The portion of lost samples that the model can bear; it decides how often to save, unless --save-every-steps
     does."""
+    recovery_costs: Literal["assumed", "measured"] = "assumed"
+    """What --target-pls reckons with: the costs of the paper's setting A, whose 56 hours are the steps of this run; or
+    those of a save, a restore and a step here, measured when the run begins."""
     fail: tuple[str, ...] = ()
     """Emulated failures, as step:shards: 1500:3 2200:1,5; or the word gamma, to draw them."""
     mtbf_steps: float | None = None
@@ -115,6 +118,10 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         "or the workers.": config.workers > 1 and not config.free,
         f"--fail {' '.join(config.fail)} needs something that recovers: add --cpr mfu, say.": (
             config.fail and config.cpr == "none"
+        ),
+        f"--recovery-costs {config.recovery_costs} is of --cpr without --save-every-steps.": (
+            config.recovery_costs != "assumed"
+            and (config.cpr == "none" or getattr(config, "save_every_steps", None) is not None)
         ),
         f"--mtbf-steps {config.mtbf_steps} is of --cpr.": config.mtbf_steps is not None and config.cpr == "none",
         f"--target-pls {config.target_pls:g} is of --cpr.": config.target_pls != 0.1 and config.cpr == "none",

@@ -1,6 +1,7 @@
 """The three techniques of a run: the engine that their flags make, what they do at each step, and their figures."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from free import FreeTrainers
 from rounds import ForegroundRounds, remembering
 from technique_flags import TechniqueFlags, given_failures
 
-from jaxrec.cpr import Recovery, draw_failures, mfu, plan_recovery, scar, ssu
-from jaxrec.cpr.schedule import SETTING_A, Mode
+from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
+from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
@@ -22,6 +23,7 @@ from jaxrec.types import TrainState
 
 RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
+MEASURED_STEPS = 12  # before a run whose costs are measured
 WINDOW = 8  # unless given
 
 
@@ -150,34 +152,84 @@ def _rounds(config, engine):
     return engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
 
 
-def recovery_of(config, engine, directory: Path, steps: int, image, run: str, extra: Callable) -> Recovery:
+def recovery_of(
+    config, engine, directory: Path, steps: int, every: float, image, run: str, extra: Callable
+) -> Recovery:
     """The recovery that the flags ask for, to be entered.
 
     Args:
-      config: TechniqueFlags, and `save_every_steps` and `seed`.
+      config: TechniqueFlags, and `seed`.
       engine: that it watches.
       directory: of its images.
       steps: of the run.
+      every: how often it saves, in steps.
       image: that the run goes on from, or None.
       run: its id.
       extra: step -> JSON values to save along.
     """
-    mtbf = config.mtbf_steps or steps / 2
-    mode: Mode = "full" if config.cpr == "full" else "partial"
-    every = config.save_every_steps
-    if every is None:
-        # The job of the paper's setting A, whose 56 hours are these steps.
-        hours = SETTING_A.total_hours / steps
-        costs = SETTING_A._replace(mtbf_hours=mtbf * hours, nodes=engine.tables.spec.shards)
-        plan = plan_recovery(costs, config.target_pls)
-        every = plan.in_steps(3600 * hours)["save_every_steps"]
-        if plan.mode != mode:
-            say(f"{plan.mode} recovery would be cheaper by the costs assumed; --cpr {config.cpr} is what was asked for")
-    scheme = SCHEMES[config.cpr]() if config.cpr in SCHEMES else None
     return Recovery(
-        engine, directory, every, steps, mode=mode, scheme=scheme, failures=failures_of(config, steps, mtbf),
-        image=image, run=run, extra=extra,
+        engine, directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra,
+        scheme=SCHEMES[config.cpr]() if config.cpr in SCHEMES else None,
+        failures=failures_of(config, steps, config.mtbf_steps or steps / 2),
     )  # fmt: skip
+
+
+def _mode(config) -> Mode:
+    return "full" if config.cpr == "full" else "partial"
+
+
+def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], Iterator]) -> float:
+    """How often a recovery saves, in steps.
+
+    Measured costs are written to recovery.json, so that a run that goes on keeps its interval.
+
+    Args:
+      config: TechniqueFlags, and `save_every_steps`.
+      engine: at its first step, or at that of an image.
+      run: whose directory is on the disk to save to.
+      steps: of the run.
+      first_steps: number -> an iterator that trains so many.
+    """
+    if config.save_every_steps is not None:
+        return config.save_every_steps
+    mtbf, hours = config.mtbf_steps or steps / 2, SETTING_A.total_hours / steps
+    if config.recovery_costs == "assumed":
+        costs = SETTING_A._replace(mtbf_hours=mtbf * hours, nodes=engine.tables.spec.shards)
+        return _planned(config, costs, hours)
+    if not (known := run.read_json("recovery.json")):
+        hours = _step_seconds(first_steps) / 3600
+        state, costs = measure(
+            engine.state, run.directory, mtbf_hours=mtbf * hours, total_hours=steps * hours, reschedule_hours=0.0
+        )
+        engine.reset(state)
+        known = {"save_every_steps": _planned(config, costs, hours), "step_hours": hours, **costs._asdict()}
+        run.write_json("recovery.json", known)
+        say(
+            f"measured: a step {3.6e6 * hours:.3g} ms, a save {3600 * costs.save_hours:.3g} s, a restore "
+            f"{3600 * costs.load_hours:.3g} s, of one shard {3600 * (costs.partial_load_hours or 0):.3g} s"
+        )
+    return known["save_every_steps"]
+
+
+def _planned(config, costs, step_hours):
+    """The interval of the plan; of the mode that was asked for, though the other one may be cheaper."""
+    plan, mode = plan_recovery(costs, config.target_pls), _mode(config)
+    hours = full_interval(costs) if mode == "full" else partial_interval(costs, config.target_pls)
+    every = max(1.0, min(hours, costs.total_hours) / step_hours)
+    also = "" if plan.mode == mode else f"; {plan.mode} recovery would be cheaper by these costs"
+    say(f"--cpr {config.cpr} saves everything once in {every:.1f} steps, by {config.recovery_costs} costs{also}")
+    return every
+
+
+def _step_seconds(first_steps) -> float:
+    """The median time of a step, of the second half of the first ones."""
+    times = []
+    for _, metrics in first_steps(MEASURED_STEPS):
+        jax.block_until_ready(metrics)
+        times.append(time.perf_counter())
+    if len(times) < MEASURED_STEPS:
+        raise ValueError(f"{len(times)} steps are too few to measure costs by: {MEASURED_STEPS} are wanted.")
+    return float(np.median(np.diff(times[MEASURED_STEPS // 2 :])))
 
 
 def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:

@@ -15,6 +15,7 @@ any model can reach. The test is looked at once, at the end.
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 
 import data_flags
@@ -29,7 +30,7 @@ from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_files import host_tables, own
 from technique_flags import TechniqueFlags
-from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of
+from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of, saves_every
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import DeviceTables
@@ -92,7 +93,8 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
         if config.cpr != "none":
             recorder.watch_failures(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
-        saves = enter_saves(config, engine, run, data.steps, image, past, extra)
+        first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *on.hooks])
+        saves = enter_saves(config, engine, run, data.steps, image, past, extra, first)
         recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
         best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
         look, stop = hooks_of(config, engine, recorder, saves, best, asked)
@@ -110,14 +112,15 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     return finish(run, recorder, saves, unsaved, tested)
 
 
-def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past, extra):
+def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past, extra, first_steps):
     """What saves the run: a recovery with --cpr, else all of the state now and then."""
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id))
         cut = None if config.free else engine.cut  # free trainers are at rest in a hook
         return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
-    recovery = engine.enter(recovery_of(config, engine, directory, steps, image, run.id, extra))
+    every = saves_every(config, engine, run, steps, first_steps)
+    recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra))
     if image is None:
         recovery.save_whole()  # so that the run can go on from its first step
     return RecoverySaves(recovery)

@@ -376,3 +376,15 @@ def test_evaluations_are_as_many_as_asked_for_when_steps_are_told_in_strides():
             if train.Recorder.due(recorder, step):
                 recorder.history.append({"step": step})
     assert [row["step"] for row in recorder.history] == [200, 300, 400, 500, 700, 800, 900, 1000]
+
+
+def test_an_interval_by_measured_costs_is_kept_when_the_run_goes_on(tmp_path, monkeypatch):
+    flags = {"cpr": "full", "recovery_costs": "measured", "workdir": tmp_path}
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_the_stream(patch, at=20)
+        train.main(dataclasses.replace(TINY, **flags))
+    measured = json.loads((tmp_path / "recovery.json").read_text())
+    results = train.main(dataclasses.replace(TINY, **flags, resume=True))
+    assert json.loads((tmp_path / "recovery.json").read_text()) == measured
+    assert 1 <= measured["save_every_steps"] <= 24 and measured["save_hours"] > 0 < measured["partial_load_hours"]
+    assert results["steps"] == 24 and results["last_state_saved"]

@@ -322,3 +322,10 @@ for change in ({"shadowsync": "ma"}, {"pipeline": "oac", "tables": "host"}, {"cp
         with Run("train", begun, directory):
             pass
         Run("train", dataclasses.replace(begun, **change), directory, resume=True)
+
+
+flags_that("measured costs without a recovery", "--recovery-costs measured is of --cpr", "--recovery-costs", "measured")
+flags_that(
+    "measured costs beside an interval", "--recovery-costs measured is of --cpr without", "--recovery-costs", "measured",
+    "--cpr", "mfu", "--save-every-steps", "9",
+)  # fmt: skip
