@@ -135,8 +135,11 @@ class Techniques:
         if self._sync:
             found["sync_gap_steps"] = self._sync.steps / self._sync.rounds if self._sync.rounds else float("inf")
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
-        if isinstance(self._engine, FreeTrainers) and metrics:
-            found |= {"sync_gap_steps": metrics["average_sync_gap"], "replica_spread": metrics["replica_spread"]}
+        if isinstance(self._engine, FreeTrainers):
+            # Before its first stretch a run that goes on has no metrics but those that were saved with its state.
+            known = metrics or {name: x for name, x in self._engine.figures().items() if x is not None}
+            names = {"sync_gap_steps": "average_sync_gap", "replica_spread": "replica_spread"}
+            found |= {mine: known[name] for mine, name in names.items() if name in known}
         return found
 
     def extra(self) -> dict[str, Any]:

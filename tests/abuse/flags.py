@@ -326,6 +326,6 @@ for change in ({"shadowsync": "ma"}, {"pipeline": "oac", "tables": "host"}, {"cp
 
 flags_that("measured costs without a recovery", "--recovery-costs measured is of --cpr", "--recovery-costs", "measured")
 flags_that(
-    "measured costs beside an interval", "--recovery-costs measured is of --cpr without", "--recovery-costs", "measured",
+    "measured costs beside an interval", "is of --cpr without --save-every-steps", "--recovery-costs", "measured",
     "--cpr", "mfu", "--save-every-steps", "9",
 )  # fmt: skip
