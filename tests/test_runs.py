@@ -365,7 +365,7 @@ def test_saving_costs_at_most_a_percent_of_the_time(stall_s, cpu_s, step_s):
     times = [when for when, _, _ in disk.saved]
     assert disk.saved[0][1] == saving.FIRST_STEPS
     for before, after in itertools.pairwise(times):
-        assert cost_s <= 0.01 * (after - before)
+        assert cost_s <= 0.01 * (after - before) + 1e-9  # but for rounding
         no_later = max(100 * cost_s, saving.AT_LEAST_S) + stall_s + step_s
         assert after - before <= no_later + 1e-6
     assert saves.results()["saves"] == len(times)
