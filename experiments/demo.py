@@ -101,8 +101,8 @@ def handing_on() -> Iterator:
                 before[number] = signal.signal(number, hand_on)
         yield give
     finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        for taken, handler in before.items():
+            signal.signal(taken, handler)
 
 
 def trained(arm: str, config: Config, run: Run) -> None:
