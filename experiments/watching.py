@@ -16,7 +16,7 @@ LIMIT_S = 240.0  # of a process; it takes 10 s on a core of its own
 # Figures of a row of metrics that follow from when things happen, and not from what is computed.
 TIMED = {
     "train_seconds", "stale_share", "sync_gap_steps", "replica_spread", "pls", "rows_saved", "shards_failed",
-    "lost_steps",
+    "lost_steps", "failures",
 }  # fmt: skip
 
 

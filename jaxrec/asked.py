@@ -71,14 +71,12 @@ def tell_restarted(watchers: Iterable[Any], state: TrainState) -> None:
         getattr(watcher, "restarted", lambda state: None)(state)
 
 
-def checked_capacity(spec: EmbeddingSpec, capacity: Mapping[str, int] | None) -> dict[str, int] | None:
+def checked_capacity(spec: EmbeddingSpec, capacity: Mapping[str, int]) -> dict[str, int]:
     """The capacities {stack: U} that plans begin with.
 
     Raises:
       ValueError: not one positive number for each stack.
     """
-    if capacity is None:
-        return None
     if not isinstance(capacity, Mapping) or set(capacity) != set(spec.stacks):
         raise ValueError(f"capacity={capacity!r:.200} must be one number for each of {list(spec.stacks)}, or None.")
     return {name: whole_number(f"capacity[{name!r}]", number) for name, number in capacity.items()}

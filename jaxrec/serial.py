@@ -53,7 +53,7 @@ class Serial(Watched):
     def __init__(self, state: TrainState, train_step: Callable, capacity: Mapping[str, int] | None = None):
         super().__init__()
         self._state, self._train_step = _checked(state), train_step
-        self._capacity = checked_capacity(state.tables.spec, capacity)
+        self._capacity = None if capacity is None else checked_capacity(state.tables.spec, capacity)
         self._streams, self._cuts = Streams(), Announced()
         self._losses = Losses()
         self._gone: set[int] = set()  # shards that their home has lost

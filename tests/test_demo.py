@@ -42,6 +42,7 @@ def dotted(picture):
 # The record of failures.
 
 
+@pytest.mark.slow
 def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_all(tmp_path, pictures):
     train.main(dataclasses.replace(FAILING, pipeline="oac", workdir=tmp_path))
     # A failure comes behind the row of its step.
@@ -52,11 +53,13 @@ def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_
     assert "failures" not in json.loads((tmp_path / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_without_anything_that_recovers_no_failure_is_noted_nor_marked(tmp_path, pictures):
     train.main(dataclasses.replace(TINY, workdir=tmp_path))
     assert all("failures" not in row for row in rows_of(tmp_path)) and not any(dotted(pictures[-1])[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_tells_of_each_failure_once(tmp_path, monkeypatch, pictures):
     whole, config = train.data_of, dataclasses.replace(FAILING, evaluations=1, workdir=tmp_path)
     with monkeypatch.context() as patched:

@@ -51,7 +51,8 @@ def logged(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("tables", [pytest.param("device", marks=pytest.mark.slow), "host"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", ["device", "host"])
 def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     done = run("train", "--preset", "smoke", "--tables", tables, "--batch-size", 512, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr

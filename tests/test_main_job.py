@@ -378,6 +378,7 @@ def test_evaluations_are_as_many_as_asked_for_when_steps_are_told_in_strides():
     assert [row["step"] for row in recorder.history] == [200, 300, 400, 500, 700, 800, 900, 1000]
 
 
+@pytest.mark.slow
 def test_an_interval_by_measured_costs_is_kept_when_the_run_goes_on(tmp_path, monkeypatch):
     flags = {"cpr": "full", "recovery_costs": "measured", "workdir": tmp_path}
     with monkeypatch.context() as patch, pytest.raises(Stopped):

@@ -50,8 +50,9 @@ def _train_until_killed(config):
 
 @pytest.mark.parametrize(
     ("cpr", "every"),
-    [("vanilla", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("full", 4), ("mfu", 16), ("mfu", 1)))],
+    [("vanilla", 4), ("full", 4), ("mfu", 16), ("mfu", 1)],
 )
+@pytest.mark.slow
 def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every):
     config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path)
     assert was_killed(_train_until_killed, config)
@@ -75,6 +76,7 @@ def _stopped_while_it_evaluates(config):
     return whole._replace(validation=signalled)
 
 
+@pytest.mark.slow
 def test_free_trainers_that_were_stopped_while_they_were_evaluated_go_on(tmp_path, monkeypatch):
     """The image has the step, and the metrics have no row of it: that is made up for before the first stretch."""
     config = dataclasses.replace(SMALL, tables="host", shadowsync="easgd", workdir=tmp_path, resume=True)

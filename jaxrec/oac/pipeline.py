@@ -122,7 +122,7 @@ class Pipeline(Committing):
             fetch or fetch_whole,
             placement,
             self._steps.take,
-            checked_capacity(spec, capacity),
+            None if capacity is None else checked_capacity(spec, capacity),
         )
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = Cuts(self._stages, self._steps), Streams()
