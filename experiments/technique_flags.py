@@ -41,6 +41,9 @@ class TechniqueFlags(Flags):
     """Free-running: Hogwild workers of each trainer."""
     sync_form: str | None = None
     """Of the rule: delta or lerp; of easgd symmetric or sequential."""
+    sync_alpha: float | None = None
+    """Of the rule: how far a round moves, 0.5 unless given. EASGD pulls back to its centre what a step has moved, by
+    half where a round follows each step: rounds back to back over a small network want less, or a pace."""
     sync_pace_seconds: float = 0.0
     """The least time from one round in the background to the next."""
     sync_every_steps: int | None = None
@@ -104,6 +107,12 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         f"--sync-form {config.sync_form} is for --shadowsync easgd, ma or bmuf.": config.sync_form and not shadow,
         f"--sync-form {config.sync_form} is none of --shadowsync {config.shadowsync}: give {' or '.join(forms)}.": (
             config.sync_form and shadow and config.sync_form not in forms
+        ),
+        f"--sync-alpha {config.sync_alpha} is for --shadowsync easgd, ma or bmuf.": (
+            config.sync_alpha is not None and not shadow
+        ),
+        f"--sync-alpha {config.sync_alpha} must be above 0 and at most 1.": (
+            config.sync_alpha is not None and not 0 < config.sync_alpha <= 1
         ),
         f"--sync-pace-seconds {config.sync_pace_seconds:g} is for --shadowsync easgd, ma or bmuf.": (
             config.sync_pace_seconds and not shadow

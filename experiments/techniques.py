@@ -103,7 +103,8 @@ def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
 
 
 def _rule(config):
-    return RULES[config.shadowsync](**({"form": config.sync_form} if config.sync_form else {}))
+    given = {"form": config.sync_form, "alpha": config.sync_alpha}
+    return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
 
 
 def _options(config):

@@ -329,3 +329,7 @@ flags_that(
     "measured costs beside an interval", "is of --cpr without --save-every-steps", "--recovery-costs", "measured",
     "--cpr", "mfu", "--save-every-steps", "9",
 )  # fmt: skip
+flags_that("alpha without a rule", "--sync-alpha 0.1 is for --shadowsync", "--sync-alpha", "0.1")
+for alpha in ("0", "1.5", "nan"):
+    words = ("--shadowsync", "ma", "--sync-alpha", alpha)
+    flags_that(f"an alpha of {alpha}", "--sync-alpha .* must be above 0 and at most 1", *words)
