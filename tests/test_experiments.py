@@ -215,7 +215,7 @@ def test_a_full_disk_does_not_end_training(tmp_path):
     done = train_on_a_small_disk(tmp_path, size="30m", filler="29M", free="filler")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("a save failed; the next one tries again") >= 1 and "No space left" in done.stdout
-    assert "step 60: test AUC" in done.stdout and "the last state is saved" in done.stdout
+    assert "step 60: validation AUC" in done.stdout and "the last state is saved" in done.stdout
     assert '"last_state_saved": true' in done.stdout and '"saves_failed": 0' not in done.stdout
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_does_not_end_training(tmp_path):
 def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path):
     done = train_on_a_small_disk(tmp_path, size="2m", filler="1000", free="nothing")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "step 60: test AUC" in done.stdout and "the last state is NOT saved" in done.stdout
+    assert "step 60: validation AUC" in done.stdout and "the last state is NOT saved" in done.stdout
     assert "error: the last state could not be saved" in done.stdout
     assert '"last_state_saved": false' in done.stdout
     assert "Traceback" not in done.stdout + done.stderr

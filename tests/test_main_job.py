@@ -264,7 +264,7 @@ def test_killed_it_goes_on_and_says_what_it_has_lost(tmp_path, capsys, name):
         train.main(dataclasses.replace(config, workdir=tmp_path / "whole", resume=False))
         assert differences(tmp_path / "whole", tmp_path / "cut") == []
     else:
-        assert ("not bit for bit" in said) == (behind % 8 > 0)
+        assert ("not bit for bit" in said) == (behind > 0)  # from a delta, whatever its step
 
 
 @pytest.mark.slow
