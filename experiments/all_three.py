@@ -28,7 +28,7 @@ from click_data import synthetic_clicks
 from clicks import click_job, make_model
 from contract import Flags, Run, command_line, grid
 from reference import ratio
-from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of
+from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of, saves_every
 
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
@@ -70,8 +70,7 @@ class Side:
         self.hooks = Techniques(flags, self.engine).hooks
         if flags.cpr != "none":
             saved = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-            # By a target PLS of 0.1 and two failures in the job, the paper's.
-            every = 2 * 0.1 * flags.shards * config.steps / 2
+            every = saves_every(flags, self.engine, None, config.steps, lambda number: iter(()))
             recovery = recovery_of(flags, self.engine, saved, config.steps, every, None, "all-three", lambda step: {})
             self.hooks = [*self.hooks, self.engine.enter(recovery).hook]
 

@@ -13,13 +13,13 @@ above -0.0005 AUC.
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from contract import Flags, Run, command_line, listing, paired_interval, say
+from demo import environment
 
 MARGIN_AUC = -0.0005
 ARMS = {
@@ -45,11 +45,10 @@ def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
     directory = run.directory / f"{arm}_{seed}"
     if not (directory / "results.json").exists():
         flags = (SMALL if config.preset == "smoke" else ARMS)[arm].split()
-        devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
         command = [sys.executable, str(Path(__file__).parent / "train.py"), "--preset", config.preset]
         command += ["--seed", str(seed), "--workdir", str(directory), "--resume", *flags]
         say(f"{arm}, seed {seed}")
-        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": devices}, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
     return json.loads((directory / "results.json").read_text())
 
 

@@ -175,8 +175,8 @@ class Recorder:
         """Hook: moves the bar. Free trainers show a stretch."""
         self.bar.update(self.data.examples_after(step) - self.bar.n)  # back, too, when all is rolled back
         self._losses[step] = step_metrics["loss"]
-        for old in [at for at in self._losses if at <= step - _KEPT]:
-            del self._losses[old]
+        while (oldest := next(iter(self._losses))) <= step - _KEPT:  # they are in the order of steps
+            del self._losses[oldest]
         if plans is not None:
             capacity = capacity_of(plans)
             if capacity != next(reversed(self._capacity.values())):
@@ -237,9 +237,9 @@ class Recorder:
 
     def has_no_patience(self, patience: int | None) -> bool:
         """Whether so many evaluations have passed since the best one."""
-        best = self.best()
-        behind = 0 if best is None else sum(row["step"] > best["step"] for row in self.history)
-        return patience is not None and behind >= patience
+        if patience is None or (best := self.best()) is None:  # it is asked after every step
+            return False
+        return sum(row["step"] > best["step"] for row in self.history) >= patience
 
     def results(self) -> dict[str, Any]:
         """What results.json says of the training."""

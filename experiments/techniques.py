@@ -188,14 +188,14 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
     Measured costs are written to recovery.json, so that a run that goes on keeps its interval.
 
     Args:
-      config: TechniqueFlags, and `save_every_steps`.
+      config: TechniqueFlags, and `save_every_steps` if a job has that flag.
       engine: at its first step, or at that of an image.
-      run: whose directory is on the disk to save to.
+      run: whose directory is on the disk to save to, where costs are measured.
       steps: of the run.
-      first_steps: number -> an iterator that trains so many.
+      first_steps: number -> an iterator that trains so many, where costs are measured.
     """
-    if config.save_every_steps is not None:
-        return config.save_every_steps
+    if (given := getattr(config, "save_every_steps", None)) is not None:
+        return given
     mtbf, hours = config.mtbf_steps or steps / 2, SETTING_A.total_hours / steps
     if config.recovery_costs == "assumed":
         costs = SETTING_A._replace(mtbf_hours=mtbf * hours, nodes=engine.tables.spec.shards)
