@@ -63,10 +63,8 @@ def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
 def main(config: Config) -> dict:
     """Trains what is missing; returns what results.json holds."""
     with Run("all_three_quality", config, config.workdir, config.resume) as run:
-        found: dict[str, list[dict]] = {arm: [] for arm in ARMS}
-        for seed in range(config.seed, config.seed + config.seeds):
-            for arm, runs in found.items():
-                runs.append(trained(config, run, arm, seed))
+        seeds = range(config.seed, config.seed + config.seeds)
+        found = {arm: [trained(config, run, arm, seed) for seed in seeds] for arm in ARMS}
         results = summary(found)
         run.close(results, listing(results, TABLE))
         return results
