@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from contract import Flags, Run, command_line, listing, paired_interval, say
+from contract import Flags, Run, command_line, listing, paired_interval, refuse, say
 from demo import environment
 
 MARGIN_AUC = -0.0005
@@ -44,6 +44,8 @@ class Config(Flags):
     """Flags of the comparison."""
 
     seeds: int = 8
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Which of them, with `none`."""
     resume: bool = False
     """Go on with the comparison in --workdir."""
 
@@ -62,9 +64,12 @@ def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
 
 def main(config: Config) -> dict:
     """Trains what is missing; returns what results.json holds."""
+    wrong = [arm for arm in config.arms if arm not in ARMS]
+    refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
     with Run("all_three_quality", config, config.workdir, config.resume) as run:
         seeds = range(config.seed, config.seed + config.seeds)
-        found = {arm: [trained(config, run, arm, seed) for seed in seeds] for arm in ARMS}
+        arms = [arm for arm in ARMS if arm == "none" or arm in config.arms]
+        found = {arm: [trained(config, run, arm, seed) for seed in seeds] for arm in arms}
         results = summary(found)
         run.close(results, listing(results, TABLE))
         return results
