@@ -277,11 +277,11 @@ class ShardServer:
             taken[name, shard] = {part: table[local] for part, table in self._parts[name, shard].items()}
         return taken
 
-    def _shard(self, stack: str, shard: int, part: str) -> np.ndarray:
-        """One part of all rows of a shard, [V / S, width]."""
+    def _shard(self, stack: str, shard: int, part: str, index: Any) -> np.ndarray:
+        """What an index gives of one part of the rows of a shard, [V / S, width]."""
         check_shard(self.spec, stack, shard)
         self._check_mine([shard])
-        return self._parts[stack, shard][part]
+        return self._parts[stack, shard][part][index]
 
     def _on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
         """{(stack, shard): function(stack, shard, parts, *args)}."""
