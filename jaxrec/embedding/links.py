@@ -209,7 +209,7 @@ class _Call:
 
 
 def _checked_servers(servers):
-    given = list(servers) if isinstance(servers, Iterable) else [servers]
+    given = list(servers) if isinstance(servers, Iterable) else []
     wrong = [type(server).__name__ for server in given if not callable(getattr(server, "call", None))]
     if not given or wrong:
         raise ValueError(
