@@ -11,16 +11,19 @@ class Fleet:
     Args:
       servers: how many.
       fate: (server, incarnation, verb, number of the message with that verb) -> as for `InProcess`.
+      way: made of a spec, a layout, shards and an incarnation; it reaches a server of these.
       options: of RemoteTables.
     """
 
-    def __init__(self, spec, row_optimizer, servers=2, fate=lambda *message: "", **options):
-        self.spec, self.layout, self.fate = spec, spec.layout(row_optimizer), fate
+    def __init__(self, spec, row_optimizer, servers=2, fate=lambda *message: "", way=None, **options):
+        self.spec, self.layout, self.fate, self.way = spec, spec.layout(row_optimizer), fate, way
         self.shards, self.died = deal(spec.shards, servers), []
         self.ways = [self.start(number) for number in range(servers)]
         self.tables = RemoteTables(spec, row_optimizer, self.ways, **({"timeout_s": 60} | options))
 
     def start(self, number, incarnation=1):
+        if self.way:
+            return self.way(self.spec, self.layout, self.shards[number], incarnation)
         fate = lambda verb, message: self.fate(number, incarnation, verb, message)
         return InProcess(ShardServer(self.spec, self.layout, self.shards[number], incarnation), fate)
 

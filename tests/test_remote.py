@@ -10,6 +10,7 @@ import pytest
 from fleets import Fleet, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from over_pipes import OverPipe
 from strategies import draw_ids, specs
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
@@ -410,6 +411,19 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
     assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
     assert not same(found, serially(tmp_path / "control", scheme, {}))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_process_that_is_killed_ends_as_serial_that_loses_its_shards_at_that_step(make, tmp_path):
+    """kill -9 while the gathers of later batches may be under way; all that messages hold is pickled on the way."""
+    with Fleet(SPEC, ROWS, 2, way=OverPipe) as fleet:
+        first, gate = fleet.ways[1], lambda index: first.kill() if index == 10 and first.process.is_alive() else None
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert not any(way.process.is_alive() for way in fleet.ways)
+    assert [shards for shards, _ in log.losses.values()] == [(1, 3)]
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
