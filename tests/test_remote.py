@@ -18,7 +18,7 @@ from test_oac import make_batches, make_state, train
 from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
 
-from jaxrec.checkpoint import Checkpointer, restore
+from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.in_process import InProcess
@@ -391,7 +391,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
         "put": ("put", 9, "die"),
         "put that was done": ("put", 9, "answer and die"),
         "save": ("shard" if scheme == "vanilla" else "take", 2, "die"),
-        "restore": ("with_shard", 1, "die"),
+        "restore": ("change", 1, "die"),
     }[death]
     dead = threading.Event()
 
@@ -486,3 +486,51 @@ def test_a_view_of_remote_tables_refuses_while_it_lags_and_gives_their_rows_when
                     state.tables.parts("width_4")
                 pipeline.drain()
                 assert same(bits(state), plain(3)[0])
+
+
+def test_the_servers_write_their_shards_into_the_image_themselves_and_no_row_travels(tmp_path):
+    asked = []
+    tables = remote(SPEC, ROWS, 2, fate=lambda server, _, verb, n: asked.append((server, verb)) or "")
+    state = trained(tables)
+    wanted, _ = bits(state), asked.clear()
+    with Checkpointer(tmp_path, copy="shards") as checkpointer:
+        checkpointer.save(state)
+    assert sorted(asked) == [(0, "on_shards"), (1, "on_shards")]
+    (path,) = images(tmp_path)
+    assert is_whole(path) and len(list(path.glob("arrays.*.width_4.*"))) == 4 and not (path / "probe").exists()
+    assert same(bits(restore(path, fresh("host"))[0]), wanted)
+    template = fresh("host")._replace(
+        tables=remote(SPEC, ROWS, 4, fate=lambda server, _, verb, n: asked.append(verb) or "")
+    )
+    asked.clear()
+    found, _ = restore(path, template)
+    assert asked == ["change"] * 4 and same(bits(found), wanted)
+
+
+def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):
+    fate = lambda server, incarnation, verb, n: "answer and die" if (server, verb, n) == (1, "on_shards", 1) else ""
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+        engine.enter(fleet)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
+        list(engine.run(map(batch_at, range(EVERY)), [recovery.hook]))
+        assert fleet.died == [1] and recovery.saves == 1 and recovery.failed == 2
+        wanted = bits(engine.state)
+    assert same(bits(restore(tmp_path, fresh("host"))[0]), wanted) and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path):
+    class Mounted(HostTables):
+        """Tables of a machine that has another directory under this name."""
+
+        elsewhere = True
+
+        def on_shards(self, function, directory, *args):
+            return super().on_shards(function, str(tmp_path / "other"), *args)
+
+    host = HostTables.create(SPEC, ROWS)
+    (tmp_path / "other").mkdir()
+    state = fresh("host")._replace(tables=Mounted(host.spec, host.layout, host.shards))
+    words = "the server of shard 0 does not see .*other, where it is to save its rows: give a directory that all"
+    with pytest.raises(ValueError, match=words), Checkpointer(tmp_path / "run", copy="shards") as checkpointer:
+        checkpointer.save(state)
+    assert not images(tmp_path / "run") and not list((tmp_path / "run").glob("*.partial"))

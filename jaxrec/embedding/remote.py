@@ -71,6 +71,7 @@ class RemoteTables:
     """
 
     in_place: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = True  # the rows: they are saved and brought back where they live
     directory: ClassVar[Path | None] = None
 
     def __init__(
@@ -231,6 +232,21 @@ class RemoteTables:
         """Gives all rows of one shard their initial values and slots; returns the same tables."""
         check_shard(self.spec, stack, shard)
         self._links.ask("reset_shard", {self._links.of(shard): (stack, int(shard))})
+        return self
+
+    def change_shard(self, shard: int, function: Callable[..., Any], *args) -> "RemoteTables":
+        """Runs function(server, shard, *args) where a shard lives, on the `ShardServer` that has it.
+
+        Args:
+          shard: the one that the function may change.
+          function: picklable; what it returns is dropped.
+          args: picklable.
+
+        Raises:
+          ValueError: there is no such shard.
+        """
+        check_shard(self.spec, next(iter(self.spec.stacks)), shard)
+        self._links.ask("change", {self._links.of(shard): (function, int(shard), *args)})
         return self
 
     # ---- servers that are lost

@@ -25,7 +25,7 @@ from jaxrec.types import Array
 
 READS = ("hello", "read", "take", "shard", "on_shards")
 # Of one writer at a time for each shard, in the order of their numbers; `add` comes in any order.
-IN_ORDER = ("put", "with_shard", "reset_shard")
+IN_ORDER = ("put", "with_shard", "reset_shard", "change")
 WRITES = (*IN_ORDER, "add")
 ANY = 0  # in place of an incarnation, by who says hello and does not know it yet
 
@@ -157,7 +157,7 @@ class ShardServer:
 
         Args:
           verb: `hello`, which every client says first; `read`, `take`, `shard` and `on_shards`, which change nothing;
-            `put`, `add`, `with_shard` and `reset_shard`.
+            `put`, `add`, `with_shard`, `reset_shard` and `change`.
           sender: who sends it.
           args: of the verb.
 
@@ -286,6 +286,10 @@ class ShardServer:
     def _on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
         """{(stack, shard): function(stack, shard, parts, *args)}."""
         return {(name, shard): function(name, shard, parts, *args) for (name, shard), parts in self._parts.items()}
+
+    def _change(self, function: Callable[..., Any], shard: int, *args) -> None:
+        """Runs function(this server, shard, *args), which may change all rows of that shard."""
+        function(self, shard, *args)
 
     # ---- whole shards, also for who brings them back where they are, before the first message
 
