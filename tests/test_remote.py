@@ -17,6 +17,7 @@ from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
 from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
+from world import until
 
 from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
@@ -387,7 +388,7 @@ ENGINES |= {"pipeline": lambda state: NotingPipeline(state, UPDATE, window=3)}
 @pytest.mark.parametrize("death", ["read", "put", "put that was done", "save", "restore"])
 def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_that_step(make, scheme, death, tmp_path):
     verb, number, how = {
-        "read": ("read", 9, "die"),
+        "read": ("read", 10, "die"),
         "put": ("put", 9, "die"),
         "put that was done": ("put", 9, "answer and die"),
         "save": ("shard" if scheme == "vanilla" else "take", 2, "die"),
@@ -403,7 +404,8 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
         return ""
 
     # In a save the death is noticed before the next batch is there, so that all know at which step.
-    gate = lambda index: index in (EVERY, 3 * EVERY // 2) and death == "save" and dead.wait(1 if index == EVERY else 60)
+    saved = EVERY if scheme == "vanilla" else 3 * EVERY // 2
+    gate = lambda index: index == saved and death == "save" and until(dead.is_set)
     with Fleet(SPEC, ROWS, 2, fate) as fleet:
         engine = make(fresh("host")._replace(tables=fleet.tables))
         found, log, recovery = run(engine, tmp_path / "found", scheme, fleet, gate)
