@@ -246,6 +246,13 @@ def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
         fleet.tables.read(plans)
 
 
+def test_an_answer_to_a_message_that_was_sent_before_is_one():
+    """The first one comes late, and all that were sent after it are lost."""
+    fate = lambda server, incarnation, verb, n: "" if verb == "hello" else "drop" if n else "late"
+    with Fleet(SPEC, ROWS, 1, fate, tries=1000) as fleet:
+        assert len(fleet.tables.read(of_rows(range(8)))["width_4"].value) == 4
+
+
 def test_a_server_in_the_place_of_another_is_not_written_to():
     """A restarted one answers under the same name: what was meant for the one before it must not reach it."""
 
