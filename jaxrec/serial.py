@@ -169,8 +169,14 @@ class Serial(Watched):
         self._recover(lost)
 
     def _recover(self, shards):
-        for watcher in self._who_recovers(self.step, shards, "what brings them back does not") if shards else ():
-            watcher.recover(tuple(sorted(shards)))
+        watchers = self._who_recovers(self.step, shards, "what brings them back does not") if shards else ()
+        try:
+            for watcher in watchers:
+                watcher.recover(tuple(sorted(shards)))
+        except ShardsLost as lost:  # while they came back: all come back once more
+            self._gone.update(lost.shards)
+            self._recover({*shards, *lost.shards})
+            self._gone.difference_update(lost.shards)
 
     def _save_cut(self):
         while save := self._cuts.at(self.step):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fleets import remote
 from world import batch_of, loss
 
 import jaxrec
@@ -35,15 +36,17 @@ def stream_from(first, last=12):
 
 
 def fresh(home):
-    tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS)
-    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, tables)
+    create = {"host": HostTables.create, "device": DeviceTables.create, "remote": remote}[home]
+    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, create(SPEC, ROWS))
 
 
 ENGINES = {
     "serial over host tables": lambda: Serial(fresh("host"), STEP),
     "serial over device tables": lambda: Serial(fresh("device"), STEP),
+    "serial over servers": lambda: Serial(fresh("remote"), STEP),
     "pipeline": lambda: Pipeline(fresh("host"), UPDATE, window=3),
     "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
+    "pipeline over servers": lambda: Pipeline(fresh("remote"), UPDATE, window=3),
 }
 each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 

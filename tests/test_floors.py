@@ -19,12 +19,14 @@ FLOORS = [
         "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
     ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow"],
-    ["embedding.mapped"],
+    ["embedding.mapped", "embedding.servers"],
     [
-        "embedding.device", "embedding.host", "embedding.optimizers", "embedding.pooling",
+        "embedding.device", "embedding.host", "embedding.in_process", "embedding.links",
+        "embedding.optimizers", "embedding.pooling",
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
         "shadowsync.meeting", "cpr.replay", "cpr.traces", "cpr.listed",
     ],
+    ["embedding.remote"],
     ["embedding", "boundary", "losses", "shadowsync.transport", "shadowsync.synchroniser", "cpr.priority"],
     ["arithmetic"],
     ["step", "checkpoint", "stream", "announced", "shadowsync.shadow"],
@@ -35,7 +37,8 @@ FLOORS = [
     [""],
 ]  # fmt: skip
 HOST_FILES = [
-    "files", "interrupts", "stream", "ahead", "checkpoint", "data", "embedding.mapped",
+    "files", "interrupts", "stream", "ahead", "checkpoint", "data", "embedding.in_process",
+    "embedding.links", "embedding.mapped", "embedding.servers",
     "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
     "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",
     "shadowsync.transport", "shadowsync.workers", "cpr.costs", "cpr.saves", "cpr.traces", "cpr.watch",

@@ -1,4 +1,4 @@
-"""One harness over both homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
+"""One harness over all homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
 
 import errno
 import itertools
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fleets import remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import draw_ids, specs
@@ -39,7 +40,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": rowwise_adagrad(0.1),
     "sgd_schedule": sgd(lambda step: 0.1 / (step + 1)),
 }
-HOMES = ["device", "device4", "host", "files"]
+HOMES = ["device", "device4", "host", "files", "remote1", "remote2", "remote8"]
 
 
 def create(home, spec, row_optimizer, tmp_path):
@@ -47,6 +48,8 @@ def create(home, spec, row_optimizer, tmp_path):
         return HostTables.create(spec, row_optimizer)
     if home == "files":
         return HostTables.create(spec, row_optimizer, tmp_path / "tables")
+    if home.startswith("remote"):
+        return remote(spec, row_optimizer, servers=int(home.removeprefix("remote")))
     devices = jax.devices()[: 4 if home == "device4" else 1]
     return DeviceTables.create(spec, row_optimizer, jaxrec.make_mesh(devices=devices))
 
@@ -116,9 +119,13 @@ def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
 def test_read_put_add_equal_a_dense_table(spec, seed):
     row_optimizer = adagrad(0.1)
     mesh = jaxrec.make_mesh()
-    both = HostTables.create(spec, row_optimizer), DeviceTables.create(spec, row_optimizer, mesh)
+    homes = (
+        HostTables.create(spec, row_optimizer),
+        DeviceTables.create(spec, row_optimizer, mesh),
+        remote(spec, row_optimizer, servers=1 + seed % spec.shards),
+    )
     plans = plan(spec, draw_ids(spec, 5, seed))
-    for tables in both:
+    for tables in homes:
         rows = tables.read(plans)
         for name, p in plans.items():
             valid = p.unique < spec.stacks[name].rows
@@ -504,10 +511,10 @@ def test_a_spec_and_a_layout_of_equal_content_are_one_to_jit():
 # ---- a shard that is replaced
 
 
-@pytest.mark.parametrize("home", [HostTables, DeviceTables])
-def test_a_shard_of_another_shape_is_refused_and_no_row_changes(home):
+@pytest.mark.parametrize("create", [HostTables.create, DeviceTables.create, remote])
+def test_a_shard_of_another_shape_is_refused_and_no_row_changes(create):
     spec = EmbeddingSpec({"item": Table(10, 4)}, {"item": Lookup("item")}, shards=4)
-    tables = home.create(spec, adagrad(0.1))
+    tables = create(spec, adagrad(0.1))
     shapes = {name: (3, part.width) for name, part in tables.layout["width_4"].items()}
     rows = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     before = {part: [np.array(a) for a in mine] for part, mine in tables.parts("width_4").items()}
@@ -534,10 +541,10 @@ def test_a_shard_of_another_shape_is_refused_and_no_row_changes(home):
     assert (np.array(found)[:2] == 1).all() and (np.array(found)[2] == before["value"][1][2]).all()
 
 
-@pytest.mark.parametrize("home", [HostTables, DeviceTables])
-def test_rows_whose_slots_were_touched_are_no_initial_ones(home):
+@pytest.mark.parametrize("create", [HostTables.create, DeviceTables.create, remote])
+def test_rows_whose_slots_were_touched_are_no_initial_ones(create):
     spec = EmbeddingSpec({"item": Table(10, 4)}, {"item": Lookup("item")}, shards=2)
-    tables = home.create(spec, adagrad(0.1))
+    tables = create(spec, adagrad(0.1))
     assert is_initial(tables)
     parts = {part: np.array(mine[1]) for part, mine in tables.parts("width_4").items()}
     (slot,) = set(parts) - {"value"}

@@ -90,6 +90,8 @@ class Snapshot(NamedTuple):
     manifest: dict[str, Any]
     # More arrays; each piece is written before the next one is made.
     later: Iterable[dict[str, np.ndarray]] = ()
+    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by those who have it.
+    elsewhere: Callable[[Path], dict[str, list[int]]] | None = None
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
@@ -126,15 +128,37 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
 
 def _write_files(partial, image):
     """Arrays, then the manifest with their checksums, all flushed."""
+    theirs = image.elsewhere(partial) if image.elsewhere else {}
     pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
     for number, arrays in enumerate(pieces):
         _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
-    files = sorted(file for file in partial.rglob("*") if file.is_file())
-    sums = {str(file.relative_to(partial)): _checksum(file) for file in files}
+    mine = sorted(
+        file for file in partial.rglob("*") if file.is_file() and str(file.relative_to(partial)) not in theirs
+    )
+    sums = {str(file.relative_to(partial)): _checksum(file) for file in mine} | theirs
     body = json.dumps({"format": FORMAT, **image.manifest, "files": sums})
     (partial / _MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
-    for file in [*files, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
+    for file in [*mine, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
         sync(file)
+
+
+def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
+    """Writes and flushes some leaves of an image, whose manifest somebody else writes.
+
+    Args:
+      directory: of the image.
+      name: of the piece, which nobody else gives.
+      arrays: {leaf: array}.
+
+    Returns:
+      {file: [bytes, crc32]}, for the manifest.
+    """
+    piece = directory / f"{_ARRAYS}.{name}"
+    _write_arrays(piece, arrays)
+    files = sorted(file for file in piece.rglob("*") if file.is_file())
+    for path in [*files, *(d for d in piece.rglob("*") if d.is_dir()), piece]:
+        sync(path)
+    return {str(file.relative_to(directory)): _checksum(file) for file in files}
 
 
 def _pieces(arrays):

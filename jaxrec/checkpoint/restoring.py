@@ -23,6 +23,7 @@ from jaxrec.checkpoint.deltas import (
     newest,
     newest_first,
 )
+from jaxrec.checkpoint.elsewhere import live_elsewhere
 from jaxrec.checkpoint.image import (
     DamagedImage,
     Image,
@@ -135,13 +136,15 @@ def fill(
     if replica is not None:
         saved, dense = of_replica(image, dense, replica)
     check_saved_dense(saved, template.dense, cast)
+    placed = place_dense(saved, template.dense, dense, cast)
+    if live_elsewhere(tables) and all(other.spec == spec.digest for other in found):
+        return TrainState(placed, _filled_there(image, tables)), image
     rows = _rows_below(found[0], tables)
     for other in found:
         arrays = load_arrays(other, _leaves_with(layout, other.shards) & leaves_of(other, "rows."))
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
-    placed = place_dense(saved, template.dense, dense, cast)
     with tables.overwriting(step=image.step):  # files say that they are torn meanwhile
         for name, stack in spec.stacks.items():
             used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
@@ -149,6 +152,13 @@ def fill(
                 mine = {part: table[shard :: spec.shards] for part, table in used.items()}
                 tables = tables.with_shard(name, shard, mine)
     return TrainState(placed, tables), image
+
+
+def _filled_there(image, tables):
+    """Tables whose rows live elsewhere, each shard restored there, several at once."""
+    with tables.overwriting(step=image.step), ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda shard: restore_shard(image.path, tables, shard), range(tables.spec.shards)))
+    return tables
 
 
 def _leaves_with(layout, shards):
@@ -254,6 +264,10 @@ def restore_shard(
         raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
     path = _resolve(path)
     found = [] if path is None else chain(path, without)
+    if live_elsewhere(tables):  # who has the shard reads its files: no row travels
+        with tables.overwriting([shard]):
+            where = None if path is None else Path(path).resolve()
+            return tables.change_shard(shard, _restore_there, where, list(without)), found  # type: ignore[attr-defined]
     load = functools.partial(_load_shard, path, spec, described(tables.layout), shard)
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
@@ -265,6 +279,10 @@ def restore_shard(
             _overlay(spec, name, shard, parts, loaded)
             tables = tables.with_shard(name, shard, parts)
     return tables, found
+
+
+def _restore_there(server, shard, path, without):
+    restore_shard(path, server, shard, without)
 
 
 def shard_source(

@@ -4,6 +4,7 @@ value for value.
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrec.bounds import whole_number
+from jaxrec.checkpoint.elsewhere import live_elsewhere, write_there
 from jaxrec.checkpoint.image import Image, Snapshot
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.types import DenseState, TrainState
@@ -26,14 +28,16 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
       state: TrainState.
       extra: JSON values to save along.
       run: id of the run.
-      copy: without it the rows are taken shard by shard while they are written; nobody may change
-        them until then.
+      copy: without it the rows are taken shard by shard while they are written, by their servers if
+        they have any; nobody may change them until then.
 
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.
     """
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
+    if not copy and live_elsewhere(state.tables):
+        return Snapshot(arrays, manifest, elsewhere=functools.partial(write_there, state.tables, leaf_name))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:

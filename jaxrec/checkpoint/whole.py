@@ -255,7 +255,8 @@ class Checkpointer(Saver):
         committed."""
         left = threading.Event()
         try:
-            self._begin(self._write, path, image._replace(later=_unless(left, image.later)))
+            written = image._replace(later=_unless(left, image.later), elsewhere=_unless_there(left, image.elsewhere))
+            self._begin(self._write, path, written)
             self._wait_until_idle()
         except BaseException:
             left.set()
@@ -295,3 +296,14 @@ def _unless(left: threading.Event, pieces):
         yield piece
         if left.is_set():
             raise InterruptedError("the save was interrupted, and its rows have changed since")
+
+
+def _unless_there(left, write):
+    """As `_unless`, of what others write at once."""
+
+    def write_whole(directory):
+        files = write(directory)
+        list(_unless(left, [files]))
+        return files
+
+    return None if write is None else write_whole

@@ -185,7 +185,7 @@ def changes(new, old):
         return np.asarray(_changes(new, old))
     change = np.empty(shape_of(new), np.float32)
     for shard, out in enumerate(change):
-        _row_norms(new[shard], old[shard], out)
+        _row_norms(np.asarray(new[shard]), old[shard], out)  # which fetches rows that live elsewhere
     return change
 
 

@@ -1,9 +1,10 @@
 """Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live
 (`Tables`).
 
-Read `spec` first, then `tables`: `DeviceTables` and `HostTables` are two homes of that one
-interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling` turns them
-into activations, and `optimizers` step them. `embedding_matrix` copies a table out of any home.
+Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` are three homes of
+that one interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling`
+turns them into activations, and `optimizers` step them. `embedding_matrix` copies a table out of
+any home. Remote rows are with `servers`, of which `in_process` has some for a test.
 """
 
 from jaxrec.embedding.device import DeviceTables
@@ -11,11 +12,12 @@ from jaxrec.embedding.host import HostTables
 from jaxrec.embedding.optimizers import adagrad, rowwise_adagrad, sgd
 from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
 from jaxrec.embedding.pooling import activations
+from jaxrec.embedding.remote import RemoteTables
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
-    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "Table", "Tables",
-    "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "host_plan", "plan",
+    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "RemoteTables", "Table",
+    "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "host_plan", "plan",
     "rowwise_adagrad", "sgd",
 ]  # fmt: skip

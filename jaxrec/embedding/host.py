@@ -16,7 +16,15 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import kernels, mapped
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
-from jaxrec.embedding.tables import RowIds, check_parts, check_shard, fill_initial
+from jaxrec.embedding.tables import (
+    RowIds,
+    check_parts,
+    check_shard,
+    chosen_shards,
+    fill_initial,
+    parts_on_host,
+    used_rows,
+)
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RowOptimizer, Rows
 
@@ -140,7 +148,7 @@ class HostTables:
         Raises:
           ValueError: there is no such shard, or a negative step; nothing was marked.
         """
-        chosen = self._chosen(shards)
+        chosen = chosen_shards(self.spec, shards)
         if step is not None:
             whole_number("step", step, 0)
         self.steps[chosen, 0] = self.steps[chosen, 1] + 1
@@ -153,7 +161,7 @@ class HostTables:
         Raises:
           ValueError: the plans were made with another spec.
         """
-        return {name: self._read_stack(name, *_used(self, name, plan)) for name, plan in plans.items()}
+        return {name: self._read_stack(name, *used_rows(self, name, plan)) for name, plan in plans.items()}
 
     def _read_stack(self, name, unique, count):
         out = {}
@@ -171,8 +179,10 @@ class HostTables:
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
         """
-        work = [(name, *_used(self, name, plan), _parts(self, name, plan, rows)) for name, plan in plans.items()]
-        for shard in self._chosen(shards):
+        work = [
+            (name, *used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
+        ]
+        for shard in chosen_shards(self.spec, shards):
             self.steps[shard, 0] += 1
             for name, unique, count, values in work:
                 for part, table in self.shards[name][shard].items():
@@ -194,11 +204,16 @@ class HostTables:
           ValueError: plans or rows do not fit these tables; nothing was written.
         """
         work = [
-            (name, *_used(self, name, plan), _parts(self, name, plan, rows), _parts(self, name, plan, old))
+            (
+                name,
+                *used_rows(self, name, plan),
+                parts_on_host(self, name, plan, rows),
+                parts_on_host(self, name, plan, old),
+            )
             for name, plan in plans.items()
         ]
         for name, unique, count, values, before in work:
-            for shard in self._chosen(shards):
+            for shard in chosen_shards(self.spec, shards):
                 for part, table in self.shards[name][shard].items():
                     kernels.scatter_add(
                         table, unique[shard], self.spec.shards, count[shard],
@@ -254,40 +269,3 @@ class HostTables:
         """Writes mapped files through to their disk; a no-op for tables in RAM."""
         if self.directory is not None:
             mapped.flush(self.directory, self.spec, self.layout)
-
-    def _chosen(self, shards):
-        if shards is None:
-            return range(self.spec.shards)
-        wrong = [shard for shard in shards if not 0 <= shard < self.spec.shards]
-        if wrong:
-            raise ValueError(f"shards {wrong} must lie between 0 and {self.spec.shards - 1}.")
-        return list(shards)  # a tuple would be an index of several axes
-
-
-def _used(tables, name, plan):
-    """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked."""
-    if name not in tables.shards:
-        raise ValueError(f"a plan for {name!r}, but the tables have {list(tables.shards)}: plan with their own spec.")
-    unique, rows = np.asarray(plan.unique), tables.spec.stacks[name].rows
-    count = np.minimum(np.asarray(plan.count), unique.shape[1])
-    if len(unique) != tables.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
-        raise ValueError(
-            f"a plan of {len(unique)} shards for {name!r}, of which these tables have {rows} rows in "
-            f"{tables.spec.shards} shards: it leads to rows that they lack. Plan with their own spec."
-        )
-    return unique, count
-
-
-def _parts(tables, name, plan, rows):
-    """{'value' or slot: f32[S, U, width]} on the host, of the shapes that the tables take."""
-    if name not in rows or not isinstance(rows[name], Rows):
-        raise ValueError(f"rows for {list(rows)} as Rows(value, slots) are wanted, {name!r} among them.")
-    parts = {"value": np.asarray(rows[name].value), **{k: np.asarray(v) for k, v in rows[name].slots.items()}}
-    found = {part: array.shape for part, array in parts.items()}
-    wanted = {part: (*plan.unique.shape, a.shape[1]) for part, a in tables.shards[name][0].items()}
-    if found != wanted:
-        raise ValueError(
-            f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
-            "with one plan and one row optimizer."
-        )
-    return parts

@@ -290,6 +290,9 @@ class Layout(Mapping[str, dict[str, Part]]):
     def __repr__(self) -> str:
         return f"Layout({self._parts})"
 
+    def __reduce__(self):
+        return Layout, (self._parts,)  # without the hash, which is another one in another process
+
 
 def _check_slots(slots):
     for name, slot in slots.items():

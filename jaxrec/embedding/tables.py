@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from jaxrec.embedding import kernels
 from jaxrec.embedding.initial import initial_rows
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
 from jaxrec.types import Array, Part, Plan, Rows
@@ -129,6 +130,57 @@ def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, par
             f"parts of shard {shard} of {stack!r} have the shapes {found}, but {wanted} are wanted, with one n up to "
             f"{most}."
         )
+
+
+def chosen_shards(spec: EmbeddingSpec, shards: Sequence[int] | None) -> list[int]:
+    """Some shards as a list, all if None.
+
+    Raises:
+      ValueError: there is no such shard.
+    """
+    if shards is None:
+        return list(range(spec.shards))
+    wrong = [shard for shard in shards if not 0 <= shard < spec.shards]
+    if wrong:
+        raise ValueError(f"shards {wrong} must lie between 0 and {spec.shards - 1}.")
+    return list(shards)  # a tuple would be an index of several axes
+
+
+def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked.
+
+    Raises:
+      ValueError: the plan was made with another spec.
+    """
+    if name not in tables.layout:
+        raise ValueError(f"a plan for {name!r}, but the tables have {list(tables.layout)}: plan with their own spec.")
+    unique, rows = np.asarray(plan.unique), tables.spec.stacks[name].rows
+    count = np.minimum(np.asarray(plan.count), unique.shape[1])
+    if len(unique) != tables.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
+        raise ValueError(
+            f"a plan of {len(unique)} shards for {name!r}, of which these tables have {rows} rows in "
+            f"{tables.spec.shards} shards: it leads to rows that they lack. Plan with their own spec."
+        )
+    return unique, count
+
+
+def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows]) -> dict[str, np.ndarray]:
+    """{'value' or slot: f32[S, U, width]} on the host, of the shapes that the tables take.
+
+    Raises:
+      ValueError: rows of other shapes, or none of this stack.
+    """
+    if name not in rows or not isinstance(rows[name], Rows):
+        raise ValueError(f"rows for {list(rows)} as Rows(value, slots) are wanted, {name!r} among them.")
+    parts = {"value": np.asarray(rows[name].value), **{k: np.asarray(v) for k, v in rows[name].slots.items()}}
+    found = {part: array.shape for part, array in parts.items()}
+    wanted = {part: (*plan.unique.shape, one.width) for part, one in tables.layout[name].items()}
+    if found != wanted:
+        raise ValueError(
+            f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
+            "with one plan and one row optimizer."
+        )
+    return parts
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:

@@ -211,8 +211,13 @@ class Committing(Leaving):
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()
         before = self.flow.epoch
-        for watcher in watchers:
-            watcher.recover(tuple(sorted(shards)))
+        try:
+            for watcher in watchers:
+                watcher.recover(tuple(sorted(shards)))
+        except ShardsLost as lost:  # while they came back: all come back once more
+            self.flow.tell_lost(lost.shards)
+            self._recover({*shards, *lost.shards})
+            return
         # Nobody was alone with the tables: what was parked has to be gathered anew.
         if self.flow.epoch == before:
             self.exclusive(lambda tables: tables)

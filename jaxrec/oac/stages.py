@@ -243,7 +243,7 @@ class Stages:
 
     def _rows_bytes(self, plans):
         """The bytes of all rows of some plans, with padding and slots."""
-        widths = {name: sum(a.shape[1] for a in shards[0].values()) for name, shards in self.tables.shards.items()}
+        widths = {name: sum(part.width for part in parts.values()) for name, parts in self.tables.layout.items()}
         return sum(4 * p.unique.size * widths[name] for name, p in plans.items())
 
     def _send_counted(self, tree, kind, whole=None):

@@ -263,6 +263,23 @@ class LaggingTables(HostTables):
         self.themselves().add(plans, rows, old, shards)
         return self
 
+    def parts(self, stack):
+        return self.themselves().parts(stack)
+
+    def on_shards(self, function, *args):
+        return self.themselves().on_shards(function, *args)
+
+    def take(self, rows):
+        return self.themselves().take(rows)
+
+    def with_shard(self, stack, shard, parts):
+        self.themselves().with_shard(stack, shard, parts)
+        return self
+
+    def reset_shard(self, stack, shard):
+        self.themselves().reset_shard(stack, shard)
+        return self
+
     @contextlib.contextmanager
     def overwriting(self, shards=None, step=None):
         tables = self.themselves()

@@ -1,0 +1,318 @@
+"""Tables whose rows live with servers: the third home.
+
+Every verb sends one message to each server that it concerns, with all its stacks and shards, and waits for all
+answers. A server that dies, that does not answer in time, or whose place another has taken, has lost its shards:
+`ShardsLost` says so when all other servers have done their part, and a call into a lost shard goes on raising it until
+a successor is there (`replace`). `servers` says what makes a write that comes twice, late or from the past harmless.
+
+Legend: S shards, P servers, U padded unique rows per shard, C rows of a message per shard, E embedding width.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxrec.bounds import whole_number
+from jaxrec.embedding.links import Link, Links
+from jaxrec.embedding.mapped import is_untorn
+from jaxrec.embedding.servers import About, Piece, Server
+from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.embedding.tables import (
+    RowIds,
+    check_parts,
+    check_shard,
+    chosen_shards,
+    parts_on_host,
+    used_rows,
+)
+from jaxrec.types import Plan, RowOptimizer, Rows, ShardsLost
+
+
+class RemoteTables:
+    """Embedding tables and their optimizer slots in the memory of servers.
+
+    What is read lies in fresh buffers, whatever the messages came in. Several threads may call; `put` is for one writer
+    of a shard at a time, in batch order, and writers that do not take turns use `add`, as over host tables.
+
+    Args:
+      spec: the tables; its number of shards S has nothing to do with that of the servers.
+      row_optimizer: decides the slots.
+      servers: ways to P servers, which have each shard once between them.
+      timeout_s: seconds in which a server has to answer a call; a longer silence counts as its death. More than it
+        takes to save or to restore what it has.
+      client: who this is, for the servers; a name of its own if None. Who goes on with the run of a process that is
+        gone gives the same name and a higher incarnation: then no late write of that process changes a row.
+      incarnation: of the client.
+      tries: how often a message is sent within `timeout_s` while no answer comes, for ways that may lose one.
+
+    Attributes:
+      steps: i64[S, 2], for each shard the puts begun and the puts done, as those of `HostTables`.
+
+    Raises:
+      ValueError: a server of another spec or row optimizer; shards that nobody has, or two; a number out of range;
+        another object is this client already.
+      Superseded: the client has a successor.
+      ServerGone, TimeoutError: a server does not answer.
+
+    >>> from jaxrec.embedding import Lookup, Table, sgd
+    >>> from jaxrec.embedding.in_process import InProcess
+    >>> from jaxrec.embedding.servers import ShardServer, deal
+    >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=4)
+    >>> servers = [InProcess(ShardServer(spec, spec.layout(sgd(0.1)), shards)) for shards in deal(4, 2)]
+    >>> tables = RemoteTables(spec, sgd(0.1), servers, timeout_s=60)
+    >>> tables.step, tables.lost
+    (0, ())
+    >>> servers[1].kill()
+    >>> tables.reset_shard('width_4', 3)
+    Traceback (most recent call last):
+    jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: ...
+    """
+
+    in_place: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = True  # the rows: they are saved and brought back where they live
+    directory: ClassVar[Path | None] = None
+
+    def __init__(
+        self, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: Sequence[Server], timeout_s: float = 60.0,
+        client: str | None = None, incarnation: int = 1, tries: int = 1,
+    ):  # fmt: skip
+        self.spec, self.layout = spec, spec.layout(row_optimizer)
+        self.steps = np.zeros((spec.shards, 2), np.int64)
+        self._links = Links(servers, spec.shards, self._check_about, timeout_s, client, incarnation, tries)
+
+    # ---- where it stands
+
+    @property
+    def step(self) -> int | None:
+        """How many puts all shards have seen; None if they have not seen the same ones, or some are lost."""
+        return int(self.steps[0, 0]) if is_untorn(self.steps) and not self.lost else None
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The shards whose servers are gone, without a successor so far."""
+        return self._links.lost
+
+    @contextlib.contextmanager
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["RemoteTables"]:
+        """Within it the caller fills whole shards; until it is left without an error they count as torn.
+
+        Args:
+          shards: which ones will be filled; all if None.
+          step: where they will stand; if None, where the furthest of all shards stands.
+
+        Raises:
+          ValueError: there is no such shard, or a negative step; nothing was marked.
+        """
+        chosen = chosen_shards(self.spec, shards)
+        if step is not None:
+            whole_number("step", step, 0)
+        self.steps[chosen, 0] = self.steps[chosen, 1] + 1
+        yield self
+        self.steps[chosen] = self.steps[:, 1].max() if step is None else step
+
+    # ---- the verbs
+
+    def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
+        """Gathers the planned rows and slots into fresh arrays; padding reads zero.
+
+        Raises:
+          ValueError: the plans were made with another spec.
+          ShardsLost: rows of some are gone.
+        """
+        used = {name: used_rows(self, name, plan) for name, plan in plans.items()}
+        messages = self._messages(range(self.spec.shards), {name: (*both, {}) for name, both in used.items()})
+        # Never reused, and never what the messages came in: jax may alias them (jax#37830).
+        out = {
+            name: {part: np.zeros((*unique.shape, one.width), np.float32) for part, one in self.layout[name].items()}
+            for name, (unique, _) in used.items()
+        }
+        for link, stacks in self._links.ask("read", messages).items():
+            for name, parts in stacks.items():
+                for part, rows in parts.items():
+                    for shard, mine in zip(messages[link][0], rows, strict=True):
+                        out[name][part][shard, : len(mine)] = mine
+        return {name: Rows(parts.pop("value"), parts) for name, parts in out.items()}
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "RemoteTables":
+        """Stores final rows of all shards or of some; returns the same tables.
+
+        Raises:
+          ValueError: plans or rows do not fit these tables; nothing was written.
+          ShardsLost: some are gone; all others are written.
+        """
+        chosen = chosen_shards(self.spec, shards)
+        work = {
+            name: (*used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
+        }
+        messages = self._messages(chosen, work)
+        self.steps[chosen, 0] += 1
+        try:
+            self._links.ask("put", messages)
+        except ShardsLost as lost:  # which stay torn until they are overwritten
+            self.steps[[shard for shard in chosen if shard not in lost.shards], 1] += 1
+            raise
+        self.steps[chosen, 1] += 1
+        return self
+
+    def add(
+        self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
+    ) -> "RemoteTables":
+        """Adds rows - old to what the servers hold now; returns the same tables.
+
+        Raises:
+          ValueError: plans or rows do not fit these tables; nothing was written.
+          ShardsLost: some are gone; all others are written.
+        """
+        work = {}
+        for name, plan in plans.items():
+            new, before = parts_on_host(self, name, plan, rows), parts_on_host(self, name, plan, old)
+            # Half of what would travel; the servers add it, with the bits of `HostTables.add`.
+            work[name] = (*used_rows(self, name, plan), {part: new[part] - before[part] for part in new})
+        self._links.ask("add", self._messages(chosen_shards(self.spec, shards), work))
+        return self
+
+    def _messages(self, shards, work):
+        """{link: (shards, {stack: Piece})} of {stack: (unique, count, parts)}; only for who has rows among them."""
+        found, wanted = {}, set(shards)
+        for link in self._links.all:
+            mine = [shard for shard in link.shards if shard in wanted]
+            pieces = {name: _piece(mine, *of) for name, of in work.items() if of[1][mine].any()}
+            if pieces:
+                found[link] = mine, pieces
+        return found
+
+    # ---- rows where they are
+
+    def parts(self, stack: str) -> dict[str, list["RemoteRows"]]:
+        """{part: the rows of each shard} of a stack; they travel when they are looked at."""
+        rows = self.spec.stacks[stack].rows_per_shard
+        return {
+            part: [
+                RemoteRows(self._look, stack, shard, part, (rows, one.width), one.dtype)
+                for shard in range(self.spec.shards)
+            ]
+            for part, one in self.layout[stack].items()
+        }
+
+    def _look(self, stack, shard, part, where):
+        link = self._links.of(shard)
+        return self._links.ask("shard", {link: (stack, shard, part, where)})[link]
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """Runs function(stack, shard, parts, *args) for every shard, at its server."""
+        found: dict[tuple[str, int], Any] = {}
+        for results in self._links.ask("on_shards", dict.fromkeys(self._links.all, (function, *args))).values():
+            found |= results
+        return {(name, shard): found[name, shard] for name in self.spec.stacks for shard in range(self.spec.shards)}
+
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """Copies picked rows to the host."""
+        messages: dict[Link, tuple[dict]] = {}
+        for (name, shard), ids in rows.items():
+            check_shard(self.spec, name, shard)
+            messages.setdefault(self._links.of(shard), ({},))[0][name, shard] = np.asarray(ids)
+        found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+        for taken in self._links.ask("take", messages).values():
+            found |= taken
+        return {key: {part: np.array(held) for part, held in found[key].items()} for key in rows}
+
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "RemoteTables":
+        """Overwrites the first rows of one shard, as many as are given; returns the same tables."""
+        check_parts(self.spec, self.layout, stack, shard, parts)
+        whole = {part: np.ascontiguousarray(rows) for part, rows in parts.items()}
+        self._links.ask("with_shard", {self._links.of(shard): (stack, int(shard), whole)})
+        return self
+
+    def reset_shard(self, stack: str, shard: int) -> "RemoteTables":
+        """Gives all rows of one shard their initial values and slots; returns the same tables."""
+        check_shard(self.spec, stack, shard)
+        self._links.ask("reset_shard", {self._links.of(shard): (stack, int(shard))})
+        return self
+
+    def change_shard(self, shard: int, function: Callable[..., Any], *args) -> "RemoteTables":
+        """Runs function(server, shard, *args) where a shard lives, on the `ShardServer` that has it.
+
+        Args:
+          shard: the one that the function may change.
+          function: picklable; what it returns is dropped.
+          args: picklable.
+
+        Raises:
+          ValueError: there is no such shard.
+        """
+        check_shard(self.spec, next(iter(self.spec.stacks)), shard)
+        self._links.ask("change", {self._links.of(shard): (function, int(shard), *args)})
+        return self
+
+    # ---- servers that are lost
+
+    def tell_lost(self, shards: Iterable[int], why: str) -> None:
+        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises.
+
+        Raises:
+          ValueError: there is no such shard.
+        """
+        self._links.tell_lost(chosen_shards(self.spec, list(shards)), why)
+
+    def replace(self, server: Server) -> None:
+        """Takes the successor of a server that is lost; its rows are used from here on as they are.
+
+        For the `recover(shards)` of a watcher that is entered before the `Recovery`, which then brings the rows back.
+
+        Args:
+          server: a way to a server of the same shards and a higher incarnation.
+
+        Raises:
+          ValueError: it is of other shards, or of an incarnation that was seen before; the one before it is not lost,
+            or no call has raised `ShardsLost` for it yet: then rows would be set back without anybody's knowledge.
+          ServerGone, TimeoutError: it does not answer.
+        """
+        self._links.replace(server)
+
+    def close(self) -> None:
+        """Ends the use of these tables; the servers go on."""
+        self._links.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteTables(of {self.spec.shards} shards at {len(self._links.all)} servers)"
+
+    def __reduce__(self):
+        raise TypeError("RemoteTables cannot be pickled, their rows live elsewhere: save an image, or make others.")
+
+    def _check_about(self, about: About, server: str):
+        layout = {
+            name: {part: (one.width, one.dtype) for part, one in parts.items()} for name, parts in self.layout.items()
+        }
+        if about.spec != self.spec.digest or about.layout != layout:
+            what = "spec" if about.spec != self.spec.digest else "row optimizer"
+            raise ValueError(
+                f"{server} was made for another {what}: make servers and tables with one spec and one row optimizer."
+            )
+
+
+class RemoteRows:
+    """One part of the rows of a shard, [V / S, width]: `np.asarray` and an index fetch them from their server."""
+
+    def __init__(self, look: Callable, stack: str, shard: int, part: str, shape: tuple[int, int], dtype: str):
+        self._look, self._where = look, (stack, shard, part)
+        self.shape, self.dtype = shape, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index) -> np.ndarray:
+        return np.array(self._look(*self._where, index))
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        found = self[:]
+        return found if dtype is None else found.astype(dtype)
+
+
+def _piece(shards, unique, count, parts):
+    """The rows in use of some shards, as a message has them."""
+    most = int(count[shards].max())
+    cut = lambda array: np.ascontiguousarray(array[shards, :most])
+    return Piece(cut(unique), count[shards], {part: cut(array) for part, array in parts.items()})

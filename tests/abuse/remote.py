@@ -1,0 +1,277 @@
+"""Tables whose rows are with servers: what does not fit, who is not there, who comes late."""
+
+import pickle
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fleets import Fleet, remote
+
+import jaxrec
+from abuse import situation
+from jaxrec.cpr import Recovery
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
+from jaxrec.embedding.in_process import InProcess
+from jaxrec.embedding.servers import OldWrite, Sender, ServerGone, ShardServer, Superseded, deal
+from jaxrec.loop import Serial
+from jaxrec.types import ShardsLost
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
+OTHER = EmbeddingSpec({"item": Table(41, 4)}, {"item": Lookup("item")}, shards=4)
+ROWS = adagrad(0.1)
+PLANS = plan(SPEC, {"item": np.arange(40, dtype=np.int32)})
+
+
+def server(shards, spec=SPEC, rows=ROWS, incarnation=1):
+    return InProcess(ShardServer(spec, spec.layout(rows), shards, incarnation))
+
+
+def over(*servers, **options):
+    return RemoteTables(SPEC, ROWS, servers, **({"timeout_s": 60} | options))
+
+
+def rows_of(tables):
+    return jax.tree.map(np.array, tables.read(PLANS))
+
+
+@situation("more servers than shards", ValueError, "servers=5 must be a whole number from 1 to 4: each of them needs")
+def _(directory):
+    deal(4, 5)
+
+
+@situation("no server", ValueError, "servers=0 must be a whole number from 1")
+def _(directory):
+    deal(4, 0)
+
+
+@situation("a server without shards", ValueError, r"shards=\[\] must be at least one")
+def _(directory):
+    server([])
+
+
+@situation("a server of a shard twice", ValueError, r"shards=\[1, 1\] must be at least one, each of them once")
+def _(directory):
+    server([1, 1])
+
+
+@situation("a server of a shard that there is not", ValueError, "shard=4 must be a whole number from 0 to 3")
+def _(directory):
+    server([3, 4])
+
+
+@situation(
+    "a server made of a row optimizer in place of a layout", ValueError, r"spec.layout\(row_optimizer\), but was"
+)
+def _(directory):
+    ShardServer(SPEC, ROWS, [0])
+
+
+@situation("a server of the layout of another spec", ValueError, "made of an EmbeddingSpec and its layout")
+def _(directory):
+    wide = EmbeddingSpec({"item": Table(40, 8)}, {"item": Lookup("item")}, shards=4)
+    ShardServer(SPEC, wide.layout(ROWS), [0])
+
+
+@situation("tables over a server of another spec", ValueError, r"server 1 \(incarnation 1\) was made for another spec")
+def _(directory):
+    over(server([0, 2]), server([1, 3], OTHER))
+
+
+@situation("tables over a server of another row optimizer", ValueError, "server 0 .* made for another row optimizer")
+def _(directory):
+    over(server(range(4), rows=sgd(0.1)))
+
+
+@situation("two servers with the same shard", ValueError, r"nobody has \[\], and several have .* \{2: \[0, 1\]\}")
+def _(directory):
+    over(server([0, 2]), server([1, 2, 3]))
+
+
+@situation("a shard that no server has", ValueError, r"the 2 servers must have each .* nobody has \[3\]")
+def _(directory):
+    over(server([0, 2]), server([1]))
+
+
+@situation("no servers at all", ValueError, r"servers=\(\) must be a list of ways to servers, at least one")
+def _(directory):
+    over()
+
+
+@situation("a server in place of the way to it", ValueError, "must be a list of ways to servers.* InProcess")
+def _(directory):
+    over(ShardServer(SPEC, SPEC.layout(ROWS), range(4)))
+
+
+@situation("one way in place of a list", ValueError, "must be a list of ways to servers")
+def _(directory):
+    RemoteTables(SPEC, ROWS, server(range(4)))
+
+
+for seconds in (0, -1, float("nan"), float("inf"), "5", None):
+
+    @situation(f"timeout_s={seconds!r}", ValueError, "timeout_s=.* must be a number of seconds above 0 and finite")
+    def _(directory, seconds=seconds):
+        over(server(range(4)), timeout_s=seconds)
+
+
+@situation("tries=0", ValueError, "tries=0 must be a whole number from 1")
+def _(directory):
+    over(server(range(4)), tries=0)
+
+
+@situation("a server that is dead from the beginning", ServerGone, "server 1.* is gone")
+def _(directory):
+    dead = server([1, 3])
+    dead.kill()
+    over(server([0, 2]), dead)
+
+
+@situation("a server that does not say hello in time", TimeoutError, "server 0.* has not answered hello within 0.1 s")
+def _(directory):
+    silent = InProcess(ShardServer(SPEC, SPEC.layout(ROWS), range(4)), lambda verb, number: "drop")
+    over(silent, timeout_s=0.1)
+
+
+@situation("two objects that say to be one client", ValueError, "client 'run' uses this server already: give a higher")
+def _(directory):
+    way = server(range(4))
+    first = over(way, client="run")
+    try:
+        over(way, client="run")
+    finally:
+        first.reset_shard("width_4", 1)  # which goes on
+
+
+@situation("a client that comes back with an incarnation of before", Superseded, "incarnation 2 has taken its place")
+def _(directory):
+    way = server(range(4))
+    newer = over(way, client="run", incarnation=2)
+    try:
+        over(way, client="run", incarnation=1)
+    finally:
+        newer.reset_shard("width_4", 1)
+
+
+@situation("a put of an old number", OldWrite, "put number 1 came behind newer writes")
+def _(directory):
+    alone = ShardServer(SPEC, SPEC.layout(ROWS), range(4))
+    me = Sender("run", 1, 1)
+    alone.answer("hello", me, "mine")
+    alone.answer("reset_shard", me._replace(number=2), "width_4", 1)
+    alone.answer("put", me._replace(number=1), [1], {})
+
+
+@situation("a write without a number", ValueError, "number=0 must be a whole number from 1: each write has one")
+def _(directory):
+    alone = ShardServer(SPEC, SPEC.layout(ROWS), range(4))
+    alone.answer("hello", Sender("run", 1, 1), "mine")
+    alone.answer("put", Sender("run", 1, 1), [1], {})
+
+
+@situation("an unknown verb", ValueError, "verb='_write' must be one of")
+def _(directory):
+    ShardServer(SPEC, SPEC.layout(ROWS), range(4)).answer("_write", Sender("run", 1, 1))
+
+
+@situation("use after close", ValueError, "these tables are closed: make others over the servers")
+def _(directory):
+    tables = remote(SPEC, ROWS)
+    tables.close()
+    tables.read(PLANS)
+
+
+@situation("a plan of another spec", ValueError, "leads to rows that they lack. Plan with their own spec")
+def _(directory):
+    tables = remote(SPEC, ROWS)
+    wide = EmbeddingSpec({"item": Table(400, 4)}, {"item": Lookup("item")}, shards=4)
+    before = rows_of(tables)
+    plans = plan(wide, {"item": np.array([399], np.int32)})
+    try:
+        tables.put(plans, HostTables.create(wide, ROWS).read(plans))
+    finally:
+        jax.tree.map(np.testing.assert_array_equal, before, rows_of(tables))
+        assert tables.step == 0
+
+
+@situation("a successor while the server lives", ValueError, r"server 0 \(incarnation 1\) is not lost: .* in silence")
+def _(directory):
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        before = rows_of(fleet.tables)
+        try:
+            fleet.tables.replace(fleet.start(0, 2))
+        finally:
+            jax.tree.map(np.testing.assert_array_equal, before, rows_of(fleet.tables))
+
+
+@situation("a successor before anybody was told of the loss", ValueError, "is lost, but no call has raised ShardsLost")
+def _(directory):
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        fleet.tables.tell_lost([2], "the supervisor saw it die")
+        try:
+            fleet.tables.replace(fleet.start(0, 2))
+        finally:
+            with pytest.raises(ShardsLost, match=r"shards \[0, 2\] are lost: .* is gone: the supervisor saw it die"):
+                fleet.tables.read(PLANS)
+            fleet.recover([0, 2])
+            rows_of(fleet.tables)
+
+
+def lost_one():
+    fleet = Fleet(SPEC, ROWS, 2)
+    fleet.ways[0].kill()
+    with pytest.raises(ShardsLost):
+        fleet.tables.read(PLANS)
+    return fleet
+
+
+@situation(
+    "a successor of the same incarnation", ValueError, "the successor of server 0 .* has incarnation 1: start it"
+)
+def _(directory):
+    fleet = lost_one()
+    fleet.tables.replace(fleet.start(0, 1))
+
+
+@situation("a successor of other shards", ValueError, r"the successor has the shards \[0\], but the servers have")
+def _(directory):
+    lost_one().tables.replace(server([0], incarnation=2))
+
+
+@situation("a successor of another spec", ValueError, "the successor was made for another spec")
+def _(directory):
+    lost_one().tables.replace(server([0, 2], OTHER, incarnation=2))
+
+
+@situation("a successor that is dead, too", ServerGone, "the successor is gone")
+def _(directory):
+    dead = server([0, 2], incarnation=2)
+    dead.kill()
+    lost_one().tables.replace(dead)
+
+
+@situation("telling of the loss of a shard that there is not", ValueError, r"shards \[7\] must lie between 0 and 3")
+def _(directory):
+    remote(SPEC, ROWS).tell_lost([7], "?")
+
+
+@situation("pickling tables whose rows live elsewhere", TypeError, "cannot be pickled, their rows live elsewhere")
+def _(directory):
+    pickle.dumps(remote(SPEC, ROWS))
+
+
+@situation("a function for the shards that raises", ZeroDivisionError, "division")
+def _(directory):
+    remote(SPEC, ROWS).on_shards(lambda *given: 1 / 0)
+
+
+@situation("looking at a row that a shard has not", IndexError, "out of bounds")
+def _(directory):
+    remote(SPEC, ROWS).parts("width_4")["value"][1][99]
+
+
+@situation("entering a recovery while a server is lost", ShardsLost, r"shards \[0, 2\] are lost: server 0")
+def _(directory):
+    state = jaxrec.init_state({"w": np.ones(4, np.float32)}, optax.sgd(0.1), lost_one().tables)
+    with Serial(state, lambda state, plans, batch: (state, {})) as engine:
+        engine.enter(Recovery(engine, directory, 2, 4))

@@ -1,0 +1,608 @@
+"""Rows with servers: the bits of host tables, whatever becomes of messages, and lost shards that are told by name."""
+
+import functools
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from fleets import Fleet, remote
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from over_pipes import OverPipe
+from strategies import draw_ids, specs
+from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_oac import SPEC as OAC_SPEC
+from test_oac import make_batches, make_state, train
+from test_oac_engine import serial_loop
+from test_tables import dense_table, random_like
+from world import loss, until
+
+from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
+from jaxrec.cpr import Recovery, mfu, scar, ssu
+from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
+from jaxrec.embedding.in_process import InProcess
+from jaxrec.embedding.servers import ShardServer, Superseded, deal
+from jaxrec.loop import Serial
+from jaxrec.loop import train as train_all
+from jaxrec.oac import Pipeline
+from jaxrec.shadowsync import train_freely
+from jaxrec.types import Rows, ShardsLost
+
+# ---- the bits of host tables
+
+
+def every_row(tables):
+    return {(n, part): dense_table(tables, n, part).copy() for n in tables.spec.stacks for part in tables.layout[n]}
+
+
+def changed(rows, seed):
+    return {
+        n: Rows(random_like(r.value, seed), {s: random_like(a, seed + 1) for s, a in r.slots.items()})
+        for n, r in rows.items()
+    }
+
+
+@given(specs(), st.data())
+@settings(max_examples=25)
+def test_random_calls_leave_the_bits_of_host_tables(spec, data):
+    servers = data.draw(st.integers(1, spec.shards), label="servers")
+    homes = HostTables.create(spec, adagrad(0.1)), remote(spec, adagrad(0.1), servers)
+    for seed in range(data.draw(st.integers(1, 5), label="calls")):
+        verb = data.draw(st.sampled_from(["put", "add", "reset_shard", "with_shard"]), label="verb")
+        shards = data.draw(st.none() | st.lists(st.integers(0, spec.shards - 1), min_size=1, unique=True))
+        plans = plan(spec, draw_ids(spec, 5, seed))
+        found = [tables.read(plans) for tables in homes]
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        for tables, rows in zip(homes, found, strict=True):
+            stack, shard = next(iter(spec.stacks)), seed % spec.shards
+            if verb == "put":
+                tables.put(plans, changed(rows, seed), shards)
+            elif verb == "add":
+                tables.add(plans, changed(rows, seed), rows, shards)
+            elif verb == "reset_shard":
+                tables.reset_shard(stack, shard)
+            else:
+                parts = {p: np.full((1, one.width), seed, np.float32) for p, one in tables.layout[stack].items()}
+                tables.with_shard(stack, shard, parts)
+        jax.tree.map(np.testing.assert_array_equal, *map(every_row, homes))
+        np.testing.assert_array_equal(homes[0].steps, homes[1].steps)
+    assert homes[0].step == homes[1].step
+
+
+def test_what_was_read_is_not_changed_by_what_is_read_next():
+    tables = remote(SPEC, ROWS)
+    plans = of_rows(range(8))
+    first = tables.read(plans)
+    before = jax.tree.map(np.array, first)
+    tables.put(plans, changed(first, 3))
+    assert not same(before, tables.read(plans)) and same(before, first)
+    assert all(array.flags.owndata and array.flags.writeable for array in jax.tree.leaves(first))
+
+
+def test_one_message_goes_to_each_server_that_has_rows_of_it():
+    calls = []
+    tables = remote(OAC_SPEC, ROWS, servers=2, fate=lambda server, _, verb, n: calls.append((verb, server)) or "")
+    plans = plan(OAC_SPEC, draw_ids(OAC_SPEC, 20, 0))
+    calls.clear()
+    tables.put(plans, tables.read(plans))
+    assert sorted(calls) == [("put", 0), ("put", 1), ("read", 0), ("read", 1)]
+    calls.clear()
+    even = {**draw_ids(OAC_SPEC, 4, 0, missing=1), "bag": np.full((4, 3), 2, np.int32)}
+    tables.read(plan(OAC_SPEC, even))
+    assert calls == [("read", 0)]  # row 2 of the stack is of shard 2
+
+
+def test_rows_travel_when_they_are_looked_at_and_only_those():
+    asked = []
+    tables = remote(SPEC, ROWS, fate=lambda server, _, verb, n: asked.append(verb) or "")
+    asked.clear()
+    rows = tables.parts("width_4")["value"][1]
+    assert (len(rows), rows.shape, rows.dtype, asked) == (10, (10, 4), np.float32, [])
+    host = HostTables.create(SPEC, ROWS)
+    np.testing.assert_array_equal(rows[3:5], host.shards["width_4"][1]["value"][3:5])
+    np.testing.assert_array_equal(embedding_matrix(tables, "item", [7, 2]), embedding_matrix(host, "item", [7, 2]))
+    np.testing.assert_array_equal(embedding_matrix(tables, "item"), embedding_matrix(host, "item"))
+
+
+# ---- OAC
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "sync"}, {"window": 3}, {"window": 3, "skip_stale_reads": True, "skip_rewritten": True, "writers": 2}],
+    ids=str,
+)
+def test_the_pipeline_over_servers_is_a_plain_loop_bit_for_bit(servers, options):
+    batches = make_batches(14)
+    state = make_state()._replace(tables=remote(OAC_SPEC, ROWS, servers))
+    pipeline, (found, losses) = train(batches, state=state, **options)
+    wanted, wanted_losses = serial_loop([], batches)
+    assert same(losses, wanted_losses) and same(jax.tree.map(np.array, found.dense), wanted.dense)
+    jax.tree.map(np.testing.assert_array_equal, every_row(found.tables), every_row(wanted.tables))
+    assert pipeline.tables.step == 14
+
+
+def test_async_and_semisync_run_over_servers_too():
+    batches = make_batches(14)
+    for mode in ("async", "semisync"):
+        state = make_state()._replace(tables=remote(OAC_SPEC, ROWS, 2))
+        _, (found, losses) = train(batches, state=state, mode=mode, late=mode == "semisync")
+        assert np.isfinite(losses).all()
+    wanted, _ = serial_loop([], batches, delay=1)
+    jax.tree.map(np.testing.assert_array_equal, every_row(found.tables), every_row(wanted.tables))
+
+
+def test_a_free_trainer_over_servers_ends_with_the_bits_of_one_over_host_tables():
+    found = []
+    for tables in (HostTables.create(SPEC, ROWS), remote(SPEC, ROWS, 2)):
+        streams, params = [[batch_at(index) for index in range(8)]], {"w": np.ones(4, np.float32)}
+        (state,), figures = train_freely(SPEC, loss, DENSE, ROWS, params, tables, streams, None)
+        assert figures.steps == [8]
+        found.append((jax.tree.map(np.array, state), every_row(tables)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+# ---- numbering
+
+
+def of_rows(numbers):
+    return plan(SPEC, {"item": np.asarray(numbers, np.int32)})
+
+
+def add_ones(tables, rows, times):
+    plans = of_rows(range(rows))
+    zeros = jax.tree.map(np.zeros_like, HostTables.create(SPEC, ROWS).read(plans))
+    for _ in range(times):
+        tables.add(plans, jax.tree.map(np.ones_like, zeros), zeros)
+
+
+def put_numbers(tables, times):
+    plans = of_rows(range(32, 40))
+    rows = tables.read(plans)
+    for number in range(times):
+        tables.put(plans, jax.tree.map(functools.partial(np.full_like, fill_value=number), rows))
+        for array in jax.tree.leaves(tables.read(plans)):
+            assert (array[:, :2] == number).all()  # two rows of each shard, and none is rolled back
+
+
+def in_threads(*jobs):
+    """Runs all at once; raises what one has raised."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
+    """Every 250 messages of a run are lost, doubled or late: adds from three threads, puts from a fourth."""
+    rng, faults, lock = np.random.default_rng(seed), [], threading.Lock()
+
+    def fate(server, incarnation, verb, number):
+        with lock:
+            drawn = str(rng.choice(["", "twice", "twice, once late", "late", "drop"]))
+            faults.extend([drawn] if drawn else [])
+            return drawn
+
+    with Fleet(SPEC, ROWS, 2, fate, tries=3000) as fleet:
+        tables = fleet.tables
+        for shard in range(SPEC.shards):
+            widths = {part: one.width for part, one in tables.layout["width_4"].items()}
+            tables.with_shard("width_4", shard, {part: np.zeros((10, width)) for part, width in widths.items()})
+        add = functools.partial(add_ones, tables, times=30)
+        put = functools.partial(put_numbers, tables, times=30)
+        in_threads(functools.partial(add, 8), functools.partial(add, 8), functools.partial(add, 16), put)
+        found = embedding_matrix(tables, "item")
+    assert len(faults) > 250
+    assert (found[:8] == 90).all() and (found[8:16] == 30).all() and not found[16:32].any() and (found[32:] == 29).all()
+
+
+# ---- what is lost
+
+
+def test_a_death_is_told_with_all_shards_of_the_server_when_the_others_are_done():
+    fleet = Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: "die" if (server, verb) == (0, "put") else "")
+    plans = of_rows(range(40))
+    with fleet:
+        tables = fleet.tables
+        rows = jax.tree.map(lambda a: np.full_like(a, 7), tables.read(plans))
+        with pytest.raises(ShardsLost, match=r"shards \[0, 2\] are lost: server 0 \(incarnation 1\) is gone") as raised:
+            tables.put(plans, rows)
+        assert raised.value.shards == tables.lost == (0, 2) and tables.step is None
+        assert (np.asarray(tables.parts("width_4")["value"][3]) == 7).all()
+        for call in (
+            lambda: tables.read(plans),
+            lambda: tables.add(plans, rows, rows, [2]),
+            lambda: tables.on_shards(lambda *given: 0),
+            lambda: tables.take({("width_4", 0): np.array([4])}),
+            lambda: np.asarray(tables.parts("width_4")["value"][0]),
+            lambda: tables.reset_shard("width_4", 2),
+        ):
+            with pytest.raises(ShardsLost, match=r"shards \[0, 2\] are lost"):
+                call()
+        tables.add(plans, rows, rows, [1, 3])
+        fleet.recover([0, 2])
+        assert tables.lost == ()
+        with tables.overwriting([0, 2]):
+            for shard in (0, 2):
+                tables.reset_shard("width_4", shard)
+        assert tables.step == 1
+        np.testing.assert_array_equal(
+            np.asarray(tables.parts("width_4")["value"][2]), HostTables.create(SPEC, ROWS).shards["width_4"][2]["value"]
+        )
+
+
+def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
+    fleet = Fleet(
+        SPEC, ROWS, 4, lambda server, _, verb, n: "drop" if (server, verb) == (2, "read") else "", timeout_s=0.2
+    )
+    plans = of_rows(range(40))
+    with (
+        fleet,
+        pytest.raises(ShardsLost, match=r"\[2\] .*: server 2 \(incarnation 1\) has not answered read within 0.2 s"),
+    ):
+        fleet.tables.read(plans)
+
+
+def test_an_answer_to_a_message_that_was_sent_before_is_one():
+    """The first one comes late, and all that were sent after it are lost."""
+    fate = lambda server, incarnation, verb, n: "" if verb == "hello" else "drop" if n else "late"
+    with Fleet(SPEC, ROWS, 1, fate, tries=1000) as fleet:
+        assert len(fleet.tables.read(of_rows(range(8)))["width_4"].value) == 4
+
+
+def test_a_server_in_the_place_of_another_is_not_written_to():
+    """A restarted one answers under the same name: what was meant for the one before it must not reach it."""
+
+    class Renamed:
+        def __init__(self, way):
+            self.way = way
+
+        def call(self, *message):
+            return self.way.call(*message)
+
+    layout = SPEC.layout(ROWS)
+    start = lambda incarnation: InProcess(ShardServer(SPEC, layout, range(4), incarnation))
+    name = Renamed(start(1))
+    tables = RemoteTables(SPEC, ROWS, [name], timeout_s=60)
+    name.way = start(2)
+    with pytest.raises(ShardsLost, match="sent to incarnation 1 .* and this is incarnation 2"):
+        tables.reset_shard("width_4", 0)
+    tables.replace(name)
+    tables.reset_shard("width_4", 0)
+
+
+def test_late_writers_of_a_process_that_was_replaced_change_nothing_and_end():
+    layout, plans = SPEC.layout(ROWS), of_rows(range(40))
+    servers = [InProcess(ShardServer(SPEC, layout, shards)) for shards in deal(4, 2)]
+    late = RemoteTables(SPEC, ROWS, servers, client="run")
+    rows = jax.tree.map(lambda a: np.full_like(a, 7), late.read(plans))
+    successor = RemoteTables(SPEC, ROWS, servers, client="run", incarnation=2)
+    before = every_row(successor)
+    for call in (lambda: late.put(plans, rows), lambda: late.add(plans, rows, rows), lambda: late.read(plans)):
+        with pytest.raises(Superseded, match="this one must end"):
+            call()
+    jax.tree.map(np.testing.assert_array_equal, before, every_row(successor))
+    successor.put(plans, rows)
+    assert successor.step == 1 and not late.lost
+
+
+# ---- CPR
+
+LENGTH, EVERY = 24, 6
+SCHEMES = {"vanilla": {}, "mfu": {"scheme": mfu(), "fraction": 0.5}, "ssu": {"scheme": ssu(1), "fraction": 0.5}}
+SCHEMES |= {"scar": {"scheme": scar(), "fraction": 0.5}}
+
+
+class Noting:
+    """An engine that notes which of its cuts are saved; those of the steps in `missed` are kept for `Late`."""
+
+    missed: tuple = ()
+
+    def cut(self, step, save, unreached="warn"):
+        notes = self.__dict__.setdefault("notes", {})  # {step of a cut: whether it was saved}
+
+        def noted(state):
+            if step in self.missed and not notes[step]:
+                self.__dict__.setdefault("late", []).append(save)
+                return
+            save(state)
+            notes[step] = True
+
+        notes[step] = False
+        super().cut(step, noted, unreached)
+
+
+class NotingSerial(Noting, Serial):
+    pass
+
+
+class NotingPipeline(Noting, Pipeline):
+    pass
+
+
+class Watcher:
+    def __init__(self, engine):
+        self.engine, self.losses = engine, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+class Log(Watcher):
+    """Notes, before the recovery, at which step which shards were lost, and which saves were not made by then; `more`
+    says whether others were lost at such a step when those were back, which no run that is told of failures can do."""
+
+    more = False
+
+    def recover(self, shards):
+        step = self.engine.step
+        notes = self.engine.__dict__.get("notes", {})
+        missed = tuple(at for at, saved in notes.items() if at <= step and not saved)
+        if step:  # before the first step there is nothing to lose
+            first, _ = self.losses.setdefault(step, (shards, missed))
+            self.more = self.more or not set(shards) <= set(first)
+
+
+class Late(Watcher):
+    """Makes, behind the recovery, the saves that lost shards have kept from being made."""
+
+    def recover(self, shards):
+        for save in self.engine.__dict__.pop("late", []):
+            save(self.engine.state)
+
+
+class Dying(HostTables):
+    """Host tables that lose shards in the put of some steps: they come back before the cut of that step."""
+
+    def put(self, plans, rows, shards=None):
+        super().put(plans, rows, shards)
+        if lost := self.deaths.pop(self.step, None):
+            raise ShardsLost(lost)
+        return self
+
+
+def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None):
+    """(bits at the end, Log, recovery) of a run with saves."""
+
+    def stream():
+        for index in range(LENGTH):
+            gate(index)
+            yield batch_at(index)
+
+    with engine:
+        log = engine.enter(Log(engine))
+        if fleet:
+            engine.enter(fleet)
+        given = SCHEMES[scheme] | {"failures": failures or {}}
+        recovery = engine.enter(Recovery(engine, directory, EVERY, LENGTH, **given))
+        engine.enter(Late(engine))
+        for _ in engine.run(stream(), [recovery.hook]):
+            pass
+        if fleet:
+            fleet.fate = lambda *message: ""  # this look at the rows is none of the run's
+        found = bits(engine.state)
+    return found, log, recovery
+
+
+def serially(directory, scheme, losses):
+    """What Serial over host tables ends with, which loses the same shards at the same steps.
+
+    That is `failures=`, but where a real loss has kept saves from being made: these are made behind the recovery, and
+    one of the very step comes behind it, too.
+    """
+    tables = HostTables.create(SPEC, ROWS)
+    tables = Dying(tables.spec, tables.layout, tables.shards)
+    tables.__dict__["deaths"] = {step: shards for step, (shards, missed) in losses.items() if step in missed}
+    engine = NotingSerial(fresh("host")._replace(tables=tables), STEP)
+    engine.missed = tuple(at for step, (_, missed) in losses.items() for at in missed if at != step)
+    behind = {step: shards for step, (shards, missed) in losses.items() if step not in missed}
+    return run(engine, directory, scheme, failures=behind)[0]
+
+
+ENGINES = {"serial": lambda state: NotingSerial(state, STEP)}
+ENGINES |= {"pipeline": lambda state: NotingPipeline(state, UPDATE, window=3)}
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("death", ["read", "put", "put that was done", "save", "restore"])
+def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_that_step(make, scheme, death, tmp_path):
+    verb, number, how = {
+        "read": ("read", 10, "die"),
+        "put": ("put", 9, "die"),
+        "put that was done": ("put", 9, "answer and die"),
+        "save": ("shard" if scheme == "vanilla" else "take", 2, "die"),
+        "restore": ("change", 1, "die"),
+    }[death]
+    dead = threading.Event()
+
+    def fate(server, incarnation, called, message):
+        first = (called, message, server, incarnation) == (verb, number, 1, 1 if death != "restore" else 2)
+        if first or (death == "restore" and (called, message, server, incarnation) == ("put", 9, 1, 1)):
+            dead.set()
+            return how
+        return ""
+
+    # In a save the death is noticed before the next batch is there, so that all know at which step.
+    saved = EVERY if scheme == "vanilla" else 3 * EVERY // 2
+    gate = lambda index: index == saved and death == "save" and until(dead.is_set)
+    with Fleet(SPEC, ROWS, 2, fate) as fleet:
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", scheme, fleet, gate)
+        assert fleet.died == [1] * (2 if death == "restore" else 1)
+    assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
+    assert not same(found, serially(tmp_path / "control", scheme, {}))
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(data):
+    verbs = st.sampled_from(["read", "put", "take", "shard", "on_shards", "change"])
+    death = st.tuples(st.integers(0, 1), st.integers(1, 2), verbs, st.integers(0, 20))
+    deaths = data.draw(st.dictionaries(death, st.sampled_from(["die", "answer and die"]), min_size=1, max_size=4))
+    scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
+    options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
+    options |= {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
+    armed = []  # from the first batch on: until then nobody could bring anything back
+
+    def fate(*message):
+        return deaths.get(message, "") if armed else ""
+
+    with tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet:
+        engine = NotingPipeline(fresh("host")._replace(tables=fleet.tables), UPDATE, **options)
+        found, log, recovery = run(engine, Path(directory, "found"), scheme, fleet, armed.append)
+        assert bool(fleet.died) == bool(recovery.failed) and engine.step == LENGTH
+        assert log.more or same(found, serially(Path(directory, "wanted"), scheme, log.losses))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_all_that_is_lost_comes_back_once_more_when_a_server_dies_meanwhile(make, tmp_path):
+    """Both servers die, and the successor of the second one while the shards come back: the rest of the first, too."""
+    deaths = {(0, 1, "put", 9), (1, 1, "put", 9), (1, 2, "change", 0)}
+    with Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet:
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet)
+        assert sorted(fleet.died) == [0, 1, 1]
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses)) and recovery.failed == 4
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp_path):
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        gate = lambda index: fleet.tables.tell_lost([1], "the supervisor saw it") if index == 10 else None
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_process_that_is_killed_ends_as_serial_that_loses_its_shards_at_that_step(make, tmp_path):
+    """kill -9 while the gathers of later batches may be under way; all that messages hold is pickled on the way."""
+    with Fleet(SPEC, ROWS, 2, way=OverPipe) as fleet:
+        first, gate = fleet.ways[1], lambda index: first.kill() if index == 10 and first.process.is_alive() else None
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert not any(way.process.is_alive() for way in fleet.ways)
+    assert [shards for shards, _ in log.losses.values()] == [(1, 3)]
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("verb", ["read", "put"])
+def test_full_recovery_over_servers_ends_as_a_run_without_failures(make, verb, tmp_path):
+    fate = lambda server, incarnation, called, n: "die" if (server, incarnation, called, n) == (0, 1, verb, 15) else ""
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
+        engine.enter(fleet)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
+        train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        assert fleet.died == [0] and recovery.failed == 2 and recovery.lost_steps > 0
+        assert same(bits(engine.state), plain(LENGTH)[0])
+
+
+def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path):
+    fate = lambda server, incarnation, called, n: "die" if (server, called, n) == (0, "put", 5) else ""
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH))
+        with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6") as raised:
+            list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook]))
+        assert "server 0 (incarnation 1) is gone" in str(raised.value.__context__)
+        engine.enter(fleet)
+        fleet.recover([0, 2])
+        recovery.recover([0, 2])
+        assert fleet.tables.lost == () and fleet.tables.step == engine.step == 6
+
+
+# ---- images
+
+
+def trained(tables, steps=6):
+    with Serial(fresh("host")._replace(tables=tables), STEP) as engine:
+        list(engine.run(map(batch_at, range(steps))))
+    return engine.state
+
+
+@pytest.mark.parametrize("copy", ["whole", "shards"])
+def test_an_image_from_two_servers_is_restored_into_three_into_host_tables_and_back(copy, tmp_path):
+    def saved(state, name):
+        with Checkpointer(tmp_path / name, copy=copy) as checkpointer:
+            checkpointer.save(state)
+        return tmp_path / name
+
+    state = trained(remote(SPEC, ROWS, 2))
+    path, wanted = saved(state, "two"), bits(state)
+    assert same(wanted, plain(6)[0])
+    for name, tables in (("three", remote(SPEC, ROWS, 3)), ("host", HostTables.create(SPEC, ROWS))):
+        found, image = restore(path, fresh("host")._replace(tables=tables))
+        assert same(bits(found), wanted) and image.step == found.tables.step == 6
+        path = saved(found, name)
+    found, _ = restore(path, fresh("host")._replace(tables=remote(SPEC, ROWS, 4)))
+    assert same(bits(found), wanted)
+
+
+def test_a_view_of_remote_tables_refuses_while_it_lags_and_gives_their_rows_when_it_does_not():
+    with Pipeline(fresh("host")._replace(tables=remote(SPEC, ROWS)), UPDATE, window=3) as pipeline:
+        for state, _ in pipeline.run(map(batch_at, range(5))):
+            if pipeline.step == 3:
+                with pytest.raises(ValueError, match="call pipeline.drain"):
+                    state.tables.parts("width_4")
+                pipeline.drain()
+                assert same(bits(state), plain(3)[0])
+
+
+def test_the_servers_write_their_shards_into_the_image_themselves_and_no_row_travels(tmp_path):
+    asked = []
+    tables = remote(SPEC, ROWS, 2, fate=lambda server, _, verb, n: asked.append((server, verb)) or "")
+    state = trained(tables)
+    wanted, _ = bits(state), asked.clear()
+    with Checkpointer(tmp_path, copy="shards") as checkpointer:
+        checkpointer.save(state)
+    assert sorted(asked) == [(0, "on_shards"), (1, "on_shards")]
+    (path,) = images(tmp_path)
+    assert is_whole(path) and len(list(path.glob("arrays.*.width_4.*"))) == 4 and not (path / "probe").exists()
+    assert same(bits(restore(path, fresh("host"))[0]), wanted)
+    template = fresh("host")._replace(
+        tables=remote(SPEC, ROWS, 4, fate=lambda server, _, verb, n: asked.append(verb) or "")
+    )
+    asked.clear()
+    found, _ = restore(path, template)
+    assert asked == ["change"] * 4 and same(bits(found), wanted)
+
+
+def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):
+    fate = lambda server, incarnation, verb, n: "answer and die" if (server, verb, n) == (1, "on_shards", 1) else ""
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+        engine.enter(fleet)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
+        list(engine.run(map(batch_at, range(EVERY)), [recovery.hook]))
+        assert fleet.died == [1] and recovery.saves == 1 and recovery.failed == 2
+        wanted = bits(engine.state)
+    assert same(bits(restore(tmp_path, fresh("host"))[0]), wanted) and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path):
+    class Mounted(HostTables):
+        """Tables of a machine that has another directory under this name."""
+
+        elsewhere = True
+
+        def on_shards(self, function, directory, *args):
+            return super().on_shards(function, str(tmp_path / "other"), *args)
+
+    host = HostTables.create(SPEC, ROWS)
+    (tmp_path / "other").mkdir()
+    state = fresh("host")._replace(tables=Mounted(host.spec, host.layout, host.shards))
+    words = "the server of shard 0 does not see .*other, where it is to save its rows: give a directory that all"
+    with pytest.raises(ValueError, match=words), Checkpointer(tmp_path / "run", copy="shards") as checkpointer:
+        checkpointer.save(state)
+    assert not images(tmp_path / "run") and not list((tmp_path / "run").glob("*.partial"))
