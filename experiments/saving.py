@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 from environment import cores
+from runs import Run
 from stopping import say
 
 from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.checkpoint.image import number_of
 from jaxrec.cpr import Recovery
 from jaxrec.types import TrainState
-from runs import Run
 
 PERCENT = 1.0  # of the time, that saving may cost
 # Of this process before its first save: compilation is over, and the cost gets known early.
