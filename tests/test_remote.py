@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_pipes import OverPipe
 from strategies import draw_ids, specs
-from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
 from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
-from world import until
+from world import loss, until
 
 from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
@@ -27,6 +27,7 @@ from jaxrec.embedding.servers import ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all
 from jaxrec.oac import Pipeline
+from jaxrec.shadowsync import train_freely
 from jaxrec.types import Rows, ShardsLost
 
 # ---- the bits of host tables
@@ -134,6 +135,16 @@ def test_async_and_semisync_run_over_servers_too():
     jax.tree.map(np.testing.assert_array_equal, every_row(found.tables), every_row(wanted.tables))
 
 
+def test_a_free_trainer_over_servers_ends_with_the_bits_of_one_over_host_tables():
+    found = []
+    for tables in (HostTables.create(SPEC, ROWS), remote(SPEC, ROWS, 2)):
+        streams, params = [[batch_at(index) for index in range(8)]], {"w": np.ones(4, np.float32)}
+        (state,), figures = train_freely(SPEC, loss, DENSE, ROWS, params, tables, streams, None)
+        assert figures.steps == [8]
+        found.append((jax.tree.map(np.array, state), every_row(tables)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 # ---- numbering
 
 
@@ -233,6 +244,13 @@ def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
         pytest.raises(ShardsLost, match=r"\[2\] .*: server 2 \(incarnation 1\) has not answered read within 0.2 s"),
     ):
         fleet.tables.read(plans)
+
+
+def test_an_answer_to_a_message_that_was_sent_before_is_one():
+    """The first one comes late, and all that were sent after it are lost."""
+    fate = lambda server, incarnation, verb, n: "" if verb == "hello" else "drop" if n else "late"
+    with Fleet(SPEC, ROWS, 1, fate, tries=1000) as fleet:
+        assert len(fleet.tables.read(of_rows(range(8)))["width_4"].value) == 4
 
 
 def test_a_server_in_the_place_of_another_is_not_written_to():
@@ -413,6 +431,27 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
     assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
     assert not same(found, serially(tmp_path / "control", scheme, {}))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_all_that_is_lost_comes_back_once_more_when_a_server_dies_meanwhile(make, tmp_path):
+    """Both servers die, and the successor of the second one while the shards come back: the rest of the first, too."""
+    deaths = {(0, 1, "put", 9), (1, 1, "put", 9), (1, 2, "change", 0)}
+    with Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet:
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet)
+        assert sorted(fleet.died) == [0, 1, 1]
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses)) and recovery.failed == 4
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp_path):
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        gate = lambda index: fleet.tables.tell_lost([1], "the supervisor saw it") if index == 10 else None
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)

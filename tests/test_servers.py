@@ -81,6 +81,10 @@ def test_an_old_put_is_refused_for_its_shard_and_an_old_add_is_done():
     write(server, "put", 2, [3], 20.0)  # nobody has written there
     write(server, "add", 1, [1], 1.0)
     assert value_of(server, 1, 2) == 31 and value_of(server, 3, 2) == 20
+    write(server, "put", 5, [1, 3], 50.0)
+    for shard in (1, 3):
+        with pytest.raises(OldWrite):
+            write(server, "put", 4, [shard], 40.0)
 
 
 def test_whole_shards_that_come_back_are_writes_in_order_too():

@@ -41,7 +41,8 @@ class RemoteTables:
       spec: the tables; its number of shards S has nothing to do with that of the servers.
       row_optimizer: decides the slots.
       servers: ways to P servers, which have each shard once between them.
-      timeout_s: seconds in which a server has to answer a call; a longer silence counts as its death.
+      timeout_s: seconds in which a server has to answer a call; a longer silence counts as its death. More than it
+        takes to save or to restore what it has.
       client: who this is, for the servers; a name of its own if None. Who goes on with the run of a process that is
         gone gives the same name and a higher incarnation: then no late write of that process changes a row.
       incarnation: of the client.
@@ -150,11 +151,8 @@ class RemoteTables:
         self.steps[chosen, 0] += 1
         try:
             self._links.ask("put", messages)
-        except ShardsLost as lost:
-            gone = list(lost.shards)
-            self.steps[gone, 0] = self.steps[gone, 1]
-            there = [shard for shard in chosen if shard not in gone]
-            self.steps[there, 1] += 1
+        except ShardsLost as lost:  # which stay torn until they are overwritten
+            self.steps[[shard for shard in chosen if shard not in lost.shards], 1] += 1
             raise
         self.steps[chosen, 1] += 1
         return self

@@ -38,7 +38,7 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Pipeline(Committing):
-    """Trains over `HostTables` with up to W batches in flight.
+    """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
     with Pipeline(state, update, mode="oac", window=8) as pipeline:
         for state, metrics in pipeline.run(batches):
@@ -60,7 +60,7 @@ class Pipeline(Committing):
     emulated; shards that their home has lost come back before the cut.
 
     Args:
-      state: TrainState with HostTables; its dense half is donated.
+      state: TrainState with tables of host memory or of servers; its dense half is donated.
       update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not
         jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
@@ -92,7 +92,7 @@ class Pipeline(Committing):
       flow: where the batches of the run are, to look at.
 
     Raises:
-      ValueError: tables that are not HostTables; an unknown mode, a window or number of threads out
+      ValueError: tables on the device; an unknown mode, a window or number of threads out
         of range; state, update and mesh that do not fit each other.
     """
 
