@@ -61,6 +61,11 @@ class ServerHome(Home):
         if self._supervisor is not None and self._config.cpr != "none":
             engine.enter(self._supervisor)
 
+    @property
+    def lost(self) -> str:
+        """Which servers are dead, in words."""
+        return "" if self._supervisor is None else self._supervisor.lost
+
 
 @contextlib.contextmanager
 def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
@@ -74,7 +79,9 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
         yield Home(config)
         return
     with Cluster(config.ray_address) as cluster:
+        home = ServerHome(config, run, cluster)
         try:
-            yield ServerHome(config, run, cluster)
+            yield home
         except ShardsLost as lost:
-            raise OSError(f"{lost}. Go on with the same flags and --workdir {run.directory} --resume.") from lost
+            go_on = f"go on with the same flags and --workdir {run.directory} --resume"
+            raise OSError(f"{home.lost or lost}; {go_on}. With --cpr a run survives the death of a server.") from lost

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,14 @@ import numpy as np
 import pytest
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
+from watching import Process, differences
 
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.cluster import Cluster, GivenUp, Supervisor, supervisor
-from jaxrec.cluster.reaper import marked
+from jaxrec.checkpoint.image import number_of
+from jaxrec.cluster import Cluster, GivenUp, Supervisor
+from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.cluster.servers import RayServer
+from jaxrec.cluster.servers import RayServer, Served
 from jaxrec.cpr import Recovery
 from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
@@ -195,7 +198,9 @@ def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step
     assert not same(found, serially(tmp_path / "control", scheme, {}))
 
 
-def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_the_next_call(start, tmp_path):
+@pytest.mark.parametrize("also", [{}, {10: [1]}, {10: [1, 3]}], ids=str)
+def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_the_next_call(start, tmp_path, also):
+    """Also where a hook has lost some of its shards, or all, at the same step."""
     servers = start()
     first = servers.processes[1]
 
@@ -208,7 +213,7 @@ def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_th
 
     with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
         engine.enter(servers)
-        recovery = engine.enter(Recovery(engine, tmp_path / "found", EVERY, LENGTH))
+        recovery = engine.enter(Recovery(engine, tmp_path / "found", EVERY, LENGTH, failures=also))
         list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
         found = bits(engine.state)
     (death,) = servers.deaths
@@ -275,10 +280,14 @@ def test_a_server_without_a_machine_is_named_in_time(cluster):
         Supervisor(cluster, SPEC, ROWS, 2, start_timeout_s=1.0, resources={"no machine has this": 1})
 
 
-def test_a_directory_that_a_server_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "local_path", lambda path: Path("/proc/self/task"))  # of each process its own
-    with pytest.raises((ValueError, OSError)):
-        Supervisor(cluster, SPEC, ROWS, 2, directory=tmp_path)
+def test_a_directory_that_a_server_does_not_see_is_refused(cluster, tmp_path):
+    server = RayServer(Served(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere"), 0, [0, 2], 1)
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(ValueError, match=r"of shards \[0, 2\] does not see .*where the"),
+    ):
+        stack.callback(server.kill)
+        server.wait(60)
 
 
 def test_a_second_cluster_in_one_process_is_refused(cluster):
@@ -286,11 +295,67 @@ def test_a_second_cluster_in_one_process_is_refused(cluster):
         pass
 
 
+JOINS = """
+import sys
+sys.path[:0] = {path!r}
+from test_engine import ROWS, SPEC
+from jaxrec.cluster import Cluster, Supervisor
+
+try:
+    with Cluster(sys.argv[1]) as cluster:
+        print("begun", *Supervisor(cluster, SPEC, ROWS, 2).processes, flush=True)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+PATH = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+
+@pytest.fixture
+def by_hand(short):
+    """Starts a Ray as people do by hand: {variables} -> its address."""
+    directories = []
+
+    def begin(variables):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        directories.append(short / f"r{port}")
+        words = ["start", "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+        words += [f"--temp-dir={directories[-1]}", "--object-store-memory=200000000"]
+        command = [str(Path(sys.executable).parent / "ray"), *words]
+        marks = {MARK: str(directories[-1]), "HOME": str(short), "RAY_USAGE_STATS_ENABLED": "0"}
+        subprocess.run(command, env=os.environ | marks | variables, check=True, capture_output=True)
+        return f"127.0.0.1:{port}"
+
+    yield begin
+    for directory in directories:
+        reap(str(directory))
+
+
+def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand, short):
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
+    closed, open_to_all = by_hand(token), by_hand({"RAY_AUTH_MODE": "disabled"})
+
+    def said(address, **variables):
+        code = JOINS.format(path=PATH)
+        environment = os.environ | {"HOME": str(short)} | variables
+        return subprocess.run(
+            [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=100
+        ).stdout
+
+    joined = said(closed, RAY_AUTH_TOKEN=token["RAY_AUTH_TOKEN"])
+    assert joined.startswith("begun")
+    until(lambda: not any(is_alive(int(process)) for process in joined.split()[1:]), 10)
+    assert re.match(r"ValueError the cluster at .* wants a token that this process does not have", said(closed))
+    assert re.search("has not begun: .*RAY_AUTH_MODE=token", said(open_to_all, RAY_AUTH_TOKEN=token["RAY_AUTH_TOKEN"]))
+
+
 # ---- the driver
 
 DRIVER = """
 import sys
 sys.path[:0] = {path!r}
+from watching import Process, differences
 from test_engine import ROWS, SPEC
 from jaxrec.cluster import Cluster, Supervisor
 
@@ -304,7 +369,7 @@ print("ended", flush=True)
 
 def started(tmp_path):
     """A driver in a process of its own, and its servers' processes."""
-    code = DRIVER.format(path=[str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    code = DRIVER.format(path=PATH)
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     driver = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -345,3 +410,80 @@ def test_a_driver_that_ends_leaves_nothing_and_what_its_terminal_says_is_not_for
     said, _ = driver.communicate("", timeout=60)
     assert "ended" in said and driver.returncode == 0
     assert not any(map(is_alive, processes)) and not marked(str(directory)) and list(short.glob("jaxrec-*")) == []
+
+
+# ---- the main job
+
+JOB = ["--preset", "smoke", "--rows", "500", "--batch-size", "64", "--embedding-width", "8", "--steps", "{steps}"]
+JOB = [*JOB, "--model", "small_dlrm", "--evaluations", "2", "--pipeline", "oac", "--save-every-steps", "40"]
+STEPS, LIMIT_S = 600, 200
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The main job over host tables."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert job(directory, "--tables", "host").ended().code == 0
+    return directory
+
+
+def job(workdir, *flags, short=None):
+    """The main job in a process of its own."""
+    words = [word.format(steps=STEPS) for word in JOB] + [*flags, "--workdir", str(workdir), "--resume"]
+    script = Path(__file__).parent.parent / "experiments" / "train.py"
+    environment = os.environ | ({"TMPDIR": str(short)} if short else {})
+    environment.pop("XLA_FLAGS", None)
+    return Process([sys.executable, str(script), *words], environment, LIMIT_S)
+
+
+def servers_of(short):
+    """The processes of servers, in the order in which they have begun."""
+    found = [process for directory in short.glob("jaxrec-*") for process in marked(str(directory))]
+    return sorted(process for process in found if "ray::Actor" in command_of(process))
+
+
+def command_of(process):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
+
+
+def has_saved(workdir, step):
+    return any(number_of(path) >= step for path in images(workdir / "checkpoints"))
+
+
+def test_the_main_job_with_full_recovery_survives_the_death_of_a_server_and_its_own_bit_for_bit(
+    short, undisturbed, tmp_path
+):
+    flags = ["--tables", "remote", "--servers", "2", "--cpr", "full"]
+    first = job(tmp_path, *flags, short=short)
+    until(lambda: has_saved(tmp_path, 40), LIMIT_S)
+    os.kill(servers_of(short)[-1], signal.SIGKILL)
+    saved = max(number_of(path) for path in images(tmp_path / "checkpoints"))
+    until(lambda: has_saved(tmp_path, saved + 80), LIMIT_S)
+    first.send(signal.SIGKILL)
+    assert "has taken its place" in first.ended().said
+    until(lambda: not list(short.glob("jaxrec-*")), 10)
+    ended = job(tmp_path, *flags, short=short).ended()
+    assert ended.code == 0 and "going on from" in ended.said
+    assert differences(undisturbed, tmp_path) == []
+    assert not list(short.glob("jaxrec-*"))
+
+
+def test_the_main_job_without_a_recovery_names_the_dead_server_and_goes_on_when_it_is_told_to(
+    short, undisturbed, tmp_path
+):
+    first = job(tmp_path, "--tables", "remote", short=short)
+    until(lambda: has_saved(tmp_path, 40), LIMIT_S)
+    os.kill(servers_of(short)[0], signal.SIGKILL)
+    ended = first.ended()
+    assert ended.code == 1 and "Traceback" not in ended.said
+    assert re.search(r"error: shards \[0, 2, 4, 6\] are lost: server 0 .* has ended; go on .* --resume", ended.said)
+    until(lambda: not list(short.glob("jaxrec-*")), 10)
+    second = job(tmp_path, "--tables", "remote", short=short)
+    until(lambda: has_saved(tmp_path, 200), LIMIT_S)
+    second.send(signal.SIGTERM)
+    ended = second.ended()
+    assert ended.code == 128 + signal.SIGTERM and "stopped and saved at step" in ended.said
+    assert job(tmp_path, "--tables", "remote", short=short).ended().code == 0
+    assert differences(undisturbed, tmp_path) == []

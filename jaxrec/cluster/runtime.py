@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from jaxrec.cluster import reaper
 # Once for this process: Ray reads it once, and keeps it.
 _TOKEN = secrets.token_hex(32)
 _LONGEST_DIRECTORY = 40  # Ray puts its sockets below it, whose paths may have 107 bytes
+_REACHABLE_S = 5.0
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would send what it counts to its makers
     "RAY_worker_niceness": "0",  # else a server waits for every other process of the machine
@@ -69,12 +71,7 @@ class Cluster:
     """
 
     def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20):
-        if address is not None and (not isinstance(address, str) or not address.strip() or "://" in address):
-            raise ValueError(
-                f"address={address!r:.80} must be 'auto' or host:port of a cluster that runs, such as '10.0.0.1:6379', "
-                "or None to start Ray on this machine."
-            )
-        self.address = address
+        self.address = None if address is None else _checked_address(address)
         # Ray takes no less than 75 MiB.
         self._object_store_bytes = whole_number("object_store_bytes", object_store_bytes, 80 << 20)
         self._open, self._entered = contextlib.ExitStack(), False
@@ -112,6 +109,8 @@ class Cluster:
         self._open.close()
 
     def _joined(self):
+        if self.address != "auto":
+            _check_reachable(self.address)
         return {"address": self.address}, {"RAY_AUTH_MODE": "token"}
 
     def _local(self, opened):
@@ -127,6 +126,28 @@ class Cluster:
         }  # fmt: skip
         # Not RAY_AUTH_MODE: Ray sets it where it starts, if it is not set, also in a process that has imported it.
         return options, _LOCAL | {reaper.MARK: directory, "RAY_AUTH_TOKEN": _TOKEN}
+
+
+def _checked_address(address):
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if address != "auto" and not (host and port.isdecimal() and "/" not in host):
+        raise ValueError(
+            f"address={address!r:.80} must be 'auto' or host:port of a cluster that runs, such as '10.0.0.1:6379', or "
+            "None to start Ray on this machine."
+        )
+    return address
+
+
+def _check_reachable(address):
+    """Ray would look for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACHABLE_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at {address} ({error}): look whether `ray start --head --port {port}` runs there, "
+            "and whether a firewall lies between."
+        ) from error
 
 
 def check_authentication(environment: Mapping[str, str]) -> None:
@@ -154,7 +175,8 @@ def _start(ray, options):
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
             f"the cluster at {options['address']} wants a token that this process does not have "
-            f"({str(error).splitlines()[0]}): put it into ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH."
+            f"({str(error).partition('. ')[0]}): put it into ~/.ray/auth_token, or name its file in "
+            "RAY_AUTH_TOKEN_PATH."
         ) from error
     except (ConnectionError, RuntimeError) as error:
         raise ConnectionError(

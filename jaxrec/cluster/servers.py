@@ -8,12 +8,12 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jaxrec.checkpoint  # a server saves and restores: else its first time would wait for this
 from jaxrec.cluster.runtime import import_ray
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
@@ -53,7 +53,6 @@ class Where(NamedTuple):
     process: int
     process_space: str  # numbers of processes are those of one of these
     jaxrec: str  # its version
-    authentication: str
 
 
 class Actor:
@@ -65,7 +64,9 @@ class Actor:
     def where(self) -> Where:
         """Where this runs: the first thing that is asked."""
         mode = os.environ.get("RAY_AUTH_MODE", "")
-        return Where(_node(), import_ray().util.get_node_ip_address(), os.getpid(), _process_space(), _version(), mode)
+        return Where(
+            _node(), import_ray().util.get_node_ip_address(), os.getpid(), _process_space(), jaxrec.__version__, mode
+        )
 
     def begin(self, served: Served, shards: Sequence[int], incarnation: int) -> None:
         """Makes the server, with initial rows.
@@ -161,7 +162,7 @@ class RayServer:
         Raises:
           TimeoutError: it has not begun by then.
           ServerGone: it has died.
-          ValueError: it is of another version of jaxrec, runs without authentication, or does not see the directory.
+          ValueError: it is of another version of jaxrec, or does not see the directory.
         """
         self._check(self._awaited(self._where, timeout_s, "has no process yet: look whether `ray status` has room"))
         self._awaited(self._begun, timeout_s, "has not made its rows")
@@ -198,28 +199,24 @@ class RayServer:
         except TimeoutError:
             raise TimeoutError(f"{self} {what}, after {timeout_s:g} s.") from None
         except ServerGone as gone:
-            raise ServerGone(f"{self} has not begun: {gone}") from None
+            raise ServerGone(
+                f"{self} has not begun: {gone}. On a cluster that was joined, jaxrec must be installed everywhere, and "
+                "Ray be started with RAY_AUTH_MODE=token and one token."
+            ) from None
 
     def _check(self, where):
         self.process, self.address = where.process, where.address
         if (where.node, where.process_space) == (_node(), _process_space()):
             with contextlib.suppress(OSError, AttributeError):  # it has ended; or no Linux
                 self._handle = os.pidfd_open(where.process)
-        if where.jaxrec != _version():
-            raise ValueError(f"{self} has jaxrec {where.jaxrec}, and this is {_version()}: install one of them.")
-        if where.authentication.lower() != "token":
+        if where.jaxrec != jaxrec.__version__:
             raise ValueError(
-                f"the machine of {self} runs Ray without token authentication, and whoever reaches one of its ports "
-                "can run code there: start the cluster with RAY_AUTH_MODE=token and one token for all machines."
+                f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install one of them."
             )
 
 
 def _node():
     return import_ray().get_runtime_context().get_node_id()
-
-
-def _version():
-    return sys.modules["jaxrec"].__version__  # which stands above this file
 
 
 def _process_space():

@@ -76,8 +76,8 @@ class Supervisor:
       deaths: all so far, of type `Death`.
 
     Raises:
-      ValueError: a number out of range; the cluster is not entered; a server does not see the directory, is of another
-        version of jaxrec, or runs without authentication.
+      ValueError: a number out of range; the cluster is not entered; a server does not see the directory, or is of
+        another version of jaxrec.
       TimeoutError, ServerGone: a server has not begun; names it.
     """
 
@@ -130,6 +130,11 @@ class Supervisor:
     def addresses(self) -> list[str]:
         """The address of each server's machine."""
         return [server.address for server in self._in_use]
+
+    @property
+    def lost(self) -> str:
+        """Which servers are dead, without a successor so far, and why, in words; '' if none is."""
+        return "; ".join(why for server in self._in_use if (why := self._why_lost(server)))
 
     # ---- the watcher
 

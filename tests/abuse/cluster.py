@@ -24,10 +24,16 @@ flags_that(
 if importlib.util.find_spec("ray") is None:
     flags_that("remote tables without Ray", r"needs Ray, which is not installed: .*\[cluster\]", "--tables", "remote")
 
-for address in ("", " ", "ray://10.0.0.1:10001", 6379):
+for address in ("", " ", "ray://10.0.0.1:10001", "10.0.0.1", ":6379", "10.0.0.1:head", 6379):
     situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a cluster that runs")(
         lambda directory, address=address: Cluster(address)
     )
+
+
+@situation("an address where nobody answers", ConnectionError, "no Ray cluster answers at 127.0.0.1:1 .*ray start --he")
+def _(directory):
+    with Cluster("127.0.0.1:1"):
+        pass
 
 
 @situation("a store that is smaller than Ray takes", ValueError, "object_store_bytes=1000 must be a whole number")
@@ -51,7 +57,7 @@ def _(directory):
     before = {name: sys.modules.get(name) for name in ("ray",)}
     sys.modules["ray"] = None  # importing it raises
     try:
-        with Cluster("127.0.0.1:1"):
+        with Cluster("auto"):
             pass
     finally:
         sys.modules.pop("ray")
