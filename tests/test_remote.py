@@ -1,8 +1,10 @@
 """Rows with servers: the bits of host tables, whatever becomes of messages, and lost shards that are told by name."""
 
 import functools
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -335,12 +337,18 @@ class Watcher:
 
 
 class Log(Watcher):
-    """Notes, before the recovery, at which step which shards were lost, and which saves were not made by then."""
+    """Notes, before the recovery, at which step which shards were lost, and which saves were not made by then; `more`
+    says whether others were lost at such a step when those were back, which no run that is told of failures can do."""
+
+    more = False
 
     def recover(self, shards):
         step = self.engine.step
-        missed = tuple(at for at, saved in self.engine.notes.items() if at <= step and not saved)
-        self.losses.setdefault(step, (shards, missed))
+        notes = self.engine.__dict__.get("notes", {})
+        missed = tuple(at for at, saved in notes.items() if at <= step and not saved)
+        if step:  # before the first step there is nothing to lose
+            first, _ = self.losses.setdefault(step, (shards, missed))
+            self.more = self.more or not set(shards) <= set(first)
 
 
 class Late(Watcher):
@@ -431,6 +439,27 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
     assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
     assert not same(found, serially(tmp_path / "control", scheme, {}))
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(data):
+    verbs = st.sampled_from(["read", "put", "take", "shard", "on_shards", "change"])
+    death = st.tuples(st.integers(0, 1), st.integers(1, 2), verbs, st.integers(0, 20))
+    deaths = data.draw(st.dictionaries(death, st.sampled_from(["die", "answer and die"]), min_size=1, max_size=4))
+    scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
+    options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
+    options |= {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
+    armed = []  # from the first batch on: until then nobody could bring anything back
+
+    def fate(*message):
+        return deaths.get(message, "") if armed else ""
+
+    with tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet:
+        engine = NotingPipeline(fresh("host")._replace(tables=fleet.tables), UPDATE, **options)
+        found, log, recovery = run(engine, Path(directory, "found"), scheme, fleet, armed.append)
+        assert bool(fleet.died) == bool(recovery.failed) and engine.step == LENGTH
+        assert log.more or same(found, serially(Path(directory, "wanted"), scheme, log.losses))
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)

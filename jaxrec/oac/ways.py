@@ -211,7 +211,9 @@ def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
     boundary.check_is_state(state)
     if not getattr(state.tables, "in_place", False):
-        raise ValueError("Pipeline is for HostTables and RemoteTables; tables on the device need none: use `make_train_step`.")
+        raise ValueError(
+            "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."
+        )
     boundary.check_not_donated(state)
     return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
 
