@@ -295,19 +295,32 @@ def test_a_second_cluster_in_one_process_is_refused(cluster):
         pass
 
 
-JOINS = """
+DRIVER = """
 import sys
 sys.path[:0] = {path!r}
 from test_engine import ROWS, SPEC
 from jaxrec.cluster import Cluster, Supervisor
 
 try:
-    with Cluster(sys.argv[1]) as cluster:
-        print("begun", *Supervisor(cluster, SPEC, ROWS, 2).processes, flush=True)
+    with Cluster({address!r}) as cluster:
+        servers = Supervisor(cluster, SPEC, ROWS, 2)
+        print("begun", *servers.processes, flush=True)
+        sys.stdin.read()
+        for shard in range(4):
+            servers.tables.reset_shard("width_4", shard)
+    print("ended")
 except Exception as error:
     print(type(error).__name__, error)
 """
 PATH = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+
+def driver_of(address, **variables):
+    """A driver in a process of its own, and the first thing that it says."""
+    code, environment = DRIVER.format(path=PATH, address=address), os.environ | variables
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+    return driver, driver.stdout.readline()
 
 
 @pytest.fixture
@@ -333,48 +346,30 @@ def by_hand(short):
 
 
 def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand, short):
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
-    closed, open_to_all = by_hand(token), by_hand({"RAY_AUTH_MODE": "disabled"})
-
-    def said(address, **variables):
-        code = JOINS.format(path=PATH)
-        environment = os.environ | {"HOME": str(short)} | variables
-        return subprocess.run(
-            [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=100
-        ).stdout
-
-    joined = said(closed, RAY_AUTH_TOKEN=token["RAY_AUTH_TOKEN"])
-    assert joined.startswith("begun")
-    until(lambda: not any(is_alive(int(process)) for process in joined.split()[1:]), 10)
-    assert re.match(r"ValueError the cluster at .* wants a token that this process does not have", said(closed))
-    assert re.search("has not begun: .*RAY_AUTH_MODE=token", said(open_to_all, RAY_AUTH_TOKEN=token["RAY_AUTH_TOKEN"]))
+    token = {"RAY_AUTH_TOKEN": "ab" * 32}
+    closed, open_to_all = by_hand(token | {"RAY_AUTH_MODE": "token"}), by_hand({"RAY_AUTH_MODE": "disabled"})
+    driver, said = driver_of(closed, HOME=str(short), **token)
+    word, *processes = said.split()
+    assert word == "begun" and all(is_alive(int(process)) for process in processes)
+    driver.kill()
+    driver.communicate()
+    until(lambda: not any(is_alive(int(process)) for process in processes), 3)
+    for address, given, error in (
+        (closed, {}, "ValueError the cluster at .* wants a token that this process does not have"),
+        (open_to_all, token, "ServerGone server 0 .* has not begun: .*RAY_AUTH_MODE=token"),
+    ):
+        driver, said = driver_of(address, HOME=str(short), **given)
+        driver.communicate("")
+        assert re.match(error, said)
 
 
 # ---- the driver
 
-DRIVER = """
-import sys
-sys.path[:0] = {path!r}
-from watching import Process, differences
-from test_engine import ROWS, SPEC
-from jaxrec.cluster import Cluster, Supervisor
 
-with Cluster() as cluster:
-    servers = Supervisor(cluster, SPEC, ROWS, 2)
-    print("begun", *servers.processes, flush=True)
-    sys.stdin.read()
-print("ended", flush=True)
-"""
-
-
-def started(tmp_path):
-    """A driver in a process of its own, and its servers' processes."""
-    code = DRIVER.format(path=PATH)
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    word, *processes = driver.stdout.readline().split()
+def started(short):
+    """A driver whose Ray lies in a directory, and its servers' processes."""
+    driver, said = driver_of(None, TMPDIR=str(short))
+    word, *processes = said.split()
     assert word == "begun"
     return driver, [int(process) for process in processes]
 

@@ -63,10 +63,8 @@ class Actor:
 
     def where(self) -> Where:
         """Where this runs: the first thing that is asked."""
-        mode = os.environ.get("RAY_AUTH_MODE", "")
-        return Where(
-            _node(), import_ray().util.get_node_ip_address(), os.getpid(), _process_space(), jaxrec.__version__, mode
-        )
+        address = import_ray().util.get_node_ip_address()
+        return Where(_node(), address, os.getpid(), _process_space(), jaxrec.__version__)
 
     def begin(self, served: Served, shards: Sequence[int], incarnation: int) -> None:
         """Makes the server, with initial rows.
@@ -211,7 +209,7 @@ class RayServer:
                 self._handle = os.pidfd_open(where.process)
         if where.jaxrec != jaxrec.__version__:
             raise ValueError(
-                f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install one of them."
+                f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install the same everywhere."
             )
 
 
