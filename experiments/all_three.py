@@ -5,7 +5,7 @@
 
 DLRM over synthetic clicks, tables in host memory, on a mesh of two devices (two virtual ones where
 there is one CPU), without a link. `all` is `train.py --tables host --pipeline oac --window 8
---shadowsync easgd --trainers 2 --cpr mfu`: two replicas that a thread synchronises, and saves at
+--shadowsync ma --trainers 2 --cpr mfu`: two replicas that a thread synchronises, and saves at
 the pace that a target PLS of 0.1 asks for. `serial` and `sync` have none of it: the devices share
 each batch, one after the other, without or with a pipeline that plans and sends ahead. The sides
 take turns, a round of batches each, so that a slow minute hits all of them; each engine goes on
@@ -39,7 +39,7 @@ POINTS = [(512, 16), (2048, 16), (512, 64), (2048, 64)]  # batch size, width
 SIDES = {
     "serial": TechniqueFlags(tables="host"),
     "sync": TechniqueFlags(tables="host", pipeline="sync"),
-    "all": TechniqueFlags(tables="host", pipeline="oac", shadowsync="easgd", trainers=2, cpr="mfu"),
+    "all": TechniqueFlags(tables="host", pipeline="oac", shadowsync="ma", trainers=2, cpr="mfu"),
 }
 
 

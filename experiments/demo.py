@@ -6,7 +6,7 @@
 Both train DLRM on the same synthetic clicks, in the same steps, over tables in host memory, on two
 virtual devices of this CPU. The first takes one batch after the other. The second has batches in
 flight (OAC, window 8), a replica on each device that is synchronised in the background (ShadowSync,
-EASGD), and saves the most used rows first (CPR, MFU): at a third of the run one shard of eight is
+model averaging), and saves the most used rows first (CPR, MFU): at a third of the run one shard of eight is
 lost, at two thirds two more, and they come back alone.
 
 Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. Rates of one
@@ -62,7 +62,7 @@ def flags_of(arm: str, config: Config) -> list[str]:
     flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--seed", str(config.seed), "--tables", "host"]
     if arm == "all":
-        flags += ["--pipeline", "oac", "--window", "8", "--shadowsync", "easgd", "--trainers", "2"]
+        flags += ["--pipeline", "oac", "--window", "8", "--shadowsync", "ma", "--trainers", "2"]
         flags += ["--cpr", "mfu", "--fail", f"{steps // 3}:3", f"{2 * steps // 3}:1,5"]
     return flags
 

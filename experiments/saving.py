@@ -2,7 +2,6 @@
 otherwise."""
 
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -11,13 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from runs import Run
+from environment import cores
 from stopping import say
 
 from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.checkpoint.image import number_of
 from jaxrec.cpr import Recovery
 from jaxrec.types import TrainState
+from runs import Run
 
 PERCENT = 1.0  # of the time, that saving may cost
 # Of this process before its first save: compilation is over, and the cost gets known early.
@@ -66,7 +66,7 @@ class PeriodicSaves:
     ):
         self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
         self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = cores()
         self._image = past is not None  # whether one is known to be committed
         self._began = self._last = clock()
         self._cut, self._announced = cut, False  # whether a save is to come, or at work in a thread of the engine

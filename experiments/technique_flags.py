@@ -50,8 +50,9 @@ class TechniqueFlags(Flags):
     sync_alpha: float | None = None
     """Of the rule: how far a round moves, 0.5 unless given. EASGD pulls back to its centre what a step has moved, by
     half where a round follows each step: rounds back to back over a small network want less, or a pace."""
-    sync_pace_seconds: float = 0.0
-    """The least time from one round in the background to the next."""
+    sync_pace_seconds: float | None = None
+    """The least time from one round in the background to the next, 0 for back to back. Unless given, rounds are so rare
+    that they take an eightieth of this machine's cores."""
     sync_every_steps: int | None = None
     """In the foreground instead: a round every so many steps, which training waits for."""
     cpr: Literal["none", "full", "vanilla", "mfu", "ssu", "scar"] = "none"
@@ -126,14 +127,14 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         f"--sync-alpha {config.sync_alpha} must be above 0 and at most 1.": (
             config.sync_alpha is not None and not 0 < config.sync_alpha <= 1
         ),
-        f"--sync-pace-seconds {config.sync_pace_seconds:g} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_pace_seconds and not shadow
+        f"--sync-pace-seconds {config.sync_pace_seconds} is for --shadowsync easgd, ma or bmuf.": (
+            config.sync_pace_seconds is not None and not shadow
         ),
         f"--sync-every-steps {config.sync_every_steps} is for --shadowsync easgd, ma or bmuf.": (
             config.sync_every_steps is not None and not shadow
         ),
         "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
-            config.sync_pace_seconds and config.sync_every_steps is not None
+            config.sync_pace_seconds is not None and config.sync_every_steps is not None
         ),
         f"--workers {config.workers} are of trainers that run freely: leave out --pipeline, --cpr and --tables device, "
         "or the workers.": config.workers > 1 and not config.free,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from clicks import ClickJob
 from contract import say
+from environment import cores
 from free import FreeTrainers
 from rounds import ForegroundRounds, remembering
 from technique_flags import TechniqueFlags, given_failures
@@ -25,6 +26,7 @@ RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, 
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
 MEASURED_STEPS = 12  # before a run whose costs are measured
 WINDOW = 8  # unless given
+SYNC_SHARE = 1 / 80  # of this machine's cores, for all threads that synchronise, unless a pace is given
 
 
 def claim_devices(config: TechniqueFlags) -> None:
@@ -110,7 +112,12 @@ def _rule(config):
 def _options(config):
     if config.sync_every_steps is not None:
         return {"every_steps": config.sync_every_steps}
-    return {"pace_seconds": config.sync_pace_seconds} if config.sync_pace_seconds else {}
+    if config.sync_pace_seconds is not None:
+        return {"pace_seconds": config.sync_pace_seconds}
+    # Where all cores train, a round takes from training what it needs, and more: caches, and the time of those who wait
+    # for the one that stands still.
+    threads = config.replicas if config.free else 1
+    return {"core_share": min(1.0, SYNC_SHARE * cores() / threads)}
 
 
 class Techniques:

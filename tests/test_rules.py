@@ -57,6 +57,22 @@ def test_sequential_easgd_shrinks_the_gap_by_its_square_and_keeps_no_sum(seed, a
         assert np.abs(flat(near) + flat(moved) - flat(live) - flat(centre)).max() > 1e-3
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_centre_of_symmetric_easgd_is_one_more_to_be_moved(number, alpha, every):
+    """Each replica makes steps of 1: all go at n / (n + 1), under model averaging at 1."""
+    for rule, speed in ((easgd(alpha), number / (number + 1)), (model_averaging(alpha), 1.0)):
+        replicas, shared = [np.zeros(1) for _ in range(number)], rule.init(np.zeros(1))
+        at = []
+        for step in range(1, 801):
+            replicas = [replica + 1 for replica in replicas]
+            if step % every == 0:
+                shared, replicas = round_of_all(rule, shared, replicas)
+            at.append(np.mean(replicas))
+        assert (at[-1] - at[399]) / 400 == pytest.approx(speed, rel=1e-3)
+
+
 def test_platoon_case():
     """mila-iqia/platoon's own test: workers at +-[3, 4], centre 0, alpha one half."""
     rule, centre = easgd(0.5), {"w": np.zeros(2)}

@@ -241,6 +241,25 @@ def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
             list(pool.map(lambda sync: sync.finish(params), (paced, witness)))
 
 
+def test_a_share_of_a_core_is_all_that_the_thread_takes():
+    plain, work_seconds, share = easgd(), 0.01, 0.1
+
+    def combine(centre, before):
+        until = time.thread_time() + work_seconds
+        while time.thread_time() < until:
+            pass
+        return plain.combine(centre, before)
+
+    group, params = SyncGroup(plain._replace(combine=combine), PARAMS, 1, core_share=share), PARAMS
+    begun = time.monotonic()
+    with group.trainer(0) as sync:
+        while sync.rounds < 4:
+            params = sync.exchange(params)
+        of_a_round = len(PARAMS) * work_seconds / share
+        assert 3 * of_a_round < time.monotonic() - begun
+        sync.finish(params)  # does not wait for the end of a rest
+
+
 def exchanged_while_a_round_ends(form, number):
     """A round ends before the number-th line of an exchange; whether the exchange has so many lines."""
     steps, at_rest = Steps(Centre(easgd(0.5), {"w": np.zeros(3, np.float32)})), threading.Condition.wait_for

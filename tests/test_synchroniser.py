@@ -13,7 +13,7 @@ from world import no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
-from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, bmuf, easgd, model_averaging
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, SyncGroup, bmuf, easgd, model_averaging
 from jaxrec.types import DenseState, TrainState
 
 
@@ -200,6 +200,9 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
         (lambda: Foreground(None, every_steps=0), "every_steps=0"),
         (lambda: Foreground(None), "one of them"),
         (lambda: Shadow(None, pace_seconds=-1), "pace_seconds=-1"),
+        (lambda: Shadow(None, core_share=0.0), "core_share=0.0 must be above 0 and at most 1"),
+        (lambda: Shadow(None, core_share=1.5), "core_share=1.5 must be above 0 and at most 1"),
+        (lambda: SyncGroup(easgd(), PARAMS, 1, every_steps=2, core_share=0.5), "core_share=0.5 is of threads"),
         (
             lambda: Centre(easgd(), {"w": np.zeros(3)}).meet(0, {"w": np.zeros((1, 4))}, False),
             r"trainer 0 brings does not fit at \['w'\]",

@@ -266,7 +266,7 @@ def restore_shard(
     found = [] if path is None else chain(path, without)
     if live_elsewhere(tables):  # who has the shard reads its files: no row travels
         with tables.overwriting([shard]):
-            where = None if path is None else path.resolve()
+            where = None if path is None else Path(path).resolve()
             return tables.change_shard(shard, _restore_there, where, list(without)), found  # type: ignore[attr-defined]
     load = functools.partial(_load_shard, path, spec, described(tables.layout), shard)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -77,8 +77,7 @@ def add_accesses(count, plan, by_access: bool):
     hits = np.full(unique.size + 1, not inverse, np.int32)  # one more, for missing ids
     for positions in inverse.values():
         _count_positions(np.asarray(positions).reshape(-1), hits)
-    for shard, mine in enumerate(hits[:-1].reshape(unique.shape)):
-        _add_hits(unique[shard, : used[shard]], len(unique), mine, count[shard])
+    _add_hits(unique, used, hits, count)
     return count
 
 
@@ -89,9 +88,12 @@ def _count_positions(positions, hits):
 
 
 @_compiled
-def _add_hits(rows, shards, hits, count):
-    for u in range(rows.shape[0]):
-        count[rows[u] // shards] += hits[u]
+def _add_hits(unique, used, hits, count):
+    # All shards in one call: each return to Python waits for the GIL, which other threads want.
+    shards, capacity = unique.shape
+    for shard in range(shards):
+        for u in range(used[shard]):
+            count[shard, unique[shard, u] // shards] += hits[shard * capacity + u]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -140,25 +140,26 @@ def scatter_add(table, rows, shards, count, values, old):
 
 
 @_compiled
-def last_writers(rows, shards, count, number, window, depth, writer, place, source):
-    """Where the ring holds each row of a batch of one shard, and that this batch is now their last
-    writer.
+def last_writers(unique, count, number, window, depth, writer, place, source):
+    """Where the ring holds each row of a batch, and that this batch is now their last writer.
 
-    source[u] = w % depth * U + place of the row in batch w, if its last writer w >= number -
-    window; else -1.
+    source[s, u] = w % depth * U + place of the row in batch w, if its last writer w >= number -
+    window; else -1. All shards in one call: each return to Python waits for the GIL, which the other
+    threads of a pipeline want as well.
 
     Args:
-      rows: i32[U].
-      shards, count, number, window, depth: S, rows in use, the batch, and the sizes of pipeline and
-        ring.
-      writer, place: i32[V / S], the last batch of each row, and where the row was in it; changed in
-        place.
-      source: i32[U], out.
+      unique, count: i32[S, U] and i32[S], the rows in use.
+      number, window, depth: the batch, and the sizes of pipeline and ring.
+      writer, place: i32[S, V / S], the last batch of each row, and where the row was in it; changed
+        in place.
+      source: i32[S, U], out.
     """
+    shards, capacity = unique.shape
     source[:] = -1
-    for u in range(count):
-        row = rows[u] // shards
-        if writer[row] >= number - window:
-            source[u] = writer[row] % depth * rows.shape[0] + place[row]
-        writer[row] = number
-        place[row] = u
+    for shard in range(shards):
+        for u in range(count[shard]):
+            row = unique[shard, u] // shards
+            if writer[shard, row] >= number - window:
+                source[shard, u] = writer[shard, row] % depth * capacity + place[shard, row]
+            writer[shard, row] = number
+            place[shard, row] = u

@@ -36,11 +36,8 @@ class LastWriters:
         sources = {}
         for name, p in plans.items():
             sources[name] = np.empty(p.unique.shape, np.int32)
-            for shard in range(len(p.unique)):
-                last_writers(
-                    p.unique[shard], len(p.unique), p.count[shard], number, self.window, self.depth,
-                    self._writer[name][shard], self._place[name][shard], sources[name][shard],
-                )  # fmt: skip
+            known = self._writer[name], self._place[name]
+            last_writers(p.unique, p.count, number, self.window, self.depth, *known, sources[name])
         return sources
 
 

@@ -52,6 +52,8 @@ class SyncGroup:
       every_steps: a round every so many steps of a trainer, which waits for it (foreground).
       every_seconds: the same by the clock; with neither a thread of each trainer synchronises it.
       pace_seconds: of these threads, the least time from one round to the next.
+      core_share: of the time of a core, the largest part that each of them takes, above 0 and at
+        most 1: for a machine whose cores all train, which rounds back to back would slow down.
       servers: over how many servers the tensors of a centre are divided.
       bytes_per_s: the bandwidth that each of them is held to; no limit if None.
       timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue:
@@ -82,6 +84,7 @@ class SyncGroup:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         pace_seconds: float | None = None,
+        core_share: float | None = None,
         servers: int | None = None,
         bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
@@ -96,7 +99,7 @@ class SyncGroup:
         shared, waited = _parts_of(memory)
         self.transport = kind(rule, params, trainers, memory=shared, **of_all, **of_centre)
         self._waited = _checked_waited(waited, trainers)
-        self._make = _maker(every_steps, every_seconds, pace_seconds)
+        self._make = _maker(every_steps, every_seconds, pace_seconds, core_share)
         self._of_trainers: dict[int, Synchroniser] = {}
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
 
@@ -153,14 +156,15 @@ def _checked_waited(waited, trainers) -> list[float]:
     return found.tolist()
 
 
-def _maker(every_steps, every_seconds, pace_seconds) -> Callable[[Transport, int, float], Synchroniser]:
+def _maker(every_steps, every_seconds, pace_seconds, core_share) -> Callable[[Transport, int, float], Synchroniser]:
     """The function that makes a trainer's synchroniser."""
+    given = {"pace_seconds": pace_seconds, "core_share": core_share}
+    given = {name: value for name, value in given.items() if value is not None}
     if every_steps is None and every_seconds is None:
-        pace = 0.0 if pace_seconds is None else pace_seconds
-        return lambda transport, number, waited: Shadow(transport, number, pace_seconds=pace)
-    if pace_seconds is not None:
+        return lambda transport, number, waited: Shadow(transport, number, **given)
+    for name, value in given.items():
         raise ValueError(
-            f"pace_seconds={pace_seconds!r} is of threads in the background: in the foreground give every_steps or "
+            f"{name}={value!r} is of threads in the background: in the foreground give every_steps or "
             "every_seconds alone."
         )
     every = {"every_steps": every_steps, "every_seconds": every_seconds}

@@ -66,6 +66,10 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
     w are the trainer's parameters when the round began. Without training in between, a round brings
     w - c to (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
 
+    In the symmetric form the centre takes no step of its own, but moves with the others: n replicas
+    go at n / (n + 1) of the speed that each would have alone, whatever alpha and the gap. That is
+    2/3 for two; model averaging keeps all of it.
+
     Args:
       alpha: elastic weight, above 0 and at most 1.
       form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that

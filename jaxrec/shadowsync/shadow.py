@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.bounds import is_not_negative, real_number
+from jaxrec.bounds import is_not_negative, is_portion, real_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.leaves import Live, copied, with_leaves
 from jaxrec.shadowsync.meeting import Left, Transport
@@ -35,19 +35,25 @@ class Shadow(Synchroniser):
       transport: shared by all trainers; it has the rule.
       trainer: the number of this one, from 0; each has its own.
       pace_seconds: the least time from one round to the next; 0 is back to back.
+      core_share: of the time of a core, the largest part that the thread takes: rounds are so far apart
+        that their own processor time, without what is waited for, is no more. 1 is no limit.
 
     Raises:
-      ValueError: no transport; pace_seconds < 0. On entering: no such trainer, or a taken one.
+      ValueError: no transport; pace_seconds < 0; core_share not above 0 and at most 1. On entering:
+        no such trainer, or a taken one.
       Left: another trainer has left, or is overdue. It and whatever else a round raises come with
         the next `exchange`, or on leaving the `with` block.
       TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as
         when `meet` does not return: it is left behind, and does nothing with what may still come.
     """
 
-    def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0):
+    def __init__(
+        self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0
+    ):  # fmt: skip
         real_number("pace_seconds", pace_seconds, "0 or more", is_not_negative)
+        real_number("core_share", core_share, "above 0 and at most 1", is_portion)
         super().__init__(transport, trainer)
-        self._pace = pace_seconds
+        self._pace, self._core_share = pace_seconds, core_share
         self._changed = threading.Condition()  # guards all that follows
         self._handed: Live | None = None  # a copy for the thread
         self._result: Round | None = None  # what the thread has found since the last exchange
@@ -233,14 +239,15 @@ class Shadow(Synchroniser):
             return handed
 
     def _round(self, handed):
-        start = time.monotonic()
+        start, before = time.monotonic(), time.thread_time()
         # Without the lock, as it may wait for all others: training goes on meanwhile.
         result = self._round_of(handed)
         with self._changed:
             # Together: an exchange that finds the thread free finds its result, too.
             self._result, self._busy = result, False
             self._changed.notify_all()
-            left = start + self._pace - time.monotonic()
+            pace = max(self._pace, (time.thread_time() - before) / self._core_share)
+            left = start + pace - time.monotonic()
             if left > 0:
                 self._busy = True  # else a copy is taken now that is old when the next round begins
                 timeout = min(left, threading.TIMEOUT_MAX)
