@@ -6,8 +6,6 @@ the next call would succeed on an empty one, without an error.
 
 import contextlib
 import os
-import select
-import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ _OPTIONS: dict[str, Any] = {
     # No device and one thread for each: the cores are the driver's. What it has told XLA is not for servers.
     "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}},
 }
-_TO_END_S = 1.0  # in which a process that Ray has told to end does so
 _LONGEST_WHY = 300  # characters of what Ray says
 
 
@@ -48,10 +45,8 @@ class Served(NamedTuple):
 class Where(NamedTuple):
     """Where a server runs, as it says itself."""
 
-    node: str  # of Ray
     address: str
     process: int
-    process_space: str  # numbers of processes are those of one of these
     jaxrec: str  # its version
 
 
@@ -63,8 +58,7 @@ class Actor:
 
     def where(self) -> Where:
         """Where this runs: the first thing that is asked."""
-        address = import_ray().util.get_node_ip_address()
-        return Where(_node(), address, os.getpid(), _process_space(), jaxrec.__version__)
+        return Where(import_ray().util.get_node_ip_address(), os.getpid(), jaxrec.__version__)
 
     def begin(self, served: Served, shards: Sequence[int], incarnation: int) -> None:
         """Makes the server, with initial rows.
@@ -142,7 +136,6 @@ class RayServer:
         self._begun = self._actor.begin.remote(served, self.shards, incarnation)
         self.process: int | None = None
         self.address = ""
-        self._handle: int | None = None  # of the process, if it is one of this machine
 
     def __str__(self) -> str:
         return f"server {self.place} (incarnation {self.incarnation}, shards {list(self.shards)})"
@@ -180,16 +173,10 @@ class RayServer:
         return "its process has ended"
 
     def kill(self) -> None:
-        """Ends the process, though it be stopped; its rows are gone."""
+        """Ends the process, some seconds later if it is stopped; its rows are gone."""
         ray = import_ray()
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actor, no_restart=True)
-        if self._handle is not None:
-            # Ray does not get through to a process that is stopped.
-            if not select.select([self._handle], [], [], _TO_END_S)[0]:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            os.close(self._handle)
-            self._handle = None
 
     def _awaited(self, reference, timeout_s, what):
         try:
@@ -204,23 +191,10 @@ class RayServer:
 
     def _check(self, where):
         self.process, self.address = where.process, where.address
-        if (where.node, where.process_space) == (_node(), _process_space()):
-            with contextlib.suppress(OSError, AttributeError):  # it has ended; or no Linux
-                self._handle = os.pidfd_open(where.process)
         if where.jaxrec != jaxrec.__version__:
             raise ValueError(
                 f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install the same everywhere."
             )
-
-
-def _node():
-    return import_ray().get_runtime_context().get_node_id()
-
-
-def _process_space():
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _short(error):
