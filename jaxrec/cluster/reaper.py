@@ -3,8 +3,8 @@
     python -I -S reaper.py DIRECTORY        standard input is a pipe that the driver holds open while it lives
 
 Ray ends most of its processes by itself when their driver is killed, but not all, none that is stopped, and it leaves
-its directory behind. All of them have inherited `JAXREC_CLUSTER=DIRECTORY`. It imports the standard library alone, as
-it waits beside training.
+its directory behind. All of them have inherited `JAXREC_CLUSTER=DIRECTORY`, or write there. It imports the standard
+library alone, as it waits beside training.
 """
 
 import contextlib
@@ -19,15 +19,27 @@ ROUNDS = 20  # a process that is just being started is seen in the next round
 
 
 def marked(directory: str) -> list[int]:
-    """The processes of this machine that have inherited the mark of a directory, by their number."""
-    mark, found = f"{MARK}={directory}".encode(), []
+    """The processes of this machine that belong to a directory, by their number."""
+    found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is somebody else's
-            process = int(name)
-            with open(f"/proc/{process}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
-                    found.append(process)
+            if _has_mark(int(name), directory) or _writes_below(int(name), directory):
+                found.append(int(name))
     return found
+
+
+def _has_mark(process, directory):
+    with open(f"/proc/{process}/environ", "rb") as file:
+        return f"{MARK}={directory}".encode() in file.read().split(b"\0")
+
+
+def _writes_below(process, directory):
+    """Whether it is of Ray and has a file open there: an agent that names itself writes its name over the mark."""
+    with open(f"/proc/{process}/cmdline", "rb") as file:
+        if not file.read().startswith(b"ray::"):  # the driver writes there, too
+            return False
+    files = (f"/proc/{process}/fd/{number}" for number in os.listdir(f"/proc/{process}/fd"))
+    return any(os.readlink(file).startswith(directory + "/") for file in files)
 
 
 def reap(directory: str) -> None:
