@@ -1,4 +1,5 @@
 # `make train`, `make demo` and `make test`. Each sets up its environment first, once for each version of Python.
+# Ray, which rows at servers need, is in it only behind `make cluster`.
 PYTHON ?= python3
 ARGS ?=
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -6,7 +7,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train demo test test-slow soak lint format setup clean
+.PHONY: train demo test test-slow test-cluster soak lint format setup cluster clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
@@ -18,7 +19,10 @@ test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
+
+test-cluster: cluster
+	$(BIN)/python -m pytest tests/test_cluster.py $(ARGS)
 
 soak: setup
 	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
@@ -43,6 +47,13 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq -r requirements.txt
 	$(PIP) install -qq --no-deps --editable .
+	$(PIP) check
+	@touch $@
+
+cluster: $(VENV)/cluster
+
+$(VENV)/cluster: $(VENV)/installed
+	$(PIP) install -qq -c requirements.txt --editable '.[cluster]'
 	$(PIP) check
 	@touch $@
 

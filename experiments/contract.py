@@ -44,7 +44,7 @@ _LEAST = {
     "seed": 0, "seeds": 1, "steps": 1, "evaluations": 1, "save_every_steps": 0, "batch_size": 1, "examples": 1,
     "rows": 1, "shards": 1, "embedding_width": 1, "width": 1, "rank": 1, "learning_rate": 0, "row_learning_rate": 0,
     "trainers": 1, "workers": 1, "window": 1, "epochs": 1, "negatives": 1, "minutes": 0, "soak_minutes": 0,
-    "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
+    "servers": 1, "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
     "min_count": 1, "hash_cap": 2, "max_bad_rows": 0, "patience": 1, "mtbf_steps": 1, "fail_shape": 0.01,
     "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0,
 }  # fmt: skip

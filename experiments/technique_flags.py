@@ -6,26 +6,32 @@ Free-running trainers are threads over shared host tables, each with batches of 
 """
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Literal
 
 from contract import Flags
 
 FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("delta", "lerp"), "bmuf": ("delta", "lerp")}
-TRAINERS = 2  # unless given
+TRAINERS = SERVERS = 2  # unless given
 
 
 @dataclasses.dataclass(frozen=True)
 class TechniqueFlags(Flags):
     """Where the rows are, how batches overlap, who is synchronised, and what survives a failure."""
 
-    tables: Literal["device", "host"] = "device"
+    tables: Literal["device", "host", "remote"] = "device"
+    """On the devices, in the memory of this process, or at servers in other processes, on Ray."""
+    servers: int | None = None
+    """Of remote tables: how many processes have the rows, 2 unless given."""
+    ray_address: str | None = None
+    """Of remote tables: a Ray cluster that runs, as host:port or auto; without it Ray is started on this machine."""
     table_directory: Path | None = None
     """Host tables as mapped files here (best on tmpfs) instead of RAM."""
     shards: int = 8
     """Of every table; CPR's nodes."""
     pipeline: Literal["none", "sync", "semisync", "async", "oac"] = "none"
-    """Over host tables: oac overlaps batches with the same bits; none trains one after the other."""
+    """Over host or remote tables: oac overlaps batches with the same bits; none trains one after the other."""
     window: int | None = None
     """Of oac and async: how many batches are in flight, 8 unless given."""
     stale_rows: Literal["planned", "device"] = "planned"
@@ -66,6 +72,11 @@ class TechniqueFlags(Flags):
     """Of the gamma law: 1 is the exponential law, below it failures come in bursts."""
 
     @property
+    def number_of_servers(self) -> int:
+        """How many processes have the rows of remote tables."""
+        return SERVERS if self.servers is None else self.servers
+
+    @property
     def replicas(self) -> int:
         """How many copies of the dense parameters there are."""
         return 1 if self.shadowsync == "none" else self.trainers or TRAINERS
@@ -91,9 +102,10 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
     windowed, shadow = config.pipeline in ("oac", "async"), config.shadowsync != "none"
     forms = FORMS.get(config.shadowsync, ())
     return {
-        f"--pipeline {config.pipeline} is for --tables host: add it, or leave the pipeline out.": (
-            config.pipeline != "none" and config.tables != "host"
+        f"--pipeline {config.pipeline} is for --tables host or remote: add it, or leave the pipeline out.": (
+            config.pipeline != "none" and config.tables == "device"
         ),
+        **_rules_of_servers(config),
         f"--window {config.window} is for --pipeline oac or async.": config.window is not None and not windowed,
         f"--stale-rows {config.stale_rows} is for --pipeline oac.": (
             config.stale_rows != "planned" and config.pipeline != "oac"
@@ -143,6 +155,23 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         ),
         "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
             config.cpr != "none" and getattr(config, "save_every_steps", None) == 0
+        ),
+    }
+
+
+def _rules_of_servers(config):
+    remote = config.tables == "remote"
+    return {
+        f"--servers {config.servers} are of --tables remote: add it, or leave them out.": (
+            config.servers is not None and not remote
+        ),
+        f"--ray-address {config.ray_address} is of --tables remote: add it, or leave it out.": (
+            config.ray_address is not None and not remote
+        ),
+        f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
+        " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
+        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
+            remote and importlib.util.find_spec("ray") is None
         ),
     }
 

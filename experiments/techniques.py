@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -164,8 +164,9 @@ def _rounds(config, engine):
 
 
 def recovery_of(
-    config, engine, directory: Path, steps: int, every: float, image, run: str, extra: Callable
-) -> Recovery:
+    config, engine, directory: Path, steps: int, every: float, image, run: str, extra: Callable,
+    copy: Literal["whole", "shards"] = "whole",
+) -> Recovery:  # fmt: skip
     """The recovery that the flags ask for, to be entered.
 
     Args:
@@ -177,9 +178,10 @@ def recovery_of(
       image: that the run goes on from, or None.
       run: its id.
       extra: step -> JSON values to save along.
+      copy: how images are made.
     """
     return Recovery(
-        engine, directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra,
+        engine, directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra, copy=copy,
         scheme=SCHEMES[config.cpr]() if config.cpr in SCHEMES else None,
         failures=failures_of(config, steps, config.mtbf_steps or steps / 2),
     )  # fmt: skip

@@ -3,6 +3,7 @@
     python experiments/train.py                                   synthetic clicks, DLRM, none of the techniques
     python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
     python experiments/train.py --tables host --pipeline oac      tables in host memory, batches in flight
+    python experiments/train.py --tables remote --servers 2       tables in other processes, on Ray
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
     python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
@@ -24,18 +25,17 @@ from clicks import ClickJob, click_job, make_model
 from contract import Run, command_line, listing, paired_interval, refuse, say
 from curves import TABLE, draw
 from data_flags import DataFlags, data_of
+from homes import Home, home_of
 from learning import LearningFlags, optimizers
 from recording import Past, Recorder, check_seeds, resumed
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
-from table_files import host_tables, own
+from table_files import own
 from technique_flags import TechniqueFlags
 from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of, saves_every
 
 from jaxrec.checkpoint import Checkpointer
-from jaxrec.embedding import DeviceTables
 from jaxrec.loop import keep_memory, train
-from jaxrec.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,29 +72,24 @@ def make_job(config: Config, data) -> ClickJob:
     )
 
 
-def initial_state(config: Config, job: ClickJob, mesh) -> TrainState:
-    """Step 0, with the rows in their home."""
-    if config.tables == "host":
-        return job.state(host_tables(job.spec, job.row_optimizer, config.table_directory), config.seed, mesh)
-    return job.state(DeviceTables.create(job.spec, job.row_optimizer, mesh), config.seed, mesh)
-
-
-def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
+def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict:
     """Trains to the end, or until asked to stop; returns what results.json holds."""
     data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
     mesh = mesh_of(config)
     job = make_job(config, data)
-    state, image, past = resumed(run, as_saved(config, job, initial_state(config, job, mesh), mesh))
+    initial = job.state(home.tables(job, mesh), config.seed, mesh)
+    state, image, past = resumed(run, as_saved(config, job, initial, mesh))
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         on = Techniques(config, engine)
         recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
         if config.cpr != "none":
             recorder.watch_failures(engine)
+        home.watch(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
         first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *on.hooks])
-        saves = enter_saves(config, engine, run, data.steps, image, past, extra, first)
+        saves = enter_saves(config, engine, run, home, data.steps, image, past, extra, first)
         recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
         best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
         look, stop = hooks_of(config, engine, recorder, saves, best, asked)
@@ -112,15 +107,15 @@ def train_to_the_end(config: Config, run: Run, asked: Asked) -> dict:
     return finish(run, recorder, saves, unsaved, tested)
 
 
-def enter_saves(config: Config, engine, run: Run, steps: int, image, past: Past, extra, first_steps):
+def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image, past: Past, extra, first_steps):
     """What saves the run: a recovery with --cpr, else all of the state now and then."""
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
-        checkpointer = engine.enter(Checkpointer(directory, run=run.id))
+        checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
         cut = None if config.free else engine.cut  # free trainers are at rest in a hook
         return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
     every = saves_every(config, engine, run, steps, first_steps)
-    recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra))
+    recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra, home.copy))
     if image is None:
         recovery.save_whole()  # so that the run can go on from its first step
     return RecoverySaves(recovery)
@@ -188,8 +183,8 @@ def one(config: Config, asked: Asked) -> dict:
         results = run.read_json("results.json")
         check_seeds(run, 1)
         if not results.get("last_state_saved"):
-            with own(config.table_directory, run.id):
-                return train_to_the_end(config, run, asked)
+            with own(config.table_directory, run.id), home_of(config, run) as home:
+                return train_to_the_end(config, run, asked, home)
         say(f"{run.directory} is complete, nothing is left to do:")
         say(listing(results, TABLE))
         return results

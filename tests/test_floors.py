@@ -33,11 +33,11 @@ FLOORS = [
     ["ahead", "asked", "engine"],
     ["watched"],
     ["serial"],
-    ["loop", "oac", "shadowsync", "cpr"],
+    ["loop", "oac", "shadowsync", "cpr", "cluster"],
     [""],
 ]  # fmt: skip
 HOST_FILES = [
-    "files", "interrupts", "stream", "ahead", "checkpoint", "data", "embedding.in_process",
+    "files", "interrupts", "stream", "ahead", "checkpoint", "cluster", "data", "embedding.in_process",
     "embedding.links", "embedding.mapped", "embedding.servers",
     "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
     "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",

@@ -11,7 +11,7 @@ import pytest
 import jaxrec
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-HEAVY = ["tensorflow", "tensorflow_datasets", "polars", "tyro", "tqdm", "matplotlib", "array_record", "torch"]
+HEAVY = ["tensorflow", "tensorflow_datasets", "polars", "tyro", "tqdm", "matplotlib", "array_record", "torch", "ray"]
 
 
 def test_importing_the_library_loads_no_optional_package():
@@ -19,7 +19,8 @@ def test_importing_the_library_loads_no_optional_package():
 import sys
 for name in {HEAVY}:
     sys.modules[name] = None  # importing it raises ImportError
-import jaxrec, jaxrec.loop, jaxrec.metrics, jaxrec.models.dlrm, jaxrec.data.synthetic, jaxrec.data.criteo
+import jaxrec, jaxrec.cluster, jaxrec.loop, jaxrec.metrics
+import jaxrec.models.dlrm, jaxrec.data.synthetic, jaxrec.data.criteo
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,0 +1,85 @@
+"""Servers on Ray: what is asked of them wrongly, before any process begins."""
+
+import importlib.util
+import sys
+
+from abuse import situation
+from abuse.flags import flags_that
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cluster.runtime import check_authentication
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
+
+SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
+
+flags_that("servers without remote tables", "--servers 2 are of --tables remote: add it", "--servers", "2")
+flags_that("an address without remote tables", "--ray-address auto is of --tables remote", "--ray-address", "auto")
+flags_that("no servers", "--servers 0 must be a number of at least 1", "--tables", "remote", "--servers", "0")
+flags_that(
+    "more servers than shards", "--servers 9 are more than the 8 shards", "--tables", "remote", "--servers", "9"
+)  # fmt: skip
+flags_that(
+    "mapped files at servers", "--table-directory /tmp/a is for --tables host", "--tables", "remote",
+    "--table-directory", "/tmp/a",
+)  # fmt: skip
+if importlib.util.find_spec("ray") is None:
+    flags_that("remote tables without Ray", r"needs Ray, which is not installed: .*\[cluster\]", "--tables", "remote")
+
+for address in ("", " ", "ray://10.0.0.1:10001", "10.0.0.1", ":6379", "10.0.0.1:head", 6379):
+    situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a cluster that runs")(
+        lambda directory, address=address: Cluster(address)
+    )
+
+
+@situation("an address where nobody answers", ConnectionError, "no Ray cluster answers at 127.0.0.1:1 .*ray start --he")
+def _(directory):
+    with Cluster("127.0.0.1:1"):
+        pass
+
+
+@situation("a store that is smaller than Ray takes", ValueError, "object_store_bytes=1000 must be a whole number")
+def _(directory):
+    Cluster(object_store_bytes=1000)
+
+
+@situation("authentication that is switched off", ValueError, "RAY_AUTH_MODE=disabled switches the authentication")
+def _(directory):
+    check_authentication({"RAY_AUTH_MODE": "disabled"})
+
+
+@situation("authentication by token, or as Ray has it")
+def _(directory):
+    check_authentication({})
+    check_authentication({"RAY_AUTH_MODE": "TOKEN"})
+
+
+@situation("no Ray where a cluster begins", ModuleNotFoundError, r"Ray, which is not installed: .*jaxrec\[cluster\]")
+def _(directory):
+    before = {name: sys.modules.get(name) for name in ("ray",)}
+    sys.modules["ray"] = None  # importing it raises
+    try:
+        with Cluster("auto"):
+            pass
+    finally:
+        sys.modules.pop("ray")
+        sys.modules.update({name: module for name, module in before.items() if module is not None})
+
+
+@situation("a supervisor of no cluster", ValueError, "cluster is a NoneType, but a Cluster that was entered is wanted")
+def _(directory):
+    Supervisor(None, SPEC, adagrad(0.1))
+
+
+@situation("a supervisor of a cluster that was not entered", ValueError, r"the cluster is not entered: with Cluster\(")
+def _(directory):
+    Supervisor(Cluster(), SPEC, adagrad(0.1))
+
+
+for name, value, match in (
+    ("timeout_s", 0, "timeout_s=0 must be a number of seconds"),
+    ("start_timeout_s", float("inf"), "start_timeout_s=inf must be a number of seconds"),
+    ("most_deaths", -1, "most_deaths=-1 must be a whole number"),
+    ("within_minutes", float("nan"), "within_minutes=nan must be a number of minutes"),
+):
+    situation(f"a supervisor with {name}={value}", ValueError, match)(
+        lambda directory, name=name, value=value: Supervisor(Cluster(), SPEC, adagrad(0.1), **{name: value})
+    )

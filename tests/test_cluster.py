@@ -1,0 +1,484 @@
+"""Rows with servers on Ray, which are really killed: the bits of host tables, and of `Serial` with the same failures.
+
+One Ray for all tests, as it takes seconds to start: they are of one group, and slow.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
+from watching import Process, differences
+
+from jaxrec.checkpoint import Checkpointer, images, restore
+from jaxrec.checkpoint.image import number_of
+from jaxrec.cluster import Cluster, GivenUp, Supervisor
+from jaxrec.cluster.reaper import MARK, marked, reap
+from jaxrec.cluster.runtime import import_ray
+from jaxrec.cluster.servers import RayServer, Served
+from jaxrec.cpr import Recovery
+from jaxrec.loop import Serial, train
+from jaxrec.oac import Pipeline
+from jaxrec.types import ShardsLost
+
+pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore:shards .* has taken its place:UserWarning"),
+]
+OF_STOPPED_S = 2.0  # a server that is stopped has died behind so many
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), sys.excepthook, dict(os.environ)
+    with Cluster() as cluster:
+        now = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), sys.excepthook
+        assert now == before[:3]
+        assert not {name for name in os.environ if "TOKEN" in name or "JAXREC_C" in name} - set(before[3])
+        yield cluster
+
+
+@pytest.fixture
+def start(cluster):
+    """Makes supervisors, whose servers end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(servers=2, **options):
+            return stack.enter_context(contextlib.closing(Supervisor(cluster, SPEC, ROWS, servers, **options)))
+
+        yield start
+
+
+def kill(servers, place, number=signal.SIGKILL):
+    os.kill(servers.processes[place], number)
+
+
+def is_alive(process):
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    return False
+
+
+def until(true, seconds=60):
+    """Looks again and again; a test that waits in vain fails."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        threading.Event().wait(0.02)
+
+
+# ---- the bits of host tables
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_run_over_two_processes_has_the_bits_of_host_tables(make, start):
+    servers = start()
+    assert len(set(servers.processes)) == 2 and os.getpid() not in servers.processes
+    with make(fresh("host")._replace(tables=servers.tables)) as engine:
+        losses = [float(metrics["loss"]) for _, metrics in engine.run(map(batch_at, range(LENGTH)))]
+        found = bits(engine.state)
+    wanted, wanted_losses = plain(LENGTH)[:2]
+    assert same(found, wanted) and losses == wanted_losses
+
+
+def test_an_image_that_servers_have_written_is_restored_into_others_and_into_host_tables(start, tmp_path):
+    state = fresh("host")._replace(tables=start(2, directory=tmp_path).tables)
+    with Serial(state, STEP) as engine:
+        list(engine.run(map(batch_at, range(EVERY))))
+    wanted = bits(engine.state)
+    with Checkpointer(tmp_path, copy="shards") as checkpointer:
+        checkpointer.save(engine.state)
+    for tables in (start(3).tables, fresh("host").tables):
+        assert same(bits(restore(tmp_path, fresh("host")._replace(tables=tables))[0]), wanted)
+    assert [path.name for path in tmp_path.iterdir() if "probe" in path.name] == []
+
+
+def spilled():
+    """Files that Ray has written because its store was full."""
+    return [path for path in Path(tempfile.gettempdir()).glob("jaxrec-*/session_2*/ray_spilled*/*") if path.is_file()]
+
+
+def test_what_was_read_stays_what_it_was_and_nothing_spills(start):
+    """Answers are views of shared memory, which Ray uses again; 320 MB go through a store of 256 MiB."""
+
+    def megabytes(stack, shard, parts, number):
+        return np.full(1 << 20, number, np.float32)
+
+    tables, plans = start().tables, of_rows(range(40))
+    first = tables.read(plans)
+    before = jax.tree.map(np.array, first)
+    for number in range(20):
+        tables.on_shards(megabytes, number)
+    tables.put(plans, jax.tree.map(lambda array: array + 1, first))
+    assert same(before, first) and not same(before, tables.read(plans))
+    assert spilled() == []
+    held = [import_ray().put(np.zeros(40 << 20, np.uint8)) for _ in range(8)]
+    until(spilled)  # negative control
+    del held
+
+
+# ---- deaths
+
+
+class Killing:
+    """Gate and way that kill a server once, at an instant: before a batch, or when a message of a verb is sent.
+
+    Args:
+      servers: a Supervisor, whose calls are seen from here on.
+      verb, number: of the message that is not answered any more; `read`, say.
+      incarnation: of the server.
+    """
+
+    def __init__(self, servers, verb, number=0, incarnation=1, place=1):
+        self.servers, self.left, self.verb, self.wanted = servers, number, verb, (place, incarnation)
+        self.dead = threading.Event()
+
+    def sees(self, server, verb):
+        """Called as a message is sent."""
+        if (verb, (server.place, server.incarnation)) != (self.verb, self.wanted) or self.dead.is_set():
+            return
+        self.left -= 1
+        if self.left < 0:
+            self.dead.set()
+            os.kill(server.process, signal.SIGKILL)
+
+
+@pytest.fixture
+def killing(monkeypatch):
+    """Kills a server as soon as a message is on its way to it."""
+    plans, call = [], RayServer.call
+
+    def seen(self, verb, sender, *args):
+        answer = call(self, verb, sender, *args)
+        for plan in plans:
+            plan.sees(self, verb)
+        return answer
+
+    monkeypatch.setattr(RayServer, "call", seen)
+
+    def add(*args, **options):
+        plans.append(Killing(*args, **options))
+        return plans[-1]
+
+    return add
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("death", ["read", "put", "save", "restore"])
+def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step(make, death, start, killing, tmp_path):
+    scheme = "vanilla" if death == "put" else "mfu"
+    servers = start()
+    verb, number = {"read": ("read", 9), "put": ("put", 9), "save": ("take", 2), "restore": ("put", 9)}[death]
+    first = killing(servers, verb, number)
+    if death == "restore":
+        killing(servers, "change", 1, incarnation=2)
+    # In a save the death is noticed before the next batch is there, so that all know at which step.
+    gate = lambda index: (
+        index in (EVERY, 3 * EVERY // 2) and death == "save" and first.dead.wait(1 if index == EVERY else 60)
+    )
+    engine = make(fresh("host")._replace(tables=servers.tables))
+    found, log, recovery = run(engine, tmp_path / "found", scheme, servers, gate)
+    assert [death.server for death in servers.deaths] == [1] * (2 if death == "restore" else 1)
+    assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
+    assert not same(found, serially(tmp_path / "control", scheme, {}))
+
+
+@pytest.mark.parametrize("also", [{}, {10: [1]}, {10: [1, 3]}], ids=str)
+def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_the_next_call(start, tmp_path, also):
+    """Also where a hook has lost some of its shards, or all, at the same step."""
+    servers = start()
+    first = servers.processes[1]
+
+    def hook(state, step, plans, metrics):
+        if step == 10:
+            kill(servers, 1)
+            until(lambda: servers.deaths and servers.processes[1] != first)  # nobody calls meanwhile
+            assert servers.tables.lost == (1, 3)
+        return state
+
+    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+        engine.enter(servers)
+        recovery = engine.enter(Recovery(engine, tmp_path / "found", EVERY, LENGTH, failures=also))
+        list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
+        found = bits(engine.state)
+    (death,) = servers.deaths
+    assert death.why == f"its process {first} on {servers.addresses[1]} has ended" and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", "vanilla", {10: ((1, 3), ())}))
+
+
+def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, tmp_path):
+    servers = start(timeout_s=OF_STOPPED_S)
+    first = servers.processes[0]
+    gate = lambda index: kill(servers, 0, signal.SIGSTOP) if index == 10 and not servers.deaths else None
+    engine = ENGINES["pipeline"](fresh("host")._replace(tables=servers.tables))
+    found, log, _ = run(engine, tmp_path / "found", "mfu", servers, gate)
+    assert [death.server for death in servers.deaths] == [0]
+    said = r"server 0 \(incarnation 1\) has not answered (read|put|take|on_shards) within 2 s"
+    assert re.search(said, servers.deaths[0].why)
+    until(lambda: not is_alive(first), 10)
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+
+
+def test_who_is_not_watched_ends_with_the_name_of_the_server(start):
+    servers = start()
+    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+        kill(servers, 1)
+        with pytest.raises(ShardsLost, match="no watcher brings them back"):
+            list(engine.run(map(batch_at, range(3))))
+    with pytest.raises(ShardsLost, match=r"server 1 \(incarnation 1\) is gone: its process \d+ on .* has ended"):
+        servers.tables.read(of_rows(range(40)))
+    assert servers.deaths == []  # and nobody begins a successor that nobody would use
+
+
+def test_one_death_too_many_ends_the_run_and_says_so(start, tmp_path):
+    servers = start(most_deaths=1)
+    killed = iter([10, 12])
+    until_killed = [next(killed)]
+
+    def gate(index):
+        if until_killed and index >= until_killed[0] and len(servers.deaths) < 2:
+            kill(servers, 1)
+            until_killed[:] = [one for one in [next(killed, None)] if one]
+
+    with pytest.raises(GivenUp, match=r"2 deaths of servers within 10 minutes, and 1 are borne; .* of server 1 \(inca"):
+        run(ENGINES["serial"](fresh("host")._replace(tables=servers.tables)), tmp_path, "mfu", servers, gate)
+    assert len(servers.deaths) == 2
+
+
+def test_full_recovery_over_servers_that_are_killed_ends_as_a_run_without_failures(start, killing, tmp_path):
+    servers = start()
+    killing(servers, "put", 15)
+    with Pipeline(fresh("host")._replace(tables=servers.tables), UPDATE, window=3) as engine:
+        engine.enter(servers)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
+        train(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        assert recovery.failed == 2 and len(servers.deaths) == 1
+        assert same(bits(engine.state), plain(LENGTH)[0])
+    assert images(tmp_path)
+
+
+# ---- what is refused, by name and in time
+
+
+def test_a_server_without_a_machine_is_named_in_time(cluster):
+    with pytest.raises(TimeoutError, match=r"server 0 \(incarnation 1, shards \[0, 2\]\) has no process yet"):
+        Supervisor(cluster, SPEC, ROWS, 2, start_timeout_s=1.0, resources={"no machine has this": 1})
+
+
+def test_a_directory_that_a_server_does_not_see_is_refused(cluster, tmp_path):
+    server = RayServer(Served(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere"), 0, [0, 2], 1)
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(ValueError, match=r"of shards \[0, 2\] does not see .*where the"),
+    ):
+        stack.callback(server.kill)
+        server.wait(60)
+
+
+def test_a_second_cluster_in_one_process_is_refused(cluster):
+    with pytest.raises(ValueError, match="in use in this process already"), Cluster():
+        pass
+
+
+DRIVER = """
+import sys
+sys.path[:0] = {path!r}
+from test_engine import ROWS, SPEC
+from jaxrec.cluster import Cluster, Supervisor
+
+try:
+    with Cluster({address!r}) as cluster:
+        servers = Supervisor(cluster, SPEC, ROWS, 2)
+        print("begun", *servers.processes, flush=True)
+        sys.stdin.read()
+        for shard in range(4):
+            servers.tables.reset_shard("width_4", shard)
+    print("ended")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+PATH = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+
+def driver_of(address, **variables):
+    """A driver in a process of its own, and the first thing that it says."""
+    code, environment = DRIVER.format(path=PATH, address=address), os.environ | variables
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+    return driver, driver.stdout.readline()
+
+
+@pytest.fixture
+def by_hand(short):
+    """Starts a Ray as people do by hand: {variables} -> its address."""
+    directories = []
+
+    def begin(variables):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        directories.append(short / f"r{port}")
+        words = ["start", "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+        words += [f"--temp-dir={directories[-1]}", "--object-store-memory=200000000"]
+        command = [str(Path(sys.executable).parent / "ray"), *words]
+        marks = {MARK: str(directories[-1]), "HOME": str(short), "RAY_USAGE_STATS_ENABLED": "0"}
+        subprocess.run(command, env=os.environ | marks | variables, check=True, capture_output=True)
+        return f"127.0.0.1:{port}"
+
+    yield begin
+    for directory in directories:
+        reap(str(directory))
+
+
+def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand, short):
+    token = {"RAY_AUTH_TOKEN": "ab" * 32}
+    closed, open_to_all = by_hand(token | {"RAY_AUTH_MODE": "token"}), by_hand({"RAY_AUTH_MODE": "disabled"})
+    driver, said = driver_of(closed, HOME=str(short), **token)
+    word, *processes = said.split()
+    assert word == "begun" and all(is_alive(int(process)) for process in processes)
+    driver.kill()
+    driver.communicate()
+    until(lambda: not any(is_alive(int(process)) for process in processes), 3)
+    for address, given, error in (
+        (closed, {}, "ValueError the cluster at .* wants a token that this process does not have"),
+        (open_to_all, token, "ServerGone server 0 .* has not begun: .*RAY_AUTH_MODE=token"),
+    ):
+        driver, said = driver_of(address, HOME=str(short), **given)
+        driver.communicate("")
+        assert re.match(error, said)
+
+
+# ---- the driver
+
+
+def started(short):
+    """A driver whose Ray lies in a directory, and its servers' processes."""
+    driver, said = driver_of(None, TMPDIR=str(short))
+    word, *processes = said.split()
+    assert word == "begun"
+    return driver, [int(process) for process in processes]
+
+
+@pytest.fixture
+def short():
+    """A directory with a short path, as for sockets."""
+    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_driver_that_is_killed_leaves_no_process_within_three_seconds_and_no_file(short, stopped):
+    driver, processes = started(short)
+    (directory,) = short.glob("jaxrec-*")
+    assert set(processes) < set(marked(str(directory)))
+    if stopped:
+        os.kill(processes[1], signal.SIGSTOP)
+    driver.kill()
+    driver.wait()
+    until(lambda: not any(map(is_alive, processes)), 3)
+    until(lambda: not marked(str(directory)) and not directory.exists(), 10)
+    assert list(short.glob("jaxrec-*")) == []
+
+
+def test_a_driver_that_ends_leaves_nothing_and_what_its_terminal_says_is_not_for_its_servers(short):
+    driver, processes = started(short)
+    (directory,) = short.glob("jaxrec-*")
+    for process in marked(str(directory)):
+        os.kill(process, signal.SIGHUP)
+        os.kill(process, signal.SIGINT)
+    assert all(map(is_alive, processes))
+    said, _ = driver.communicate("", timeout=60)
+    assert "ended" in said and driver.returncode == 0
+    assert not any(map(is_alive, processes)) and not marked(str(directory)) and list(short.glob("jaxrec-*")) == []
+
+
+# ---- the main job
+
+JOB = ["--preset", "smoke", "--rows", "500", "--batch-size", "64", "--embedding-width", "8", "--steps", "{steps}"]
+JOB = [*JOB, "--model", "small_dlrm", "--evaluations", "2", "--pipeline", "oac", "--save-every-steps", "40"]
+STEPS, LIMIT_S = 600, 200
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The main job over host tables."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert job(directory, "--tables", "host").ended().code == 0
+    return directory
+
+
+def job(workdir, *flags, short=None):
+    """The main job in a process of its own."""
+    words = [word.format(steps=STEPS) for word in JOB] + [*flags, "--workdir", str(workdir), "--resume"]
+    script = Path(__file__).parent.parent / "experiments" / "train.py"
+    environment = os.environ | ({"TMPDIR": str(short)} if short else {})
+    environment.pop("XLA_FLAGS", None)
+    return Process([sys.executable, str(script), *words], environment, LIMIT_S)
+
+
+def servers_of(short):
+    """The processes of servers, in the order in which they have begun."""
+    found = [process for directory in short.glob("jaxrec-*") for process in marked(str(directory))]
+    return sorted(process for process in found if "ray::Actor" in command_of(process))
+
+
+def command_of(process):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
+
+
+def has_saved(workdir, step):
+    return any(number_of(path) >= step for path in images(workdir / "checkpoints"))
+
+
+def test_the_main_job_with_full_recovery_survives_the_death_of_a_server_and_its_own_bit_for_bit(
+    short, undisturbed, tmp_path
+):
+    flags = ["--tables", "remote", "--servers", "2", "--cpr", "full"]
+    first = job(tmp_path, *flags, short=short)
+    until(lambda: has_saved(tmp_path, 40), LIMIT_S)
+    os.kill(servers_of(short)[-1], signal.SIGKILL)
+    saved = max(number_of(path) for path in images(tmp_path / "checkpoints"))
+    until(lambda: has_saved(tmp_path, saved + 80), LIMIT_S)
+    first.send(signal.SIGKILL)
+    assert "has taken its place" in first.ended().said
+    until(lambda: not list(short.glob("jaxrec-*")), 10)
+    ended = job(tmp_path, *flags, short=short).ended()
+    assert ended.code == 0 and "going on from" in ended.said
+    assert differences(undisturbed, tmp_path) == []
+    assert not list(short.glob("jaxrec-*"))
+
+
+def test_the_main_job_without_a_recovery_names_the_dead_server_and_goes_on_when_it_is_told_to(
+    short, undisturbed, tmp_path
+):
+    first = job(tmp_path, "--tables", "remote", short=short)
+    until(lambda: has_saved(tmp_path, 40), LIMIT_S)
+    os.kill(servers_of(short)[0], signal.SIGKILL)
+    ended = first.ended()
+    assert ended.code == 1 and "Traceback" not in ended.said
+    assert re.search(r"error: shards \[0, 2, 4, 6\] are lost: server 0 .* has ended; go on .* --resume", ended.said)
+    until(lambda: not list(short.glob("jaxrec-*")), 10)
+    second = job(tmp_path, "--tables", "remote", short=short)
+    until(lambda: has_saved(tmp_path, 200), LIMIT_S)
+    second.send(signal.SIGTERM)
+    ended = second.ended()
+    assert ended.code == 128 + signal.SIGTERM and "stopped and saved at step" in ended.said
+    assert job(tmp_path, "--tables", "remote", short=short).ended().code == 0
+    assert differences(undisturbed, tmp_path) == []
