@@ -24,8 +24,7 @@ class Serial(Watched):
     """Trains one batch after the other, over tables in any home; plans are made ahead, in a thread.
 
         with Serial(state, train_step) as engine:
-            for state, metrics in engine.run(batches, hooks=[...]):
-                ...
+            for state, metrics in engine.run(batches, hooks=[...]): ...
         state = engine.state
 
     Args:
@@ -33,9 +32,8 @@ class Serial(Watched):
       train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
       capacity: {stack: U} of the plans to begin with: `capacity_of` the last ones, if a run is to go on bit for bit.
 
-    Whatever ends a run, the engine keeps the state of the last step that was committed, with what the last whole hook
-    has returned; a Ctrl-C or a SIGTERM waits for the step that is being committed. An iterator that a run has left
-    begins, if it comes again, with what was taken from it and not trained.
+    Whatever ends a run, the state is that of the last step committed, with what the last whole hook has returned; a
+    Ctrl-C or a SIGTERM waits for the commit. An iterator that comes again begins with what was taken and not trained.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -55,10 +53,8 @@ class Serial(Watched):
         self._state, self._train_step = _checked(state), train_step
         self._capacity = None if capacity is None else checked_capacity(state.tables.spec, capacity)
         self._streams, self._cuts = Streams(), Announced()
-        self._losses = Losses()
-        self._gone: set[int] = set()  # shards that their home has lost
-        self._lost: set[int] = set()  # shards that a hook wants lost
-        self._in_hook = self._alone = False
+        self._losses, self._in_hook, self._alone = Losses(), False, False
+        self._gone, self._lost = set[int](), set[int]()  # shards: of their home, and by the wish of a hook
         self.step = int(state.dense.step)
 
     @property
@@ -81,7 +77,7 @@ class Serial(Watched):
         Args:
           batches: Batch after Batch, of one size; planned, and taken from their iterator, up to three ahead.
           hooks: (state, step, plans, metrics) -> state, in order after every step.
-          check_every_steps: how often the losses are fetched and checked; they are, too, at the end of a run.
+          check_every_steps: how often, and at the end of a run, the losses are fetched and checked.
 
         Yields:
           (TrainState, metrics) after every batch; the state is donated to the next step.
@@ -91,16 +87,14 @@ class Serial(Watched):
           ShardsLost: shards were lost, and nobody who was entered can recover them.
           ValueError: a run goes on; what comes is no Batch; as the step.
         """
-        hooks = self._check_run(hooks)
-        stream = self._streams.of(batches, patience_seconds=10.0)
+        hooks, stream = self._check_run(hooks), self._streams.of(batches, patience_seconds=10.0)
         return self._hold(self._over_stream(stream, hooks, check_every_steps))
 
     def steps(
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
-        hooks = self._check_run(hooks)
-        return self._hold(self._over_pairs(in_pairs(pairs), hooks, check_every_steps))
+        return self._hold(self._over_pairs(in_pairs(pairs), self._check_run(hooks), check_every_steps))
 
     def _check_run(self, hooks):
         if self.running:

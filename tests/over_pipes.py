@@ -6,7 +6,8 @@ import multiprocessing
 import threading
 from concurrent.futures import Future
 
-from jaxrec.embedding.servers import ServerGone, ShardServer
+from jaxrec.embedding.messages import ServerGone
+from jaxrec.embedding.servers import ShardServer
 
 
 def serve(pipe, *args):

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 FLOORS = [
     ["types", "files", "interrupts", "bounds", "errors"],
     [
-        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "oac.ring", "oac.ends",
-        "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
+        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "embedding.messages",
+        "oac.ring", "oac.ends", "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
     ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow"],
     ["embedding.mapped", "embedding.servers"],

@@ -25,7 +25,8 @@ from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.servers import ShardServer, Superseded, deal
+from jaxrec.embedding.messages import Superseded
+from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all
 from jaxrec.oac import Pipeline

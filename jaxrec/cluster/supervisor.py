@@ -23,7 +23,8 @@ from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
 from jaxrec.cluster.servers import RayServer, Served
 from jaxrec.embedding import RemoteTables
-from jaxrec.embedding.servers import ServerGone, deal
+from jaxrec.embedding.messages import ServerGone
+from jaxrec.embedding.servers import deal
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost

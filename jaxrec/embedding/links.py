@@ -11,16 +11,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.embedding.servers import (
-    ANY,
-    WRITES,
-    About,
-    Answer,
-    OtherIncarnation,
-    Sender,
-    Server,
-    ServerGone,
-)
+from jaxrec.embedding.messages import ANY, About, Answer, OtherIncarnation, Sender, Server, ServerGone
+from jaxrec.embedding.servers import WRITES
 from jaxrec.types import ShardsLost
 
 _LOST = (ServerGone, OtherIncarnation, TimeoutError)

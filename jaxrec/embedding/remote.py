@@ -9,6 +9,7 @@ Legend: S shards, P servers, U padded unique rows per shard, C rows of a message
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding.links import Link, Links
 from jaxrec.embedding.mapped import is_untorn
-from jaxrec.embedding.servers import About, Piece, Server
+from jaxrec.embedding.messages import About, Piece, Server
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.embedding.tables import (
     RowIds,
@@ -81,9 +82,8 @@ class RemoteTables:
     ):  # fmt: skip
         self.spec, self.layout = spec, spec.layout(row_optimizer)
         self.steps = np.zeros((spec.shards, 2), np.int64)
-        self._links = Links(servers, spec.shards, self._check_about, timeout_s, client, incarnation, tries)
-
-    # ---- where it stands
+        check = functools.partial(_check_about, spec, self.layout)
+        self._links = Links(servers, spec.shards, check, timeout_s, client, incarnation, tries)
 
     @property
     def step(self) -> int | None:
@@ -282,16 +282,6 @@ class RemoteTables:
     def __reduce__(self):
         raise TypeError("RemoteTables cannot be pickled, their rows live elsewhere: save an image, or make others.")
 
-    def _check_about(self, about: About, server: str):
-        layout = {
-            name: {part: (one.width, one.dtype) for part, one in parts.items()} for name, parts in self.layout.items()
-        }
-        if about.spec != self.spec.digest or about.layout != layout:
-            what = "spec" if about.spec != self.spec.digest else "row optimizer"
-            raise ValueError(
-                f"{server} was made for another {what}: make servers and tables with one spec and one row optimizer."
-            )
-
 
 class RemoteRows:
     """One part of the rows of a shard, [V / S, width]: `np.asarray` and an index fetch them from their server."""
@@ -309,6 +299,16 @@ class RemoteRows:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         found = self[:]
         return found if dtype is None else found.astype(dtype)
+
+
+def _check_about(spec, layout, about: About, server: str):
+    """Refuses a server of other tables."""
+    parts = {name: {part: (one.width, one.dtype) for part, one in stack.items()} for name, stack in layout.items()}
+    if about.spec != spec.digest or about.layout != parts:
+        what = "spec" if about.spec != spec.digest else "row optimizer"
+        raise ValueError(
+            f"{server} was made for another {what}: make servers and tables with one spec and one row optimizer."
+        )
 
 
 def _piece(shards, unique, count, parts):

@@ -27,29 +27,24 @@ class Shadow(Synchroniser):
 
         with Shadow(transport) as shadow:
             for batch in batches:
-                state, metrics = step(state, plans, batch)
-                state = shadow.exchange(state)          # never waits
-            state = shadow.finish(state)                # goes on until all trainers are done
+                state = shadow.exchange(step(state, batch))  # never waits
+            state = shadow.finish(state)                     # goes on until all trainers are done
 
     Args:
       transport: shared by all trainers; it has the rule.
       trainer: the number of this one, from 0; each has its own.
       pace_seconds: the least time from one round to the next; 0 is back to back.
-      core_share: of the time of a core, the largest part that the thread takes: rounds are so far apart
-        that their own processor time, without what is waited for, is no more. 1 is no limit.
+      core_share: of the time of a core, the largest part that the thread takes for its rounds, up to 1.
 
     Raises:
-      ValueError: no transport; pace_seconds < 0; core_share not above 0 and at most 1. On entering:
-        no such trainer, or a taken one.
+      ValueError: no transport; a number out of range. On entering: no such trainer, or a taken one.
       Left: another trainer has left, or is overdue. It and whatever else a round raises come with
         the next `exchange`, or on leaving the `with` block.
       TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as
         when `meet` does not return: it is left behind, and does nothing with what may still come.
     """
 
-    def __init__(
-        self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0
-    ):  # fmt: skip
+    def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0):
         real_number("pace_seconds", pace_seconds, "0 or more", is_not_negative)
         real_number("core_share", core_share, "above 0 and at most 1", is_portion)
         super().__init__(transport, trainer)
@@ -250,13 +245,11 @@ class Shadow(Synchroniser):
             left = start + pace - time.monotonic()
             if left > 0:
                 self._busy = True  # else a copy is taken now that is old when the next round begins
-                timeout = min(left, threading.TIMEOUT_MAX)
-                self._changed.wait_for(lambda: self._done or self._stopped, timeout)
+                self._changed.wait_for(lambda: self._done or self._stopped, min(left, threading.TIMEOUT_MAX))
                 self._busy = False
 
     def _fold_late(self, live):
-        """Folds in a result that came after the last exchange; on the host: no program from
-        here."""
+        """Folds in a result that came after the last exchange; on the host: no program from here."""
         if (late := self._result) is not None:
             before, target = (live._replace(leaves=part).to_host() for part in (late.before, late.target))
             self._final = self._rule.merge(self._final, before, target)

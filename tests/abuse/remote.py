@@ -13,7 +13,8 @@ from abuse import situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.servers import OldWrite, Sender, ServerGone, ShardServer, Superseded, deal
+from jaxrec.embedding.messages import OldWrite, Sender, ServerGone, Superseded
+from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.loop import Serial
 from jaxrec.types import ShardsLost
 
