@@ -23,7 +23,7 @@ from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 from watching import Process, differences
 
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.checkpoint.image import number_of
+from jaxrec.checkpoint.names import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray

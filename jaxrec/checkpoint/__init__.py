@@ -8,17 +8,8 @@ why it can be trusted; then `whole`, and for row deltas `deltas` and `rows`.
 """
 
 from jaxrec.checkpoint.deltas import chain, copy_rows, newest, newest_first, save_rows
-from jaxrec.checkpoint.image import (
-    DamagedImage,
-    Image,
-    Snapshot,
-    deltas,
-    images,
-    is_whole,
-    read_manifest,
-    verify,
-    write_image,
-)
+from jaxrec.checkpoint.image import DamagedImage, Image, Snapshot, is_whole, read_manifest, verify, write_image
+from jaxrec.checkpoint.names import deltas, images
 from jaxrec.checkpoint.predicting import read_tables, restore_for_prediction, spec_of
 from jaxrec.checkpoint.restoring import restore, restore_shard, shard_source
 from jaxrec.checkpoint.rows import RowCheckpointer, compact

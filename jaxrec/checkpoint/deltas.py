@@ -20,17 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrec.checkpoint.image import (
-    DamagedImage,
-    Image,
-    Snapshot,
-    deltas,
-    images,
-    number_of,
-    read_manifest,
-    verify,
-    write_image,
-)
+from jaxrec.checkpoint.image import DamagedImage, Image, Snapshot, read_manifest, verify, write_image
+from jaxrec.checkpoint.names import deltas, images, number_of
 from jaxrec.checkpoint.state import ROW_IDS, dense_leaves, leaf_name, manifest_of
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import RowIds

@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import shutil
 import warnings
 import zlib
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrec.checkpoint.names import MANIFEST, deltas, images, number_of, set_aside
 from jaxrec.files import PARTIAL, make_directory, sync
 
 # Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its
@@ -31,7 +31,7 @@ _NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
-_MANIFEST, _ARRAYS, _DAMAGED, CHAIN = "manifest.json", "arrays", ".damaged", "chain.json"
+_ARRAYS, CHAIN = "arrays", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
 # Of a file system: a leaf has a directory and a file beside its own.
 _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
@@ -137,8 +137,8 @@ def _write_files(partial, image):
     )
     sums = {str(file.relative_to(partial)): _checksum(file) for file in mine} | theirs
     body = json.dumps({"format": FORMAT, **image.manifest, "files": sums})
-    (partial / _MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
-    for file in [*mine, partial / _MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
+    (partial / MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
+    for file in [*mine, partial / MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
         sync(file)
 
 
@@ -199,48 +199,6 @@ def _as_os_error(error, path):
     return OSError(errno.ENOSPC if full else errno.EIO, said, str(path))
 
 
-def set_aside(path: Path) -> Path:
-    """Renames an image that is not to be read again to NAME.damaged (and a number): the path."""
-    for number in range(1000):
-        name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
-        if not name.exists():
-            os.rename(path, name)
-            return name
-    raise ValueError(f"{path.parent} holds 1000 damaged images named {path.name}: remove them.")
-
-
-def images(directory: str | Path) -> list[Path]:
-    """The committed images of a directory that are whole by themselves, newest step first."""
-    return _numbered(directory, "step_")
-
-
-def deltas(directory: str | Path) -> list[Path]:
-    """The committed row deltas of a directory, newest first; each needs what its manifest names."""
-    return _numbered(directory, "delta_")
-
-
-def is_image(path: Path) -> bool:
-    """Whether a path names an image or a delta, damaged or not, and no directory of them."""
-    named = re.fullmatch(r"(step|delta)_\d+", path.name) is not None
-    return (path / _MANIFEST).exists() or (named and not images(path) and not deltas(path))
-
-
-def _numbered(directory, prefix):
-    found = [path for path in Path(directory).glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name)]
-    return sorted(found, key=number_of, reverse=True)
-
-
-def number_of(path: Path) -> int:
-    """The step of an image, the number of a delta."""
-    return int(path.name.rpartition("_")[2])
-
-
-def remove_partial(directory: Path, prefix: str) -> None:
-    """Removes what killed saves have left of images of a prefix; the caller holds their lock."""
-    for torn in directory.glob(f"{prefix}*{PARTIAL}"):
-        shutil.rmtree(torn, ignore_errors=True)
-
-
 def needed(directory: str | Path) -> set[str]:
     """Names of the images that a row delta of a directory needs, or is to be written over.
 
@@ -277,11 +235,11 @@ def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image)
     """
     path = Path(path)
     try:
-        body, _, digest = (path / _MANIFEST).read_bytes().rstrip(b"\n").rpartition(b"\n")
+        body, _, digest = (path / MANIFEST).read_bytes().rstrip(b"\n").rpartition(b"\n")
     except OSError as error:
         raise DamagedImage(f"{path} has no readable manifest ({error.strerror}). {advise(path)}") from error
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise DamagedImage(f"{path / _MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
+        raise DamagedImage(f"{path / MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
     fields = json.loads(body)
     if fields.get("format", 1) != FORMAT:
         raise ValueError(

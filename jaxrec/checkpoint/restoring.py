@@ -24,15 +24,8 @@ from jaxrec.checkpoint.deltas import (
     newest_first,
 )
 from jaxrec.checkpoint.elsewhere import live_elsewhere
-from jaxrec.checkpoint.image import (
-    DamagedImage,
-    Image,
-    is_image,
-    leaves_of,
-    load_arrays,
-    verify,
-    warn_skipped,
-)
+from jaxrec.checkpoint.image import DamagedImage, Image, leaves_of, load_arrays, verify, warn_skipped
+from jaxrec.checkpoint.names import is_image
 from jaxrec.checkpoint.state import (
     ROW_IDS,
     check_saved_dense,
@@ -288,8 +281,7 @@ def _restore_there(server, shard, path, without):
 def shard_source(
     sources: Sequence[Path], shard: int, known: dict, without: Collection[str] = ()
 ) -> tuple[Path, list[DamagedImage]]:
-    """The first of some images and deltas that one shard can be had from; reads nothing but what it
-    verifies.
+    """The first of some images and deltas that one shard can be had from; reads but what it verifies.
 
     Args:
       sources: paths, the wanted one first.
@@ -321,10 +313,9 @@ def shard_source(
 def _damage(image, leaves, tip):
     """What is wrong with some leaves of an image; None if nothing is."""
     try:
-        verify(image, leaves, functools.partial(advise_leaving_out, tip))
+        return verify(image, leaves, functools.partial(advise_leaving_out, tip))
     except DamagedImage as error:
         return error
-    return None
 
 
 def _resolve(path):

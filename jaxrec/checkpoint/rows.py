@@ -22,19 +22,8 @@ from jaxrec.checkpoint.deltas import (
     is_delta,
     write_delta,
 )
-from jaxrec.checkpoint.image import (
-    CHAIN,
-    DamagedImage,
-    Image,
-    Snapshot,
-    deltas,
-    leaves_of,
-    load_arrays,
-    read_manifest,
-    remove_partial,
-    set_aside,
-    verify,
-)
+from jaxrec.checkpoint.image import CHAIN, DamagedImage, Image, Snapshot, leaves_of, load_arrays, read_manifest, verify
+from jaxrec.checkpoint.names import deltas, remove_partial, set_aside
 from jaxrec.checkpoint.state import ROW_IDS
 from jaxrec.checkpoint.whole import Saver
 from jaxrec.embedding import Tables

@@ -14,20 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint.image import (
-    DamagedImage,
-    Image,
-    Snapshot,
-    deltas,
-    images,
-    is_whole,
-    needed,
-    number_of,
-    read_manifest,
-    remove_partial,
-    set_aside,
-    write_image,
-)
+from jaxrec.checkpoint.image import DamagedImage, Image, Snapshot, is_whole, needed, read_manifest, write_image
+from jaxrec.checkpoint.names import deltas, images, number_of, remove_partial, set_aside
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
 from jaxrec.types import ShardsLost, TrainState

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from jaxrec.checkpoint import chain, restore_shard, shard_source
-from jaxrec.checkpoint.image import set_aside, warn_skipped
+from jaxrec.checkpoint.image import warn_skipped
+from jaxrec.checkpoint.names import set_aside
 from jaxrec.cpr.saves import Saves
 from jaxrec.cpr.watch import Watch
 from jaxrec.embedding import Tables
