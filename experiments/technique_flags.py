@@ -156,6 +156,10 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
             config.cpr != "none" and getattr(config, "save_every_steps", None) == 0
         ),
+        # Last: who installs it for a run that would be refused anyway has waited for nothing.
+        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
+            config.tables == "remote" and importlib.util.find_spec("ray") is None
+        ),
     }
 
 
@@ -170,9 +174,6 @@ def _rules_of_servers(config):
         ),
         f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
         " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
-        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
-            remote and importlib.util.find_spec("ray") is None
-        ),
     }
 
 

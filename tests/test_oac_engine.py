@@ -152,7 +152,8 @@ def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
 
 def test_async_brings_shards_back_too():
     pipeline, watcher, losses = train_mortal(mortal(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
-    assert len(watcher.lost) >= 2 and np.isfinite(losses).all()
+    # One after the other or both at once: a write of an older batch may meet its death beside the read.
+    assert {shard for _, shards in watcher.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
 
 
