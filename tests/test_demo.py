@@ -87,6 +87,7 @@ def test_the_table_has_names_and_units_for_all_that_a_run_says():
     assert not any("_" in line for line in said) and "" not in said
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_is_left_over_below_its_table(tmp_path, capsys):
     results = train.main(dataclasses.replace(FAILING, workdir=tmp_path, pipeline="oac", shadowsync="easgd"))
     table = capsys.readouterr().out.partition("Test set\n")[2].partition("run written")[0]

@@ -444,6 +444,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
     assert not same(found, serially(tmp_path / "control", scheme, {}))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(data):
