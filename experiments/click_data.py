@@ -12,9 +12,9 @@ synthetic log alone is another one for each seed).
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from parts import set_apart
@@ -41,6 +41,7 @@ class Data(NamedTuple):
     validation: Callable[[], Iterator[Batch]] | None = None  # if any rows were set apart for it
     vocabulary_digest: str | None = None  # of what gives categories their rows
     expectation: str = ""  # what a run may reach, in words
+    table: Mapping[str, Any] | None = None  # of a prepared table: what it says of itself
     best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
 
     def examples_after(self, step: int) -> int:
@@ -63,6 +64,7 @@ def synthetic_clicks(
     test_batch_size: int = TEST_BATCH,
     epochs: int = 1,
     shuffle: bool = False,
+    curved: float = 0.0,
 ) -> Data:
     """So many batches of the synthetic click log, and others to validate and to test on.
 
@@ -75,12 +77,13 @@ def synthetic_clicks(
       test_batch_size: of both.
       epochs: how often the batches are trained.
       shuffle: whether each epoch has an order of its own.
+      curved: as for `SyntheticClicks`.
 
     Raises:
       ValueError: there is not one batch to train on.
     """
     _check_steps(steps, batch_size)
-    clicks, epochs = SyntheticClicks(cardinalities, seed=seed), whole_number("epochs", epochs)
+    clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
 
     def batches(epoch, first):
         order = np.random.default_rng([seed, _ORDER, epoch]).permutation(steps) if shuffle else range(steps)
@@ -128,10 +131,46 @@ def criteo_clicks(
     from jaxrec.data.criteo import open_split
 
     split, test = open_split(directory, "train"), open_split(directory, "test")
+    data = data_of_blocks(
+        split, test, None, batch_size=batch_size, steps=steps, examples=examples, padded=padded, epochs=epochs,
+        shuffle_seed=shuffle_seed, validation_fraction=validation_fraction,
+        at_random=split.metadata["options"]["split"] == "random",
+    )  # fmt: skip
+    return data._replace(cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory))
+
+
+def data_of_blocks(
+    split: BlockSource,
+    test: BlockSource,
+    validation: BlockSource | None,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    examples: int | None = None,
+    padded: bool = True,
+    epochs: int = 1,
+    shuffle_seed: int | None = None,
+    validation_fraction: float = 0.0,
+    at_random: bool = False,
+) -> Data:
+    """Passes over blocks of rows, of tables that the caller tells.
+
+    Args:
+      split: rows to train on.
+      test: rows to test on.
+      validation: rows to validate on; None to set some of the training rows apart, or for none.
+      at_random: whether those are random ones, and not the last.
+      batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as of `criteo_clicks`.
+
+    Raises:
+      ValueError: there is not one batch to train on, or not one row to validate.
+    """
     # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches
     # 0.756.
     batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)
-    source, validation = _validated(split, validation_fraction)
+    source: BlockSource = split
+    if validation_fraction:
+        source, validation = _validated(split, validation_fraction, at_random)
     if examples is not None and examples < sum(source.rows):
         source, _ = set_apart(source, sum(source.rows) - examples)
     rows = sum(source.rows)
@@ -145,7 +184,7 @@ def criteo_clicks(
         return iter(loader)
 
     return Data(
-        tuple(split.metadata["cardinalities"]),
+        (),
         batch_size,
         int(total),
         epoch_steps,
@@ -153,7 +192,6 @@ def criteo_clicks(
         _over_epochs(epoch_steps, int(total), batches),
         lambda: iter(Loader(test, TEST_BATCH)),
         None if validation is None else lambda: iter(Loader(validation, TEST_BATCH)),
-        vocabulary_digest=_digest_of(directory),
     )
 
 
@@ -167,10 +205,8 @@ def _digest_of(directory: Path) -> str | None:
         return None
 
 
-def _validated(split, fraction: float) -> tuple[BlockSource, BlockSource | None]:
+def _validated(split: BlockSource, fraction: float, at_random: bool) -> tuple[BlockSource, BlockSource]:
     """The rows that train, and those that validate."""
-    if not fraction:
-        return split, None
     rows = sum(split.rows)
     apart = int(rows * fraction) if 0 < fraction < 1 else 0
     if not 0 < apart < rows:
@@ -180,7 +216,6 @@ def _validated(split, fraction: float) -> tuple[BlockSource, BlockSource | None]
         )
     # As the preparation has chosen the test, so that the one foretells the other; and whatever the
     # seed of the run is. The vocabulary has counted these rows: it knows a little of them.
-    at_random = split.metadata["options"]["split"] == "random"
     return set_apart(split, apart, seed=0 if at_random else None)
 
 

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
-from jaxrec.models.dcnv2 import DCNv2
-from jaxrec.models.dlrm import DLRM
+from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
 from jaxrec.step import init_state, make_eval_step, make_train_step, make_update
 from jaxrec.types import RowOptimizer, TrainState
 
@@ -100,7 +99,10 @@ def click_job(
 
 
 def make_model(name: str, width: int) -> nn.Module:
-    """DLRM or DCNv2 of the usual size; 'small_dlrm' is for many short runs.
+    """A model of the usual size; 'small_dlrm' is for many short runs.
+
+    'dcnv2_mlperf' is that of MLPerf Training at width 128; its rank, 512 there, follows the width.
+    Of 'lr', 'fm', 'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
 
     Raises:
       ValueError: there is no such model.
@@ -108,7 +110,15 @@ def make_model(name: str, width: int) -> nn.Module:
     models = {
         "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
         "dcnv2": DCNv2(cross_layers=3, tower=(512, 256)),
+        "dcnv2_mlperf": DCNv2(3, 4 * width, (1024, 1024, 512, 256), parallel=False, bottom=(512, 256, width)),
         "small_dlrm": DLRM((64, width), (64, 1)),
+        "lr": LR(),
+        "fm": FM(),
+        "dnn": DNN((512, 256)),
+        "wide_deep": WideAndDeep((512, 256)),
+        "deepfm": DeepFM((512, 256)),
+        "finalmlp": FinalMLP(((512, 256), (512, 256))),
+        "din": DIN((200, 80)),
     }
     if name not in models:
         raise ValueError(f"model={name!r} must be one of {', '.join(models)}.")

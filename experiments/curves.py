@@ -65,13 +65,12 @@ def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str,
     best = results.get("teacher_auc")
     loss = {"train": line(history, "train_loss"), watched: line(history, f"{watched}_log_loss")}
     auc = {"model": line(history, f"{watched}_auc")}
-    if best:
-        auc["teacher"] = (auc["model"][0], [best] * len(history))
     panels = {"log loss": loss, f"{watched} AUC": auc, "examples/s": {"": rates(history)}}
     panels |= {label: {"": line(history, name)} for label, name in _DONE.items() if _is_in(history, name)}
     title = f"Test AUC {results['test_auc']:.4f} after {results['examples']:,} examples"
     title += f", where the teacher of the data has {best:.4f}" if best else ""
-    return plot(path, panels, "examples", title + _told(failures), marks=marks(failures))
+    levels = {f"{watched} AUC": {"teacher": best}}
+    return plot(path, panels, "examples", title + _told(failures), marks=marks(failures), levels=levels)
 
 
 def compare(path: Path, arms: Mapping[str, Sequence[Mapping]], watched: str, title: str) -> bool:

@@ -34,11 +34,14 @@ class DataFlags(Flags):
     """Which data a run reads, in which order; what is not given follows from the data and the
     preset."""
 
-    data: Literal["synthetic", "criteo"] = "synthetic"
+    data: Literal["synthetic", "criteo", "tabular"] = "synthetic"
     path: tuple[Path, ...] = ()
-    """Criteo: raw files (plain or .gz) in time order, or one prepared directory."""
+    """Criteo: raw files (plain or .gz) in time order, or one prepared directory. Tabular: the directory that prepare.py
+    --schema has made."""
     rows: int | None = None
     """Synthetic: embedding rows in all; the Criteo Kaggle cardinalities, cut."""
+    curved: float = 0.0
+    """Synthetic: share of what decides a click that sums and products of two fields cannot express."""
     batch_size: int | None = None
     steps: int | None = None
     """Synthetic: batches of one epoch. Criteo: at most so many steps, of all epochs together."""
@@ -68,8 +71,12 @@ def data_of(config: DataFlags) -> Data:
     """What the flags name.
 
     Raises:
-      ValueError: as `synthetic_clicks`, `criteo_clicks` and `prepare`.
+      ValueError: as `synthetic_clicks`, `criteo_clicks`, `tabular_data` and `prepare`.
     """
+    if config.data == "tabular":
+        from table_data import tabular_data
+
+        return tabular_data(config)
     return synthetic_data(config) if config.data == "synthetic" else criteo_data(config)
 
 
@@ -83,9 +90,9 @@ def synthetic_data(config) -> Data:
     cardinalities = scaled_cardinalities(config.rows or rows)
     data = synthetic_clicks(
         cardinalities, config.batch_size or 2048, config.steps or steps, config.seed, test_batches,
-        epochs=config.epochs, shuffle=config.shuffle,
+        epochs=config.epochs, shuffle=config.shuffle, curved=config.curved,
     )  # fmt: skip
-    clicks, teacher = SyntheticClicks(cardinalities, seed=config.seed), metrics.empty_evaluation()
+    clicks, teacher = SyntheticClicks(cardinalities, seed=config.seed, curved=config.curved), metrics.empty_evaluation()
     for batch in data.test():
         found = metrics.evaluate_batch(clicks.teacher_logit(batch), batch.label, batch.weight)
         teacher = metrics.merge(teacher, found)
@@ -158,13 +165,21 @@ def rules(config) -> dict[str, object]:
     directories = [path for path in config.path if path.is_dir()]
     share, trains = config.validation_fraction, config.train_fraction
     return {
-        f"--path {paths} is not read by --data synthetic: add --data criteo, or leave it out.": synthetic and paths,
-        "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": not synthetic and not paths,
+        f"--path {paths} is not read by --data synthetic: add --data criteo or --data tabular, or leave it out.": (
+            synthetic and paths
+        ),
+        "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": (
+            config.data == "criteo" and not paths
+        ),
+        "--data tabular needs --path: the directory that prepare.py --schema has made.": (
+            config.data == "tabular" and len(directories) != 1
+        ),
         f"--path {paths}: a prepared directory stands alone, without other files.": directories and config.path[1:],
-        f"--rows {config.rows} is for --data synthetic: Criteo's tables follow from its data.": (
+        f"--rows {config.rows} is for --data synthetic: all other tables follow from their data.": (
             not synthetic and config.rows is not None
         ),
-        f"--preset {config.preset} is a size of --data synthetic: limit Criteo by --steps.": (
+        f"--curved {config.curved} is for --data synthetic: leave it out.": not synthetic and config.curved,
+        f"--preset {config.preset} is a size of --data synthetic: limit other data by --steps.": (
             not synthetic and config.preset != "default"
         ),
         f"--rows {config.rows} must be at least 78, three for each of the 26 fields.": (

@@ -5,6 +5,9 @@ labels.
     python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
     python experiments/evaluate.py --run runs/a --path test.txt       rows without labels: predictions alone
     python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
+    python experiments/evaluate.py --run runs/a --path new.csv --schema schema.py     raw rows of a table of one's own
+    python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
+    python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
 Writes AUC, log loss, normalised entropy and calibration (of all rows and by tenths of the
 prediction) to results.json, and the predictions, in the order of the rows, to predictions.npz. The
@@ -15,28 +18,37 @@ some seconds.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import parts_of_data
 import tyro
 from click_data import TEST_BATCH, synthetic_clicks
 from clicks import ClickJob
-from contract import Flags, Run, command_line, grid, listing, plot, refuse, say
+from contract import Figure, Flags, Run, command_line, grid, listing, plot, refuse, say
 from stopping import Asked, stop_on_signals
-from trained import Trained, job_of, open_run, prepared_of, tested_on
+from table_data import open_rows
+from table_summary import open_schema
+from trained import Trained, job_of, open_run, prepared_of, table_directory, table_of_run, tested_on
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
+from jaxrec.data.tabular import raw
 from jaxrec.files import aside, local_path
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
 TENTHS, SYNTHETIC_EXAMPLES = 10, 50 * TEST_BATCH
-TABLE = {"Rows": ["rows", "step"], "Quality": ["auc", "log_loss", "normalized", "calibration"], "Means": ["mean_"]}
+TABLE = {
+    "Rows": ["rows", "step"],
+    "Quality": ["auc", "log_loss", "normalized", "calibration"],
+    "Within groups": ["gauc", "groups", "share_counted"],
+    "Means": ["mean_"],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +58,27 @@ class Config(Flags):
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """The --workdir of a run of train.py."""
     path: tuple[Path, ...] = ()
-    """Raw Criteo files (plain or .gz), with labels or without, or one prepared directory; the run's own
-    test set if none is given."""
-    split: Literal["test", "train"] = "test"
-    """Of a prepared directory, which part."""
+    """Raw files, with labels or without, or one prepared directory; the run's own test set if none is
+    given."""
+    schema: str | None = None
+    """Of raw files of a run of --data tabular: the schema that its table was prepared with."""
+    split: Literal["test", "validation", "train"] = "test"
+    """Of a prepared directory, which part; only a table by a schema has a validation."""
     prepared: Path | None = None
     """Where the prepared directory of the run is now, if it has moved."""
-    replica: int = 0
-    """Whose parameters predict, if the run had several replicas."""
+    replica: int | Literal["mean"] = "mean"
+    """Whose parameters predict, if the run had several replicas: the mean of all, or those of one, from 0."""
+    group: str | None = None
+    """A categorical field, such as the user: the mean AUC within its categories (GAUC)."""
+    segments: tuple[str, ...] = ()
+    """Categorical fields: normalised entropy, AUC and calibration of each of their largest categories."""
+    bootstrap: int = 0
+    """Draws of the examples for a 95 % interval of the AUC."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The categorical fields that are looked at."""
+        return tuple(dict.fromkeys((*([self.group] if self.group else []), *self.segments)))
 
 
 class Examples(NamedTuple):
@@ -72,6 +97,8 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
     """
     if run.config["data"] == "synthetic":
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
+    if run.config["data"] == "tabular":
+        return examples_of_table(config, run)
     if config.path and not config.path[0].is_dir():
         labelled = has_labels(config.path)
         _, encoder = prepared_of(run, config.prepared)
@@ -89,11 +116,31 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
     )
 
 
+def examples_of_table(config: Config, run: Trained) -> Examples:
+    """Rows of a prepared table, the run's own or another one with the same vocabulary; or those of raw files, in the
+    run's own vocabulary.
+
+    Raises:
+      ValueError: it is no such table, or has no such split; another schema than that of the run; malformed rows.
+    """
+    if config.path and not config.path[0].is_dir():
+        directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
+        table_of_run(run, directory)
+        labelled = raw.has_labels(config.path, schema)
+        blocks = raw.read_rows(config.path, schema, directory, labelled)
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
+    directory = config.path[0] if config.path else table_directory(run, config.prepared)
+    table_of_run(run, directory)
+    rows = Loader(open_rows(directory, config.split), TEST_BATCH)
+    return Examples(iter(rows), True, f"{config.split} of {directory}")
+
+
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
     """The test examples of a synthetic run: as many as it was tested on last."""
     batches = (tested_on(run) or SYNTHETIC_EXAMPLES) // TEST_BATCH
     cardinalities = tuple(table.rows for table in job.spec.tables.values())
-    return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches).test()
+    curved = run.config.get("curved", 0.0)  # runs of an earlier version had no such flag
+    return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches, curved=curved).test()
 
 
 def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[Batch]:
@@ -106,21 +153,23 @@ def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[B
     """
     rest: dict[str, np.ndarray] = {}
     for block in blocks:
-        rest = {key: np.concatenate([rest[key], rows]) for key, rows in block.items()} if rest else block
-        whole = len(rest["ids"]) // size * size
+        rest = {key: np.concatenate([rest[key], rows]) for key, rows in block.items()} if rest else dict(block)
+        whole = len(rest["dense"]) // size * size
         for start in range(0, whole, size):
             yield _batch({key: rows[start : start + size] for key, rows in rest.items()}, size)
         rest = {key: rows[whole:] for key, rows in rest.items()}
-    if rest and len(rest["ids"]):
+    if rest and len(rest["dense"]):
         yield _batch(rest, size)
 
 
 def _batch(rows, size):
-    missing = size - len(rows["ids"])
-    fill = lambda array, value: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
-    weight = fill(np.ones(len(rows["ids"]), np.float32), 0)
-    label = fill(rows["label"].astype(np.float32), 0) if "label" in rows else np.zeros(size, np.float32)
-    return Batch({"sparse": fill(rows["ids"], -1)}, fill(rows["dense"], 0), label, weight)
+    number = len(rows["dense"])
+    fill = lambda array, value: np.pad(array, [(0, size - number)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
+    label = rows.get("label", np.zeros(number)).astype(np.float32)
+    # Of several labels the first is predicted. Criteo's rows have one kind of ids, those of a table name theirs.
+    label, ids = fill(label.reshape(number, -1)[:, 0], 0), {key: rows[key] for key in rows if key.startswith("ids")}
+    ids = {key.removeprefix("ids").removeprefix(".") or "sparse": fill(array, -1) for key, array in ids.items()}
+    return Batch(ids, fill(rows["dense"], 0), label, fill(rows.get("weight", np.ones(number)).astype(np.float32), 0))
 
 
 class Predictions(NamedTuple):
@@ -129,6 +178,7 @@ class Predictions(NamedTuple):
     logit: np.ndarray  # f32[n]
     label: np.ndarray | None  # u8[n]
     total: metrics.Evaluation  # of labelled rows, batch by batch, as training sums it up
+    fields: dict[str, np.ndarray]  # {field: i32[n]}, of those that were asked for
 
     @property
     def probability(self) -> np.ndarray:
@@ -136,15 +186,17 @@ class Predictions(NamedTuple):
         return 1 / (1 + np.exp(-self.logit.astype(np.float64)))
 
 
-def predict(state: TrainState, job: ClickJob, examples: Examples, asked: Asked) -> Predictions:
-    """Predicts all rows; leaves off with `Stopped` if a signal asks to.
+def predict(
+    state: TrainState, job: ClickJob, examples: Examples, asked: Asked, fields: Sequence[str] = ()
+) -> Predictions:
+    """Predicts all rows, and keeps some fields of them; leaves off with `Stopped` if a signal asks to.
 
     Raises:
       FloatingPointError: a prediction is not finite.
       ValueError: there is no row; as what gives the rows.
     """
     step, total = job.eval_step(), metrics.empty_evaluation()
-    logits, labels = [], []
+    logits, labels, kept = [], [], []
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
@@ -152,9 +204,11 @@ def predict(state: TrainState, job: ClickJob, examples: Examples, asked: Asked) 
             total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
+            kept.append({name: ids[counts] for name, ids in parts_of_data.fields_of(job.spec, batch, fields).items()})
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
-    return Predictions(np.concatenate(logits), np.concatenate(labels) if examples.labelled else None, total)
+    columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
+    return Predictions(np.concatenate(logits), np.concatenate(labels) if examples.labelled else None, total, columns)
 
 
 def figures(found: Predictions) -> dict[str, Any]:
@@ -195,7 +249,7 @@ def table(results: dict[str, Any]) -> str:
     columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
     if "auc" in results:
         columns |= {"clicked": "tenth_{}_clicked", "predicted / clicked": "tenth_{}_calibration"}
-    overall = {key: value for key, value in results.items() if not key.startswith("tenth_")}
+    overall = {key: value for key, value in results.items() if not key.startswith(("tenth_", "segment_"))}
     tenths_of = grid(results, "tenth, by prediction", tenths, columns)
     return f"{listing(overall, TABLE)}\n\n{tenths_of}"
 
@@ -204,23 +258,26 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
     """Draws what was clicked over what was predicted, a point for each tenth."""
     tenths = [key.removesuffix("_predicted") for key in results if key.endswith("_predicted")]
     predicted = [results[f"{tenth}_predicted"] for tenth in tenths]
-    lines = {"as predicted": (predicted, predicted)}
-    for name, key in (("clicked", "clicked"), ("95 % low", "clicked_low"), ("95 % high", "clicked_high")):
-        lines[name] = (predicted, [results[f"{tenth}_{key}"] for tenth in tenths])
+    clicked = [Figure(*(results[f"{tenth}_clicked{end}"] for end in ("", "_low", "_high"))) for tenth in tenths]
+    lines = {"as predicted": (predicted, predicted), "clicked": (predicted, clicked)}
     said = "no clicks" if results["calibration"] is None else f"{results['calibration']:.3f} times the clicks"
     title = f"The model predicts {said} of {results['rows']:,} rows; each point is a tenth of them, by prediction"
     return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
 
 
-def finish(run: Run, found: Predictions, step: int) -> dict[str, Any]:
+def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str, Any]:
     """Writes and shows what was found; returns what results.json holds."""
     results = {"step": step, **figures(found)}
+    if found.label is not None:
+        asked = config.group, config.segments, config.bootstrap
+        of_parts = parts_of_data.figures(found.logit, found.label, found.fields, *asked)
+        results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with aside(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
     if found.label is not None:
         draw(run.directory / "calibration.png", results)
-    run.close(results, table(results))
+    run.close(results, "\n\n".join(filter(None, [table(results), parts_of_data.tables(results, config.segments)])))
     return results
 
 
@@ -229,8 +286,14 @@ def rules(config: Config) -> dict[str, object]:
     return {
         "--run DIR is needed: the --workdir of a run of train.py.": config.run_directory is None,
         "--preset and --seed are those of the run: leave them out.": config.preset != "default" or config.seed,
+        f"--bootstrap {config.bootstrap} must be 0 for no interval, or at least 2 draws.": (
+            config.bootstrap < 0 or config.bootstrap == 1
+        ),
         f"--path {' '.join(map(str, config.path))}: a prepared directory stands alone, without other files.": (
             len(config.path) > 1 and any(path.is_dir() for path in config.path)
+        ),
+        "--schema is for raw files of a table: give --path FILE as well.": (
+            config.schema is not None and (not config.path or config.path[0].is_dir())
         ),
         f"--split {config.split} is of a prepared directory: raw files are evaluated whole.": (
             config.split != "test" and config.path and not config.path[0].is_dir()
@@ -241,7 +304,14 @@ def rules(config: Config) -> dict[str, object]:
 def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
     """As `rules`, of flags that do not fit the run."""
     synthetic, inside = trained.config["data"] == "synthetic", config.workdir and local_path(config.workdir)
+    tabular = trained.config["data"] == "tabular"
     return {
+        f"--schema {config.schema} is for a run of --data tabular, and {trained.directory} is none: leave it out.": (
+            config.schema is not None and not tabular
+        ),
+        "raw files of a run of --data tabular want --schema, the one that its table was prepared with.": (
+            tabular and config.path and config.path[0].is_file() and config.schema is None
+        ),
         f"{trained.directory} was trained on synthetic clicks, and Criteo rows mean nothing to it: leave out --path, "
         "--prepared and --split.": synthetic and (config.path or config.prepared or config.split != "test"),
         "--workdir is the directory of the evaluation, and must be another one than --run.": (
@@ -258,12 +328,20 @@ def main(config: Config) -> dict[str, Any]:
     refuse(rules_of_run(config, trained))
     with stop_on_signals() as asked:
         # What can be refused is refused before the directory of the evaluation is made.
-        job = job_of(trained)
+        job = job_of(trained, config.prepared)
+        refuse(parts_of_data.refusals(job.spec, config.group, config.segments))
         examples = examples_of(config, trained, job)
+        refuse(
+            {
+                "--group, --segments and --bootstrap need labels, and these rows have none: leave them out.": (
+                    not examples.labelled and (config.fields or config.bootstrap)
+                )
+            }
+        )
         state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
         with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
             say(f"{image.path}, step {image.step}, on {examples.words}")
-            return finish(run, predict(state, job, examples, asked), image.step)
+            return finish(config, run, predict(state, job, examples, asked, config.fields), image.step)
 
 
 def is_unfinished(workdir: Path | None) -> bool:

@@ -1,7 +1,16 @@
-"""Prepares Criteo click logs for training; a killed run goes on where it was.
+"""Prepares click logs for training, Criteo's or any table by a schema; a killed run goes on where it was.
 
-python experiments/prepare.py --sources train.txt --directory criteo.prepared python
-experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
+python experiments/prepare.py --sources train.txt --directory criteo.prepared
+python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
+python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
+python experiments/prepare.py --schema movielens_1m --sources ratings.dat users.dat movies.dat --directory ml.prepared
+python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
+
+A schema is a Python file that says `schema = Schema(...)`, see docs/your_data.md, or the name of one that is ready:
+criteo, criteo_x1, criteo_x4, avazu, movielens_1m. With one, the columns are told and drawn (summary.png) at the end.
+
+tfds:NAME is a data set that tfds has prepared already, as array_record: nothing is downloaded. tfds:NAME@train,test
+names splits; without, all are taken. Each becomes a file SPLIT.parquet in DIRECTORY.records, which may go afterwards.
 
 Exit codes: 0 done, 1 refused or failed (one line says what and what to do), 2 wrong flags, 130
 Ctrl-C, 143 SIGTERM.
@@ -15,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+_OF_CRITEO = ("min_count", "hash_cap", "split", "train_fraction", "seed")
 _GO_ON = "the same command goes on where it was"
 _REMEDIES = {
     errno.ENOSPC: f"free some space; {_GO_ON}",
@@ -27,11 +37,13 @@ _REMEDIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Flags; see `jaxrec.data.criteo.prepare`."""
+    """Flags; see `jaxrec.data.criteo.prepare` and, with --schema, `jaxrec.data.tabular.prepare`."""
 
     sources: tuple[Path, ...]
-    """Raw files in time order, plain or .gz."""
+    """Raw files in time order, plain or .gz; with --schema CSV, other text, Parquet, or one tfds:NAME."""
     directory: Path
+    schema: str | None = None
+    """A Python file with a schema, or the name of one that is ready; Criteo's raw files need none."""
     min_count: int | None = None
     """Vocabulary: rarer categories share one row (6 unless hashing)."""
     hash_cap: int | None = None
@@ -40,14 +52,15 @@ class Config:
     train_fraction: float = 5 / 6
     seed: int = 0
     max_bad_rows: int = 0
+    tfds_directory: Path | None = None
+    """Where tfds keeps its data sets, for tfds:NAME; ~/tensorflow_datasets unless given."""
 
 
 def main() -> int:
     """Prepares; every way in which it can end has one line and an exit code of its own."""
     _on_signals(_leave)
     try:
-        for key, value in _prepared().items():
-            print(f"{key}: {value}")
+        print(_prepared())
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         return _end(_stopped(number), 128 + number)
@@ -62,7 +75,7 @@ def main() -> int:
     return 0
 
 
-def _prepared() -> dict:
+def _prepared() -> str:
     """What to print."""
     # The imports take seconds and stand here, behind the handler of signals.
     import tyro
@@ -73,10 +86,57 @@ def _prepared() -> dict:
 
     tfds_module()
     _on_signals(_stop)
-    flags = dataclasses.asdict(tyro.cli(Config, description=__doc__))
+    config = tyro.cli(Config, description=__doc__)
+    if config.schema is not None:
+        return _prepared_table(config)
+    if any(map(_of_tfds, config.sources)) or config.tfds_directory:
+        raise ValueError("tfds:NAME and --tfds-directory are of --schema: give one, which says what the columns are.")
+    flags = dataclasses.asdict(config)
+    del flags["schema"], flags["tfds_directory"]
     with tqdm(unit="lines", unit_scale=True, disable=None) as bar:
         metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bar.update)
-    return {key: metadata[key] for key in ("rows", "label_mean", "cardinalities", "skipped_rows")}
+    return "\n".join(f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows"))
+
+
+def _prepared_table(config: Config) -> str:
+    """The same of a table by a schema."""
+    from table_summary import Bars, draw, open_schema, words
+
+    from jaxrec.data.tabular import prepare
+
+    for field in dataclasses.fields(Config):
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.name in _OF_CRITEO and getattr(config, field.name) != field.default:
+            raise ValueError(f"{flag} is for Criteo's raw files: with --schema, the schema says it.")
+    schema = open_schema(config.schema)
+    with Bars() as bars:
+        sources = _files_of(config, schema, bars)
+        metadata = prepare(sources, config.directory, schema, max_bad_rows=config.max_bad_rows, progress=bars.show)
+    draw(config.directory / "summary.png", metadata)
+    return words(metadata)
+
+
+def _of_tfds(source: Path) -> bool:
+    return str(source).startswith("tfds:")
+
+
+def _files_of(config: Config, schema, bars) -> list[Path]:
+    """The sources as files; those of a tfds data set are written first."""
+    from jaxrec.data.tabular import Progress, export_records
+
+    if not any(map(_of_tfds, config.sources)):
+        if config.tfds_directory:
+            raise ValueError("--tfds-directory is for --sources tfds:NAME: give that, or leave it out.")
+        return list(config.sources)
+    if len(config.sources) > 1:
+        raise ValueError("a tfds data set stands alone: --sources tfds:NAME, or tfds:NAME@SPLIT,SPLIT for some splits.")
+    name, _, splits = str(config.sources[0]).removeprefix("tfds:").partition("@")
+    records = config.directory.with_name(f"{config.directory.name}.records")
+    tell = lambda rows: bars.show(Progress("records", rows, None))
+    return export_records(
+        name, [split for split in splits.split(",") if split], schema.used, records,
+        data_directory=config.tfds_directory, progress=tell,
+    )  # fmt: skip
 
 
 def _on_signals(handler) -> None:

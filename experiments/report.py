@@ -91,7 +91,7 @@ def grid(
     found, lines = figures(results), [[corner], *([name] for name in named)]
     for heading, column in columns.items():
         key, scale = (column, 1.0) if isinstance(column, str) else column
-        cells = [_scaled(found.get(key.format(word), Figure("")), scale) for word in named.values()]
+        cells = [scaled(found.get(key.format(word), Figure("")), scale) for word in named.values()]
         for line, text in zip(lines, _column(heading, cells), strict=True):
             line.append(text)
     first = max(len(line[0]) for line in lines)
@@ -112,7 +112,8 @@ def _column(heading, cells):
     return [text.rjust(width) for text in [heading, *texts]]
 
 
-def _scaled(figure, scale):
+def scaled(figure: Figure, scale: float) -> Figure:
+    """A figure and its interval times a number; words stay as they are."""
     if scale == 1 or not _is_number(figure.value):
         return figure
     return Figure(*(None if value is None else scale * value for value in figure))
@@ -148,7 +149,7 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line
         # A figure that is alone with its first word needs no space around it.
         if block and (title or before is None or max(len(block), before) > 1):
             lines.append(title)
-        lines += [f"  {label:<{width}}  {_said(figure, unit)}" for label, unit, figure in block]
+        lines += [f"  {label:<{width}}  {said(figure, unit)}" for label, unit, figure in block]
         before = len(block)
     return "\n".join(lines).strip("\n")
 
@@ -156,7 +157,7 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line
 def _taken(left, one):
     """(label, unit, figure) of what a line or the beginning of keys names, which is taken off."""
     if isinstance(one, Line):
-        return [(one.label, one.unit, _scaled(left.pop(one.key), one.scale))] if one.key in left else []
+        return [(one.label, one.unit, scaled(left.pop(one.key), one.scale))] if one.key in left else []
     strip = one if one.endswith("_") else ""
     return [(*_label(key.removeprefix(strip)), left.pop(key)) for key in list(left) if key.startswith(one)]
 
@@ -169,7 +170,12 @@ def _label(key):
     return (" ".join(kept), unit) if kept else (" ".join(words), "")
 
 
-def _said(figure, unit=""):
+def said(figure: Figure, unit: str = "") -> str:
+    """A figure in words, with its unit and its interval.
+
+    >>> said(Figure(1.8512, 1.74, 1.98)), said(Figure(0.5), "s"), said(Figure(None))
+    ('1.85 (1.74 to 1.98)', '0.5000 s', '-')
+    """
     decimals = _decimals(figure) if _is_number(figure.value) else 0
     number = _text(figure.value, decimals)
     return number + (f" {unit}" if unit and _is_number(figure.value) else "") + _interval(figure, decimals)

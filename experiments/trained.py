@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import optax
 from clicks import ClickJob, click_job, make_model
 from data_flags import PREPARATION, preparation, prepared_directory
+from table_data import table_job, table_of
 
 from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
 from jaxrec.data.criteo import Encoder, open_encoder
@@ -69,12 +70,51 @@ def _newest_manifest(directory):
     raise ValueError(f"{directory} holds no image yet: wait until the run has saved one, or stop it, as it saves then.")
 
 
-def job_of(run: Trained) -> ClickJob:
+def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
     """The model of a run over the tables of its images; how it was optimized does not matter any
-    more."""
+    more. A prepared table says what they stand for; `prepared` is where it is now, where the run had it if None."""
     (width,) = {width for _, width in run.image.tables.values()}
     model, cardinalities = make_model(run.config["model"], width), [rows for rows, _ in run.image.tables.values()]
-    return click_job(cardinalities, model, optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed)
+    how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed
+    if run.config["data"] == "tabular":
+        return table_job(table_of_run(run, table_directory(run, prepared)), model, *how)
+    return click_job(cardinalities, model, *how)
+
+
+def table_directory(run: Trained, given: Path | None = None) -> Path:
+    """The prepared table that a run was trained from.
+
+    Args:
+      run: of --data tabular.
+      given: where it is now; where the run had it if None.
+
+    Raises:
+      ValueError: it is not there.
+    """
+    directory = given or Path(run.config["path"][0])
+    if not directory.is_dir():
+        raise ValueError(
+            f"the prepared table of {run.directory} is not at {directory}, and it says what the tables stand for: give "
+            "--prepared DIR, or start this where train.py was started."
+        )
+    return directory
+
+
+def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
+    """What a prepared table says of itself, if its rows belong to the tables of a run.
+
+    Raises:
+      ValueError: they do not.
+    """
+    table = table_of(directory)
+    wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
+    noted = run.image.extra.get("vocabulary_digest") or table["digest"]
+    if table["tables"] != wanted or noted != table["digest"]:
+        raise ValueError(
+            f"{directory} was prepared with another schema or vocabulary than {run.directory} was trained with, so "
+            "that its ids mean other categories: give the run's own directory."
+        )
+    return table
 
 
 def tested_on(run: Trained) -> int | None:

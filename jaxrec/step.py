@@ -168,7 +168,7 @@ def make_train_step(
       spec: the tables and lookups.
       loss: as above.
       optimizer: optax.GradientTransformation for the dense parameters.
-      row_optimizer: `sgd`, `adagrad`, `rowwise_adagrad` or another RowOptimizer.
+      row_optimizer: `sgd`, `adagrad`, `lazy_adam` or another RowOptimizer.
       mesh: from `make_mesh`; one device if None. The batch must divide by its size.
       row_gradient: 'sum' or 'mean' over replicas.
       seed: of the keys of a loss that draws, from 0 to 2**32 - 1; None for one without `rng`.

@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
     ids: Array  # {lookup: i32[B, ...]}, -1 where an id is missing
     dense: Array  # f32[B, N]
-    label: Array  # f32[B]
+    label: Array  # f32[B], or f32[B, ...] of several labels
     weight: Array  # f32[B]
 
 

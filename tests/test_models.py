@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrec.models.dcnv2 import Cross, DCNv2
-from jaxrec.models.dlrm import DLRM, dot_interaction
+from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, Side, WideAndDeep, in_batch_softmax
+from jaxrec.models.dcnv2 import Cross
+from jaxrec.models.dlrm import dot_interaction
 
 B, N, F, E = 64, 5, 4, 8
 MODELS = {
@@ -15,7 +16,15 @@ MODELS = {
     "dcnv2": DCNv2(2, None, (16,)),
     "dcnv2_low_rank": DCNv2(2, 3, (16,)),
     "dcnv2_stacked": DCNv2(2, None, (16,), parallel=False),
+    "dcnv2_mlperf": DCNv2(2, 3, (16,), parallel=False, bottom=(16, E)),
+    "lr": LR(),
+    "fm": FM(),
+    "dnn": DNN((32, 16)),
+    "wide_deep": WideAndDeep((32, 16)),
+    "deepfm": DeepFM((32, 16)),
+    "finalmlp": FinalMLP(((16,), (16,)), gate=8, heads=4),
 }
+T = 6
 
 
 def inputs(seed=0, batch=B):
@@ -46,12 +55,11 @@ def test_gradients_reach_every_parameter_and_every_embedding(name):
     np.testing.assert_allclose(np.linalg.norm(by_activations), slope, rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_product_of_two_embeddings_is_learned(name):
-    """What a sum of features cannot express."""
-    model, optimizer = MODELS[name], optax.adam(3e-3)
+def mean_squares_after_training(model):
+    """What is left of a sum of products behind 400 steps, and behind the best linear fit."""
+    optimizer = optax.adam(3e-3)
     dense, activations = inputs(batch=2048)
-    target = activations[:, 0, 0] * activations[:, 1, 0] + activations[:, 0, 1] * activations[:, 1, 1]
+    target = activations[:, 0, 2] * activations[:, 1, 2] + activations[:, 0, 1] * activations[:, 1, 1]
     params = model.init(jax.random.key(0), dense, activations)
 
     @jax.jit
@@ -66,21 +74,202 @@ def test_a_product_of_two_embeddings_is_learned(name):
         params, state, value = step(params, state)
     features = np.concatenate([dense, activations.reshape(len(dense), -1)], axis=1)
     linear = np.linalg.lstsq(features, target, rcond=None)
-    assert value < 0.75 * linear[1][0] / len(dense)
+    return value, linear[1][0] / len(dense)
 
 
-def test_the_written_gradient_of_the_interaction_is_that_of_autodiff():
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lr", "fm", "deepfm")])
+def test_a_product_of_two_embeddings_is_learned(name):
+    """What a sum of features cannot express; an FM's products are of all vectors, which are given here."""
+    left, linear = mean_squares_after_training(MODELS[name])
+    assert left < 0.75 * linear
+
+
+def test_logistic_regression_learns_no_product():
+    """The negative control."""
+    left, linear = mean_squares_after_training(MODELS["lr"])
+    assert left > 0.95 * linear
+
+
+def test_the_small_models_are_the_papers_equations():
+    """By loops over features, from the parameters by name."""
+    dense, activations = inputs(batch=3)
+    params = FM().init(jax.random.key(0), dense, activations)
+    draw = lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape)
+    params = jax.tree.map(draw, params)
+    linear, factors = params["params"]["first_order"]["Dense_0"], params["params"]["dense_factors"]
+    for example, logit in enumerate(FM().apply(params, dense, activations)):
+        x = np.concatenate([np.ones(F), dense[example]])
+        weights = np.concatenate([activations[example, :, 0], linear["kernel"][:, 0]])
+        vectors = np.concatenate([activations[example, :, 1:], factors])
+        wanted = linear["bias"][0] + weights @ x
+        np.testing.assert_allclose(
+            LR().apply({"params": {"Dense_0": linear}}, dense, activations)[example], wanted, rtol=1e-4
+        )
+        pairs = [vectors[i] @ vectors[j] * x[i] * x[j] for i in range(F + N) for j in range(i)]
+        np.testing.assert_allclose(logit, wanted + sum(pairs), rtol=1e-4)
+
+
+def plain_tower(params, x):
+    for n in range(len(params) // 2):
+        x = jax.nn.relu(x @ params[f"kernel_{n}"] + params[f"bias_{n}"][None])
+    return x
+
+
+@pytest.mark.parametrize("name", ["dnn", "wide_deep", "deepfm"])
+def test_deep_models_are_a_tower_beside_what_is_linear(name):
+    model, (dense, activations) = MODELS[name], inputs(batch=4)
+    params = model.init(jax.random.key(0), dense, activations)["params"]
+    deep, seen = (params, activations) if name == "dnn" else (params["deep"], activations[:, :, 1:])
+    x = plain_tower(deep["Tower_0"], jnp.concatenate([dense, seen.reshape(4, -1)], axis=1))
+    wanted = (x @ deep["Dense_0"]["kernel"] + deep["Dense_0"]["bias"][None])[:, 0]
+    beside = {"wide_deep": ("wide", LR()), "deepfm": ("fm", FM())}
+    if name in beside:
+        key, part = beside[name]
+        wanted = wanted + part.apply({"params": params[key]}, dense, activations)
+    np.testing.assert_allclose(model.apply({"params": params}, dense, activations), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_finalmlp_is_the_papers_equation():
+    model, (dense, activations) = MODELS["finalmlp"], inputs(batch=3)
+    params = model.init(jax.random.key(0), dense, activations)["params"]
+    layer = lambda name, x: x @ params[name]["kernel"] + params[name].get("bias", jnp.zeros(1))[None]
+    x, streams = np.concatenate([dense, activations.reshape(3, -1)], axis=1), []
+    for s in (0, 1):
+        gate = 2 * jax.nn.sigmoid(layer(f"gate_{s}", jax.nn.relu(layer(f"gate_hidden_{s}", params[f"context_{s}"]))))
+        streams.append(plain_tower(params[f"tower_{s}"], gate * x))
+    wanted = (layer("first", streams[0]) + layer("second", streams[1]))[:, 0]
+    for head in range(4):
+        mine = [stream[:, 4 * head : 4 * head + 4] for stream in streams]
+        wanted = wanted + np.sum((mine[0] @ params["bilinear"][head]) * mine[1], axis=1)
+    np.testing.assert_allclose(model.apply({"params": params}, dense, activations), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="divisible by heads=5"):
+        FinalMLP(((16,), (16,)), heads=5).init(jax.random.key(0), dense, activations)
+
+
+def history(seed=0, batch=B):
+    """(candidate, history, present), half of each history missing."""
+    rng = np.random.default_rng(seed)
+    present = rng.random((batch, T)) < 0.5
+    return rng.standard_normal((batch, E), np.float32), rng.standard_normal((batch, T, E), np.float32), present
+
+
+def test_din_weighs_a_history_by_the_candidate_and_sees_nothing_that_is_missing():
+    model, (dense, activations), (candidate, steps, present) = DIN((16,), (8,)), inputs(), history()
+    params = model.init(jax.random.key(0), dense, activations, candidate, steps, present)
+    logit = model.apply(params, dense, activations, candidate, steps, present)
+    other = np.where(present[..., None], steps, 99.0)
+    np.testing.assert_array_equal(model.apply(params, dense, activations, candidate, other, present), logit)
+    shuffled = model.apply(params, dense, activations, candidate, steps[:, ::-1], present[:, ::-1])
+    np.testing.assert_allclose(shuffled, logit, rtol=1e-4, atol=1e-5)
+    by_steps = jax.grad(lambda s: model.apply(params, dense, activations, candidate, s, present).sum())(steps)
+    assert (np.abs(by_steps).max(-1) > 0).sum() == present.sum()
+    twice = model.apply(params, dense, activations, candidate, steps, present | True)
+    assert (twice != logit).any()  # the negative control: what is present counts
+    one = params["params"]
+    pair = np.concatenate(
+        [steps[0], np.tile(candidate[0], (T, 1)), steps[0] - candidate[0], steps[0] * candidate[0]], 1
+    )
+    weight = plain_tower(one["unit"], pair) @ one["weight"]["kernel"] + one["weight"]["bias"][None]
+    interest = np.sum(np.where(present[0][:, None], weight, 0) * steps[0], axis=0)
+    x = plain_tower(one["Tower_0"], np.concatenate([dense[0], activations[0].ravel(), candidate[0], interest])[None])
+    np.testing.assert_allclose((x[0] @ one["Dense_0"]["kernel"] + one["Dense_0"]["bias"])[0], logit[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c, h, p: (c[:, :2], h, p),
+        lambda c, h, p: (c, h[:, :2], p),
+        lambda c, h, p: (c, h, p[:, :2]),
+        lambda c, h, p: (c, h[0], p),
+    ],
+)
+def test_din_refuses_a_history_that_does_not_fit(change):
+    with pytest.raises(ValueError, match="DIN wants a candidate"):
+        DIN().init(jax.random.key(0), *inputs(), *change(*history()))
+
+
+def test_the_in_batch_softmax_is_its_sum():
     rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((3, 7, 4), np.float32)
-    weight = rng.standard_normal((3, 21), np.float32)
+    query, item = (one / np.linalg.norm(one, axis=1, keepdims=True) for one in rng.standard_normal((2, 6, 4)))
+    weight, share = np.array([1, 1, 0, 1, 1, 1.0]), np.log(np.array([0.5, 0.1, 0.1, 0.1, 0.5, 0.1]))
+    ids = np.array([7, 8, 9, 8, 7, 6])
+    found = in_batch_softmax(query, item, weight, share, ids, temperature=0.5)
+    for i in range(6):
+        score = query[i] @ item.T / 0.5 - share
+        rivals = [j for j in range(6) if j == i or (weight[j] > 0 and ids[j] != ids[i])]
+        np.testing.assert_allclose(found[i], -np.log(np.exp(score[i]) / np.exp(score[rivals]).sum()), rtol=1e-4)
+    assert (in_batch_softmax(query, item) != in_batch_softmax(query, item, item_id=ids)).any()
 
-    def plain(x):
-        i, j = np.tril_indices(7, -1)
-        return jnp.einsum("bie,bje->bij", x, x)[:, i, j]
 
-    np.testing.assert_allclose(dot_interaction(vectors), plain(vectors), rtol=1e-5)
-    gradients = [jax.grad(lambda x, f=f: jnp.sum(f(x) * weight))(vectors) for f in (plain, dot_interaction)]
-    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_correction_undoes_popularity(corrected):
+    """All items are liked alike; item 0 is in half of all examples. At the optimum of free scores by descent."""
+    items = np.random.default_rng(0).choice(4, 512, p=[0.5, 0.2, 0.2, 0.1])
+    share = jnp.log(jnp.bincount(items) / len(items))[items] if corrected else None
+
+    def loss(angles):
+        sides = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)[items]
+        query = jnp.tile(jnp.array([[1.0, 0.0]]), (len(items), 1))
+        return in_batch_softmax(query, sides, log_share=share, temperature=0.5).mean()
+
+    angles, step = jnp.full(4, 0.8), jax.jit(lambda angles: angles - 0.5 * jax.grad(loss)(angles))
+    for _ in range(300):
+        angles = step(angles)
+    scores = np.cos(angles)
+    # The softmax of the corrected scores is the share of each item, log p + 0: with the correction the scores learn
+    # log p, as they should for equal liking; without it they learn nothing of it.
+    assert (scores[0] - scores[3] > 0.3) == corrected
+
+
+def test_a_side_is_of_length_one_and_refuses_what_does_not_fit():
+    dense, activations = inputs()
+    params = Side((16, 4)).init(jax.random.key(0), activations, dense)
+    np.testing.assert_allclose(np.linalg.norm(Side((16, 4)).apply(params, activations, dense), axis=1), 1, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"activations \[B, F, E\]"):
+        Side().init(jax.random.key(0), dense)
+    with pytest.raises(ValueError, match="an item for each query"):
+        in_batch_softmax(jnp.ones((2, 3)), jnp.ones((3, 3)))
+    with pytest.raises(ValueError, match="weight has shape"):
+        in_batch_softmax(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"temperature=0.0 must"):
+        in_batch_softmax(jnp.ones((2, 3)), jnp.ones((2, 3)), temperature=0.0)
+
+
+def test_rows_too_narrow_for_a_weight_and_factors_are_refused():
+    dense, activations = inputs()
+    for model in (FM(), WideAndDeep(), DeepFM()):
+        with pytest.raises(ValueError, match="width of at least 2"):
+            model.init(jax.random.key(0), dense, activations[:, :, :1])
+    LR().init(jax.random.key(0), dense, activations[:, :, :1])
+
+
+def plain_interaction(bottom, activations):
+    x = jnp.concatenate([bottom[:, None], activations], axis=1)
+    i, j = np.tril_indices(x.shape[1], -1)
+    return jnp.einsum("bie,bje->bij", x, x)[:, i, j]
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (5, 2, 7), (4, 9, 32), (2, 26, 128)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interaction_and_its_written_gradient_are_those_of_one_plain_product(shape, seed):
+    rng = np.random.default_rng(seed)
+    batch, fields, width = shape
+    bottom, activations = (rng.standard_normal(of, np.float32) for of in ((batch, width), shape))
+    weight = rng.standard_normal((batch, fields * (fields + 1) // 2), np.float32)
+    found, wanted = (f(bottom, activations) for f in (dot_interaction, plain_interaction))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    slope = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) * weight), argnums=(0, 1))(bottom, activations)
+    for mine, theirs in zip(slope(dot_interaction), slope(plain_interaction), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_wide_interaction_never_holds_all_its_vectors_at_once():
+    """The concatenation is what cost the time; the plain product, which makes it, is the control."""
+    bottom, activations = jnp.ones((4, 128)), jnp.ones((4, 26, 128))
+    text = lambda f: str(jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(f(*x)), argnums=(0, 1)))(bottom, activations))
+    assert "f32[4,27,128]" not in text(dot_interaction)
+    assert "f32[4,27,128]" in text(plain_interaction)
 
 
 def test_dlrm_and_its_gradient_are_those_of_the_plain_formulation():

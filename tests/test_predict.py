@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,8 @@ from jaxrec.data.criteo import has_labels, open_encoder, open_split, prepare, re
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
 from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
+from jaxrec.ranking import group_auc
+from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import DenseState, TrainState
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
@@ -137,6 +140,10 @@ def test_each_replica_predicts_what_it_did(tmp_path):
         equal(logits(restore_for_prediction(tmp_path, SPEC, PARAMS, replica)[0]), wanted[replica])
         there, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, replica, DeviceTables, mesh)
         equal(logits(there, mesh=mesh, replica=1), wanted[replica])
+    equal(
+        logits(restore_for_prediction(tmp_path, SPEC, PARAMS)[0]),
+        logits(with_mean_replica(state), mesh=mesh, replica=0),
+    )
     with pytest.raises(ValueError, match="replica=2, but .* holds 2 of them"):
         restore_for_prediction(tmp_path, SPEC, PARAMS, 2)
 
@@ -324,6 +331,18 @@ def test_a_synthetic_run_is_evaluated_as_it_evaluated_itself(tmp_path, capsys):
     assert (tmp_path / "e" / "calibration.png").stat().st_size > 10_000
 
 
+def test_an_evaluation_looks_within_groups_and_at_segments(tmp_path, capsys):
+    run, _, _, data = synthetic_run(tmp_path)
+    results, predictions = evaluated(run, tmp_path / "e", group="C1", segments=("C2", "C26"), bootstrap=40)
+    ids = np.concatenate([batch.ids["sparse"] for batch in data.test()])
+    wanted = group_auc(predictions["logit"], predictions["label"], ids[:, 0])
+    assert {key: results[key] for key in wanted} == wanted and wanted["groups_counted"] > 1
+    assert results["auc_low"] < results["auc"] < results["auc_high"]
+    sizes = [value for key, value in results.items() if re.fullmatch("segment_C2_.*_examples", key)]
+    assert sum(sizes) == 4096 and len(sizes) == min(21, len(set(ids[:, 1])))
+    assert "C26" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
 def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, options):
     run, lines, job, state = criteo_run(tmp_path, **options)
@@ -347,7 +366,7 @@ def test_tenths_hold_all_rows_and_what_was_clicked():
     draw = np.random.default_rng(0)
     logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
     total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
-    found = evaluate.figures(evaluate.Predictions(logit, label, total))
+    found = evaluate.figures(evaluate.Predictions(logit, label, total, {}))
     of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
     assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
     assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())

@@ -293,15 +293,18 @@ class Dropping:
 
 
 @pytest.mark.parametrize("where", ["in_garbage_callback", "in_finalizer", "in_weak_callback"])
-def test_a_signal_where_exceptions_are_dropped_is_not_lost(where, capfd):
-    dropping = Dropping(times=2)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_where_exceptions_are_dropped_is_not_lost(where, times, capfd):
+    dropping = Dropping(times)
     with pytest.raises(Stopped, match="SIGINT"), stop_on_signals():
         while dropping.times:
             getattr(dropping, where)()
         threading.Event().wait(60)
         pytest.fail("the exception was lost")
     said = capfd.readouterr().err
-    assert "Exception ignored" not in said and "a third" not in said  # each that comes again is no further one
+    assert "Exception ignored" not in said
+    # One that comes again is no further one. Of two the first may come again beside the second: then they are two.
+    assert times == 2 or "a third" not in said
 
 
 def test_a_closed_pipe_ends_nothing(tmp_path):

@@ -49,3 +49,33 @@ def test_scaled_cardinalities_sum_to_what_was_asked():
         assert all(a >= b for a, b in pairs) if rows >= whole else all(a <= b + 1 for a, b in pairs)
     with pytest.raises(ValueError, match="cardinalities"):
         SyntheticClicks(())
+
+
+def test_a_curved_share_leaves_the_log_alone_but_for_its_labels():
+    curved, plain = SyntheticClicks((500, 70, 9), seed=3, curved=0.5), SyntheticClicks((500, 70, 9), seed=3)
+    a, b = curved.batch(2, 4096), plain.batch(2, 4096)
+    np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
+    assert 0.05 < (a.label != b.label).mean() < 0.5
+    of_both = [clicks.teacher_logit(clicks.batch(0, 40_000)).std() for clicks in (curved, plain)]
+    np.testing.assert_allclose(of_both, 1.5, rtol=0.2)  # the signal is as strong
+
+
+def test_what_is_curved_is_neither_a_sum_nor_products_of_two_fields():
+    """The best sum of all pairs of categories leaves most of it; without the curve nothing."""
+
+    def left(share):
+        clicks = SyntheticClicks((3,) * 6, dense_features=0, curved=share, exponent=0.0)
+        batch = clicks.batch(0, 20_000)
+        logit = clicks.teacher_logit(batch).astype(np.float64)
+        one_hot = np.eye(3)[batch.ids["sparse"]].reshape(len(logit), -1)
+        pairs = (one_hot[:, :, None] * one_hot[:, None]).reshape(len(logit), -1)
+        best = pairs @ np.linalg.lstsq(pairs, logit - logit.mean(), rcond=None)[0]
+        return np.var(logit - logit.mean() - best) / np.var(logit)
+
+    assert left(0.0) < 0.01 < 0.15 < left(1.0)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "half"])
+def test_a_curved_share_is_a_share(share):
+    with pytest.raises(ValueError, match="curved=.* must be a share from 0 to 1"):
+        SyntheticClicks((3, 3), curved=share)

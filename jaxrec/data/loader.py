@@ -27,8 +27,8 @@ class BlockSource(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly 'weight':
-        f32[n].
+        """One block: {'label': [n], or [n, K] of K labels, 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly
+        'weight': f32[n].
 
         'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are
         a last axis: [n, F, H]. All blocks have the same columns, of the same types and shapes of a
@@ -215,7 +215,8 @@ def _check_column(what: str, key: Column, array: Any, rows: int) -> None:
     if array.dtype.kind not in kinds:
         raise ValueError(f"{what} are {array.dtype}, but {rule}: cast them.")
     rank = array.ndim if isinstance(key, tuple) else _RANK[key]
-    if array.ndim != rank:
+    several_labels = key == "label" and array.ndim == 2 and array.shape[1] > 1
+    if array.ndim != rank and not several_labels:
         raise ValueError(f"{what} has shape {array.shape}, but it has {rank} axes: reshape it.")
 
 

@@ -70,6 +70,8 @@ class SyntheticClicks:
       seed: of teacher and examples.
       signal: standard deviation of the teacher's logit.
       bias: of the teacher's logit; -1.2 gives about 25 % clicks.
+      curved: share of the variance of the logit, up to 1, that is a wave of a sum over the fields,
+        which sums and products of two fields cannot express.
       lookup: name of the lookup in `Batch.ids`.
 
     Raises:
@@ -83,6 +85,7 @@ class SyntheticClicks:
     seed: int = 0
     signal: float = 1.5
     bias: float = -1.2
+    curved: float = 0.0
     lookup: str = "sparse"
 
     def __post_init__(self):
@@ -94,6 +97,7 @@ class SyntheticClicks:
         whole_number("seed", self.seed, 0)
         for name in ("exponent", "signal"):
             real_number(name, getattr(self, name), "finite and 0 or more", is_not_negative)
+        real_number("curved", self.curved, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         real_number("bias", self.bias, "finite", math.isfinite)
 
     def batch(self, index: int, batch_size: int, test: bool = False, validation: bool = False) -> Batch:
@@ -126,7 +130,7 @@ class SyntheticClicks:
 
         A bias, a weight for each id, a linear term of the dense features, and the dot products of
         latent vectors (width L) of each field and the next: half of the variance is first order,
-        half is second order.
+        half is second order. Beside them stands the wave, if `curved`.
         """
         ids = batch.ids[self.lookup]
         fields = ids.shape[1]
@@ -139,6 +143,12 @@ class SyntheticClicks:
         linear = batch.dense @ (slope / max(1, self.dense_features) ** 0.5).astype(np.float32)
         share = 0.5**0.5, 0.25**0.5, 0.25**0.5
         mixed = share[0] * pairs + share[1] * first + share[2] * linear
+        if self.curved:
+            score = initial_rows((ids + starts).reshape(-1), 1, 3**0.5, self.seed ^ 0xC0FFEE).reshape(ids.shape)
+            # The sum is normal, of variance 1; the wave has a part 2 exp(-2) of it that is straight, by which a
+            # network finds the sum, and variance 1/2.
+            wave = np.sin(2 * score.sum(1) / fields**0.5) / 0.5**0.5
+            mixed = (1 - self.curved) ** 0.5 * mixed + self.curved**0.5 * wave
         return (self.bias + self.signal * mixed).astype(np.float32)
 
     def stream(

@@ -9,7 +9,17 @@ any home. Remote rows are with `servers`, of which `in_process` has some for a t
 
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables
-from jaxrec.embedding.optimizers import adagrad, rowwise_adagrad, sgd
+from jaxrec.embedding.optimizers import (
+    adagrad,
+    ftrl,
+    lazy_adam,
+    momentum_sgd,
+    rowwise_adagrad,
+    rowwise_adam,
+    sgd,
+    with_clipping,
+    with_weight_decay,
+)
 from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
 from jaxrec.embedding.pooling import activations
 from jaxrec.embedding.remote import RemoteTables
@@ -18,6 +28,7 @@ from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
     "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "RemoteTables", "Table",
-    "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "host_plan", "plan",
-    "rowwise_adagrad", "sgd",
+    "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "ftrl",
+    "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad", "rowwise_adam", "sgd", "with_clipping",
+    "with_weight_decay",
 ]  # fmt: skip

@@ -1,9 +1,22 @@
 """Row optimizers: pure (init, update) pairs that step only the rows a batch touched.
 
 Duplicate ids are reduced before they arrive here, so that a row takes one step per batch. All leave
-a row with zero gradient unchanged. `learning_rate` is a float or a schedule of optax, a function of
-the step i32[] -> f32[]; the step is that of the dense parameters, 0 at the first update, so that one
-schedule given to both halves gives both the same rate.
+a row with zero gradient unchanged, its slots too: moments of a row that no batch touches do not fade
+("lazy"). `learning_rate` is a float or a schedule of optax, a function of the step i32[] -> f32[];
+the step is that of the dense parameters, 0 at the first update, so that one schedule given to both
+halves gives both the same rate.
+
+| | slots of a row, floats | with every row touched in every step it is |
+|---|---|---|
+| `sgd` | 0 | `optax.sgd` |
+| `momentum_sgd` | E | `optax.sgd(momentum=, nesterov=)` |
+| `adagrad` | E | `optax.adagrad` |
+| `rowwise_adagrad` | 1 | FBGEMM's EXACT_ROWWISE_ADAGRAD |
+| `lazy_adam` | 2 E + 1 | `optax.adamw` |
+| `rowwise_adam` | E + 2 | FBGEMM's PARTIAL_ROWWISE_ADAM |
+| `ftrl` | 2 E | FTRL-proximal (McMahan et al., KDD 2013, algorithm 1) |
+
+`with_weight_decay` and `with_clipping` go around any of them, or around one of your own.
 
 Legend: E embedding width; gradients, values and slots have any leading shape.
 """
@@ -16,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import is_not_negative, real_number
+from jaxrec.embedding.spec import check_row_optimizer
 from jaxrec.types import RowOptimizer, Slot
 
 Rate = float | jax.Array | Callable[[Any], Any]
@@ -88,6 +102,187 @@ def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8
     return RowOptimizer(lambda width: {"accumulator": Slot(1, initial_accumulator_value)}, update)
 
 
+def momentum_sgd(learning_rate: Rate, momentum: float = 0.9, nesterov: bool = False) -> RowOptimizer:
+    """Gradient descent with momentum, u = momentum * u + g; v -= lr * u, or with Nesterov's v -= lr * (g +
+    momentum * u), one velocity per element (Sutskever et al., ICML 2013; the form of optax and PyTorch).
+
+    Args:
+      learning_rate: lr, a float or a schedule.
+      momentum: share of the velocity that stays at each touch of a row, from 0 to below 1.
+      nesterov: look one step ahead.
+
+    Raises:
+      ValueError: as `sgd`; the momentum is outside of its bounds.
+    """
+    _check(learning_rate)
+    momentum = _share("momentum", momentum)
+
+    def update(gradient, value, slots, step):
+        velocity = momentum * slots["velocity"] + gradient
+        move = gradient + momentum * velocity if nesterov else velocity
+        new = value - _rate(learning_rate, step) * move, {"velocity": velocity}
+        return _where_touched(gradient, new, (value, slots))
+
+    return RowOptimizer(lambda width: {"velocity": Slot(width, 0.0)}, update)
+
+
+def lazy_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0) -> RowOptimizer:
+    """Adam (Kingma and Ba, ICLR 2015, algorithm 1) whose moments stand still between the touches of a row.
+
+    m = b1 m + (1 - b1) g, s = b2 s + (1 - b2) g^2, and after t touches of this row
+    v -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + weight_decay * v). Counting t by the row, and not
+    by steps, is what makes the first steps of a rare row as long as those of others.
+
+    Args:
+      learning_rate: lr, a float or a schedule.
+      b1, b2: share of the first and second moment that stays at each touch, from 0 to below 1.
+      eps: added to the root.
+      weight_decay: decoupled, as in AdamW (Loshchilov and Hutter, ICLR 2019); 0 or more.
+
+    Raises:
+      ValueError: as `sgd`; a number is outside of its bounds.
+    """
+    return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: width, lambda squares: squares)
+
+
+def rowwise_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0) -> RowOptimizer:
+    """`lazy_adam` with one second moment per row, s = b2 s + (1 - b2) mean(g^2), as FBGEMM's
+    PARTIAL_ROWWISE_ADAM: E + 2 floats of state per row instead of 2 E + 1.
+
+    Args:
+      learning_rate, b1, b2, eps, weight_decay: as for `lazy_adam`.
+
+    Raises:
+      ValueError: as `lazy_adam`.
+    """
+    mean = lambda squares: jnp.mean(squares, axis=-1, keepdims=True)
+    return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: 1, mean)
+
+
+def _adam(learning_rate, b1, b2, eps, weight_decay, second_width, second_of):
+    _check(learning_rate)
+    b1, b2, eps = _share("b1", b1), _share("b2", b2), _least_zero("eps", eps)
+    weight_decay = _least_zero("weight_decay", weight_decay)
+
+    def init(width):
+        return {"first": Slot(width, 0.0), "second": Slot(second_width(width), 0.0), "touches": Slot(1, 0.0)}
+
+    def update(gradient, value, slots, step):
+        touches = slots["touches"] + 1
+        first = b1 * slots["first"] + (1 - b1) * gradient
+        second = b2 * slots["second"] + (1 - b2) * second_of(gradient * gradient)
+        root = jnp.sqrt(second / (1 - b2**touches)) + eps
+        # Guard: with eps 0 a row whose gradient is zero would turn into NaN before it is left out.
+        move = jnp.where(root > 0, first / (1 - b1**touches) / root, 0.0)
+        move = move + weight_decay * value if weight_decay else move
+        new = value - _rate(learning_rate, step) * move, {"first": first, "second": second, "touches": touches}
+        return _where_touched(gradient, new, (value, slots))
+
+    return RowOptimizer(init, update)
+
+
+def ftrl(learning_rate: Rate, beta=1.0, l1=0.0, l2=0.0) -> RowOptimizer:
+    """FTRL-proximal (McMahan et al., KDD 2013, algorithm 1), which leaves rarely used weights at exactly 0.
+
+    With n the sum of g^2 and z that of g - (sqrt(n + g^2) - sqrt(n)) / lr * v:
+    v = 0 where |z| <= l1, else -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2).
+
+    The paper begins with v = 0 and has one rate. Rows begin at random here and rates may follow a schedule, so
+    z is taken from that equation wherever v is not 0, by the rate of this step: a row moves on from where it is.
+    From `Table(scale=0.0)`, v = 0, and with one rate it is as printed.
+
+    Args:
+      learning_rate: lr (alpha in the paper), a float or a schedule.
+      beta: makes the first steps shorter, 0 or more.
+      l1, l2: penalties, 0 or more.
+
+    Raises:
+      ValueError: as `sgd`; a number is outside of its bounds.
+    """
+    _check(learning_rate)
+    beta, l1, l2 = _least_zero("beta", beta), _least_zero("l1", l1), _least_zero("l2", l2)
+
+    def update(gradient, value, slots, step):
+        # A rate of 0, at which a warm-up begins, would be divided by.
+        rate, old = jnp.maximum(_rate(learning_rate, step), 1e-30), slots["squares"]
+        squares = old + gradient * gradient
+        stiffness = lambda total: (beta + jnp.sqrt(total)) / rate + l2
+        linear = jnp.where(value != 0, -value * stiffness(old) - jnp.sign(value) * l1, slots["linear"])
+        linear = linear + gradient - (jnp.sqrt(squares) - jnp.sqrt(old)) / rate * value
+        # Guard: 0 / 0 with beta and l2 0, where the gradient has been 0.
+        still = (jnp.abs(linear) <= l1) | (stiffness(squares) == 0)
+        moved = jnp.where(still, 0.0, -(linear - jnp.sign(linear) * l1) / stiffness(squares))
+        return _where_touched(gradient, (moved, {"squares": squares, "linear": linear}), (value, slots))
+
+    return RowOptimizer(lambda width: {"squares": Slot(width, 0.0), "linear": Slot(width, 0.0)}, update)
+
+
+def with_weight_decay(optimizer: RowOptimizer, rate: float) -> RowOptimizer:
+    """L2 regularisation of the rows that a batch touches: the gradient is g + rate * v, as
+    `optax.chain(optax.add_decayed_weights(rate), ...)` and FBGEMM's WeightDecayMode.L2.
+
+    Rows that no batch touches do not decay. `lazy_adam` has the decoupled form, too.
+
+    Args:
+      optimizer: a RowOptimizer.
+      rate: 0 or more; CTR models of BARS use 1e-6 to 1e-4.
+
+    Raises:
+      ValueError: the rate is no number of at least 0; it is no row optimizer.
+
+    >>> optimizer = with_weight_decay(sgd(1.0), 0.1)
+    >>> optimizer.update(jnp.array([[1.0], [0.0]]), jnp.array([[10.0], [10.0]]), {}, 0)[0].tolist()
+    [[8.0], [10.0]]
+    """
+    check_row_optimizer(optimizer)
+    rate = _least_zero("rate", rate)
+
+    def update(gradient, value, slots, step):
+        decayed = jnp.where(_touched(gradient), gradient + rate * value, 0.0)
+        return _where_touched(gradient, optimizer.update(decayed, value, slots, step), (value, slots))
+
+    return RowOptimizer(optimizer.init, update)
+
+
+def with_clipping(optimizer: RowOptimizer, largest_norm: float) -> RowOptimizer:
+    """Clips the gradient of each row to a norm: g * min(1, largest_norm / |g|).
+
+    A row's, and not all rows', as the norm over a batch's rows would depend on how many they are.
+
+    Args:
+      optimizer: a RowOptimizer.
+      largest_norm: of the gradient of a row, summed over the batch; above 0.
+
+    Raises:
+      ValueError: the norm is no number above 0; it is no row optimizer.
+
+    >>> optimizer = with_clipping(sgd(1.0), 5.0)
+    >>> optimizer.update(jnp.array([[6.0, 8.0], [0.0, 1.0]]), jnp.zeros((2, 2)), {}, 0)[0].tolist()
+    [[-3.0, -4.0], [0.0, -1.0]]
+    """
+    check_row_optimizer(optimizer)
+    largest = real_number("largest_norm", largest_norm, "above 0 and finite", lambda x: 0 < x < np.inf)
+
+    def update(gradient, value, slots, step):
+        norm = jnp.sqrt(jnp.sum(gradient * gradient, axis=-1, keepdims=True))
+        return optimizer.update(gradient * (largest / jnp.maximum(norm, largest)), value, slots, step)
+
+    return RowOptimizer(optimizer.init, update)
+
+
+def _touched(gradient):
+    """Which rows take a step; the rest is padding, or had no part in the loss."""
+    return jnp.any(gradient != 0, axis=-1, keepdims=True)
+
+
+def _where_touched(gradient, new, old):
+    touched = _touched(gradient)
+    (value, slots), (value_before, slots_before) = new, old
+    return jnp.where(touched, value, value_before), {
+        name: jnp.where(touched, slots[name], slots_before[name]) for name in slots
+    }
+
+
 def _adagrad_step(learning_rate, gradient, accumulator, eps, step):
     # Guard: with accumulator 0 and eps 0 an untouched row would turn into NaN.
     root = jnp.sqrt(accumulator) + eps
@@ -112,3 +307,11 @@ def _check(learning_rate):
     if callable(learning_rate) or (isinstance(learning_rate, jax.Array | np.ndarray) and learning_rate.shape == ()):
         return
     real_number("learning_rate", learning_rate, "0 or more and finite, or a schedule (step -> rate)", is_not_negative)
+
+
+def _share(name, value):
+    return real_number(name, value, "0 or more and below 1", lambda x: 0 <= x < 1)
+
+
+def _least_zero(name, value):
+    return real_number(name, value, "0 or more and finite", is_not_negative)

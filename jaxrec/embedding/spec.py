@@ -313,6 +313,6 @@ def check_row_optimizer(optimizer) -> RowOptimizer:
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(
             f"row optimizer {optimizer!r:.200} is not a RowOptimizer: a dense optimizer would move rows that the batch "
-            "did not touch. Use sgd, adagrad or rowwise_adagrad, or write a RowOptimizer(init, update)."
+            "did not touch. Use one of jaxrec.embedding (adagrad, lazy_adam, ...), or write a RowOptimizer."
         )
     return optimizer

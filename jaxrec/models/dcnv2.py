@@ -1,7 +1,8 @@
 """DCNv2: cross layers, full or low rank, and a deep tower, stacked or parallel (Wang et al., arXiv
 2008.13535).
 
-Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, r rank.
+Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, r rank; N is
+the last size of `bottom` if there is one.
 """
 
 from collections.abc import Sequence
@@ -19,19 +20,22 @@ class DCNv2(nn.Module):
     x_0 is the dense features beside all embeddings, f32[B, X]; the cross layers learn products of
     features explicitly, the tower learns the rest.
 
-    Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535, sections 3.2 to 3.4.
+    Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535, sections 3.2 to 3.4. With `bottom`, a rank
+    and `parallel=False` it is the DLRM-DCNv2 of MLPerf Training.
 
     Attributes:
       cross_layers: how many cross layers.
       rank: r of W = U V^T; a full matrix if None.
       tower: layer sizes of the deep tower.
       parallel: the tower beside the cross layers instead of behind them.
+      bottom: layer sizes that the dense features pass first; none if empty.
     """
 
     cross_layers: int = 3
     rank: int | None = None
     tower: Sequence[int] = (512, 256)
     parallel: bool = True
+    bottom: Sequence[int] = ()
 
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
@@ -39,6 +43,7 @@ class DCNv2(nn.Module):
             raise ValueError(
                 f"DCNv2 wants dense [B, N] and activations [B, F, E], got {dense.shape} and {activations.shape}."
             )
+        dense = Tower(self.bottom, name="bottom_tower")(dense).T if self.bottom else dense
         x0 = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
         crossed = x0
         for _ in range(self.cross_layers):

@@ -171,7 +171,7 @@ def _(directory):
 
 @situation("a model that there is not", SystemExit, "2")
 def _(directory):
-    parsed("--model", "deepfm")
+    parsed("--model", "xdeepfm")
 
 
 @situation("a schedule of one step, which is nothing but its first rate")

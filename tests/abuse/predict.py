@@ -226,6 +226,24 @@ def _(directory):
         assert sorted(run.rglob("*")) == before
 
 
+@situation("groups of a field that there is not", ValueError, "--group user is no field of the run .* C1, C2")
+def _(directory):
+    run, *_ = synthetic_run(directory, trained=False)
+    evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", group="user"))
+
+
+@situation("an interval from one draw", ValueError, "--bootstrap 1 must be 0 for no interval, or at least 2")
+def _(directory):
+    run, *_ = synthetic_run(directory, trained=False)
+    evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", bootstrap=1))
+
+
+@situation("segments of rows without labels", ValueError, "need labels, and these rows have none")
+def _(directory):
+    run, lines, *_ = criteo_run(directory, trained=False)
+    evaluated(run, directory, write_lines(directory / "rows.txt", without_labels(lines)), segments=("C1",))
+
+
 @situation("the prepared directory of a run is gone", ValueError, "prepared directory of .* is not at .*--prepared")
 def _(directory):
     run, lines, *_ = criteo_run(directory, trained=False)

@@ -1,5 +1,5 @@
 """What is on disk: array_record shards of blocks, registered with tfds and read back; every file
-whole or absent.
+whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,46 @@ from jaxrec.data.criteo.parsing import DENSE, FIELDS
 from jaxrec.files import aside, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
-_NAME, _TEMPLATE = "criteo", "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
-_CITATION = "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015)."
-_LICENSE = "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution."
+_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
+SPLITS = ("train", "validation", "test")
 
 
-def write_blocks(directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int) -> int:
-    """Writes one shard of a split: label u8, dense f32 and ids i32 rows, cut into blocks.
+class Layout(NamedTuple):
+    """What the blocks of a dataset hold.
+
+    Attributes:
+      name: of the dataset, with which the names of its shards begin.
+      columns: {column: (shape of a row, dtype)}.
+      citation, license: what tfds says of it.
+    """
+
+    name: str
+    columns: dict[str, tuple[tuple[int, ...], str]]
+    citation: str
+    license: str
+
+
+CRITEO = Layout(
+    "criteo",
+    {"label": ((), "uint8"), "dense": ((DENSE,), "float32"), "ids": ((FIELDS,), "int32")},
+    "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015).",
+    "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution.",
+)
+
+
+def layout_of(metadata: dict[str, Any]) -> Layout:
+    """What the blocks of a dataset hold, as its metadata or notes say; those of Criteo's logs say nothing."""
+    if "layout" not in metadata:
+        return CRITEO
+    kept = metadata["layout"]
+    columns = {name: (tuple(shape), dtype) for name, (shape, dtype) in kept["columns"].items()}
+    return Layout(kept["name"], columns, kept["citation"], kept["license"])
+
+
+def write_blocks(
+    directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout = CRITEO
+) -> int:
+    """Writes one shard of a split: the columns of its layout, cut into blocks.
 
     Returns:
       The size of the shard in bytes.
@@ -34,12 +67,12 @@ def write_blocks(directory: Path, name: str, index: int, rows: dict[str, np.ndar
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    serialize, path = _serializer(), _shard_path(directory, name, index)
+    serialize, path = _serializer(layout), _shard_path(directory, name, index, layout)
     with aside(path) as partial:
         try:
             writer = ArrayRecordWriter(str(partial), "group_size:1")
             for start in range(0, len(rows["label"]), block_rows):
-                block = {key: rows[key][start : start + block_rows] for key in ("label", "dense", "ids")}
+                block = {key: rows[key][start : start + block_rows] for key in layout.columns}
                 writer.write(serialize(block))
             writer.close()
         except RuntimeError as error:
@@ -55,28 +88,29 @@ def _os_error(error: RuntimeError, path: Path) -> OSError:
     return OSError(kind, os.strerror(kind), str(path))
 
 
-def _shard_path(directory: Path, name: str, index: int) -> Path:
-    return directory / f"{_NAME}-{name}.array_record-{index:05d}"
+def _shard_path(directory: Path, name: str, index: int, layout: Layout) -> Path:
+    return directory / f"{layout.name}-{name}.array_record-{index:05d}"
 
 
-def _features():
+def _features(layout):
     tfds = tfds_module()
-    kinds = {"label": ((None,), np.uint8), "dense": ((None, DENSE), np.float32), "ids": ((None, FIELDS), np.int32)}
     return tfds.features.FeaturesDict(
         {
             # Bytes: as lists of numbers a block would be decoded value by value.
-            name: tfds.features.Tensor(shape=shape, dtype=dtype, encoding=tfds.features.Encoding.BYTES)
-            for name, (shape, dtype) in kinds.items()
+            name: tfds.features.Tensor(shape=(None, *shape), dtype=dtype, encoding=tfds.features.Encoding.BYTES)
+            for name, (shape, dtype) in (
+                (name, (shape, np.dtype(kind))) for name, (shape, kind) in layout.columns.items()
+            )
         }
     )
 
 
-def _serializer() -> Callable[[dict[str, np.ndarray]], bytes]:
+def _serializer(layout: Layout) -> Callable[[dict[str, np.ndarray]], bytes]:
     """Like `features.serialize_example`, but the same bytes in every process: protobuf maps have no
     order."""
     from tensorflow_datasets.core.example_serializer import ExampleSerializer
 
-    features = _features()
+    features = _features(layout)
     serializer = ExampleSerializer(features.get_serialized_info())
     return lambda block: serializer.get_tf_example(features.encode_example(block)).SerializeToString(deterministic=True)
 
@@ -99,24 +133,34 @@ def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -
 
 
 def _write_metadata(directory, beside, state, cardinalities):
-    tfds = tfds_module()
-    for shard in directory.glob(f"{_NAME}-*.array_record-?????"):
+    tfds, layout = tfds_module(), layout_of(state)
+    for shard in directory.glob(f"{layout.name}-*.array_record-?????"):
         # The builder of tfds wants to see the data beside its files.
         (beside / shard.name).symlink_to(shard.resolve())
     tfds.folder_dataset.write_metadata(
-        data_dir=beside, features=_features(), version="1.0.0", check_data=False,
-        split_infos=[_split_info(tfds, directory, name, state) for name in ("train", "test")],
+        data_dir=beside, features=_features(layout), version="1.0.0", check_data=False,
+        split_infos=[_split_info(tfds, directory, name, state) for name in splits_of(state)],
         filename_template=tfds.core.ShardedFileTemplate(
-            data_dir=beside, dataset_name=_NAME, filetype_suffix="array_record", template=_TEMPLATE
+            data_dir=beside, dataset_name=layout.name, filetype_suffix="array_record", template=_TEMPLATE
         ),
-        citation=_CITATION, license=_LICENSE, metadata=tfds.core.MetadataDict(_metadata(state, cardinalities)),
+        citation=layout.citation, license=layout.license,
+        metadata=tfds.core.MetadataDict(_metadata(state, cardinalities)),
     )  # fmt: skip
+
+
+def splits_of(state: dict[str, Any]) -> tuple[str, ...]:
+    """The splits that have shards, in the order in which they are named everywhere."""
+    return tuple(name for name in SPLITS if any(shard["split"] == name for shard in state["shards"]))
 
 
 def _split_info(tfds, directory, name, state):
     mine = [shard for shard in state["shards"] if shard["split"] == name]
     template = tfds.core.ShardedFileTemplate(
-        data_dir=directory, dataset_name=_NAME, split=name, filetype_suffix="array_record", template=_TEMPLATE
+        data_dir=directory,
+        dataset_name=layout_of(state).name,
+        split=name,
+        filetype_suffix="array_record",
+        template=_TEMPLATE,
     )
     lengths = [-(-shard["rows"] // state["options"]["block_rows"]) for shard in mine]
     size = sum(shard["bytes"] for shard in mine)
@@ -124,7 +168,7 @@ def _split_info(tfds, directory, name, state):
 
 
 def _metadata(state, cardinalities):
-    of = {name: [shard for shard in state["shards"] if shard["split"] == name] for name in ("train", "test")}
+    of = {name: [shard for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
     rows = {name: sum(shard["rows"] for shard in mine) for name, mine in of.items()}
     return {
         "cardinalities": cardinalities,
@@ -134,6 +178,7 @@ def _metadata(state, cardinalities):
         "options": state["options"],
         "sources": state["sources"],
         "texts": state["texts"],
+        **{key: state[key] for key in ("layout", "table") if key in state},
         "shard_bytes": {name: [shard["bytes"] for shard in mine] for name, mine in of.items()},
     }
 
@@ -148,6 +193,7 @@ class Split:
 
     def __init__(self, source, metadata: dict[str, Any], directory: Path, name: str):
         self._source, self.metadata, self._directory, self._name = source, metadata, directory, name
+        self._layout = layout_of(metadata)
         block_rows, rows = metadata["options"]["block_rows"], metadata["rows"][name]
         self.rows = [min(block_rows, rows - start) for start in range(0, rows, block_rows)]
 
@@ -155,7 +201,7 @@ class Split:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}.
+        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}, or what its layout says.
 
         Raises:
           IndexError: there is no such block.
@@ -165,7 +211,7 @@ class Split:
             raise IndexError(f"block {index} of split {self._name!r}: blocks are numbered from 0 to {len(self) - 1}.")
         try:
             block = self._source[index]
-            found = {key: len(block[key]) for key in ("label", "dense", "ids")}
+            found = {key: len(block[key]) for key in self._layout.columns}
         except Exception as error:  # of many kinds, from array_record, protobuf and tfds
             raise self._unreadable(index, str(error).partition("\n")[0][:200]) from error
         if set(found.values()) != {self.rows[index]}:
@@ -174,7 +220,7 @@ class Split:
 
     def _unreadable(self, index, why) -> ValueError:
         shard, block = divmod(index, self.metadata["options"]["blocks_per_shard"])
-        path = _shard_path(self._directory, self._name, shard)
+        path = _shard_path(self._directory, self._name, shard, self._layout)
         return ValueError(f"{path}, block {block} cannot be read ({why}). {_remedy(self._directory)}")
 
 
@@ -253,12 +299,12 @@ def check_files(directory: Path, metadata: dict[str, Any]) -> None:
         # Preparations of earlier versions did not note sizes.
         sizes = metadata.get("shard_bytes", {}).get(name, [None] * -(-rows // shard_rows))
         for index, size in enumerate(sizes):
-            check_shard(directory, name, index, size)
+            check_shard(directory, name, index, size, layout_of(metadata))
 
 
-def check_shard(directory: Path, name: str, index: int, size: int | None) -> None:
+def check_shard(directory: Path, name: str, index: int, size: int | None, layout: Layout = CRITEO) -> None:
     """Refuses a shard that is missing, or of another size in bytes than the one given."""
-    path = _shard_path(directory, name, index)
+    path = _shard_path(directory, name, index, layout)
     if not path.exists():
         raise ValueError(f"{path} is missing. {_remedy(directory)}")
     found = path.stat().st_size

@@ -6,24 +6,27 @@ place in the text up to which the files must stay as they were, and `texts`: the
 files, once they were read to the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrec.data.criteo.dataset import METADATA, check_files, check_shard, read_json, read_metadata
+from jaxrec.data.criteo.dataset import METADATA, SPLITS, check_files, check_shard, layout_of, read_json, read_metadata
 from jaxrec.data.criteo.source import Seen, read_chunks, same_head, same_stamps
 from jaxrec.files import write_json
 
 PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
 
 
-def begin_record(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+def begin_record(
+    directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Callable = read_chunks
+) -> dict[str, Any]:
     """The notes of a preparation: new ones, or those of the run before.
 
     Args:
       directory: of the preparation.
       paths: of the raw files.
-      wanted: 'options' and 'sources', the fingerprints of the files as they are now.
+      wanted: 'options' and 'sources', the fingerprints of the files as they are now, and what else the notes hold.
+      read: (paths, known) -> what reads the files, and raises a ValueError if they are not what was seen.
 
     Raises:
       ValueError: rows were written with other options or from other text; a note or a shard is
@@ -33,7 +36,7 @@ def begin_record(directory: Path, paths: Sequence[Path], wanted: dict[str, Any])
     remedy = f"Delete {directory} and run the preparation again."
     state = read_json(path, ("options", "sources", "shards"), remedy) if path.exists() else None
     if state is not None:
-        differ = _differences(state, wanted, paths)
+        differ = _differences(state, wanted, paths, read)
         if not differ:
             _check_shards(directory, state)
             if state["sources"] != wanted["sources"]:
@@ -50,7 +53,9 @@ def begin_record(directory: Path, paths: Sequence[Path], wanted: dict[str, Any])
     return state
 
 
-def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+def finished(
+    directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Callable = read_chunks
+) -> dict[str, Any]:
     """The metadata of a complete preparation, if it is one of these files with these options.
 
     Raises:
@@ -62,7 +67,7 @@ def finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any]) -> 
             f"{directory} was prepared by an earlier version of jaxrec, which kept no checksum of the files. Open it "
             "as it is (open_split, or give the directory itself), or prepare into another directory."
         )
-    differ = _differences(metadata, wanted, paths)
+    differ = _differences(metadata, wanted, paths, read)
     if differ:
         raise _other(directory, differ)
     check_files(directory, metadata)
@@ -85,7 +90,7 @@ def known_texts(state: dict[str, Any], files: int) -> list[list[Seen]]:
     return [sorted(marks) for marks in known]
 
 
-def _differences(kept, wanted, paths) -> list[str]:
+def _differences(kept, wanted, paths, read) -> list[str]:
     """Names of the options and files that are not those of the notes; reads files whose times have
     changed."""
     differ = [name for name, value in wanted["options"].items() if kept["options"].get(name) != value]
@@ -93,16 +98,16 @@ def _differences(kept, wanted, paths) -> list[str]:
         return [*differ, f"sources ({', '.join(path.name for path in paths)})"]
     known = known_texts(kept, len(paths))
     for path, before, now, seen in zip(paths, kept["sources"], wanted["sources"], known, strict=True):
-        if not same_head(before, now) or not (same_stamps(before, now) or _is_as_seen(path, seen)):
+        if not same_head(before, now) or not (same_stamps(before, now) or _is_as_seen(path, seen, read)):
             differ.append(f"sources (text or name of {path.name})")
     return differ
 
 
-def _is_as_seen(path: Path, seen: list[Seen]) -> bool:
+def _is_as_seen(path: Path, seen: list[Seen], read: Callable) -> bool:
     if not seen:
         return True  # nothing was made from it
     try:
-        for _ in read_chunks([path], [seen]):
+        for _ in read([path], [seen]):
             pass
     except ValueError:
         return False
@@ -117,7 +122,7 @@ def _other(directory, differ) -> ValueError:
 
 
 def _check_shards(directory, state):
-    count = {"train": 0, "test": 0}
+    count = dict.fromkeys(SPLITS, 0)
     for shard in state["shards"]:
-        check_shard(directory, shard["split"], count[shard["split"]], shard["bytes"])
+        check_shard(directory, shard["split"], count[shard["split"]], shard["bytes"], layout_of(state))
         count[shard["split"]] += 1

@@ -1,0 +1,141 @@
+"""All click models on the same rows, over seeds: test AUC in one table, as papers compare them.
+
+    python experiments/models.py --data criteo --path criteo.prepared        rows of your own preparation, 3 seeds
+    python experiments/models.py --curved 0.5 --steps 2500                   5,120,000 synthetic clicks, 3 seeds
+    python experiments/models.py --workdir DIR --resume                      goes on; what is complete is kept
+
+Half of what decides a synthetic click with --curved 0.5 is a wave over a sum of all fields, which neither a sum of
+features (LR) nor products of two of them (FM) can express: both must stay below every deep model, and results.json
+says whether they do. Each run is train.py with the defaults but for the model, two to five minutes on two cores.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from contract import Figure, Flags, Run, bars, command_line, grid, refuse, say
+from report import scaled
+from stopping import stop_on_signals
+from sweep import MINUS, Sweep, again_in, summary
+
+SHALLOW = ("lr", "fm")
+DEEP = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the comparison; --preset is that of each run, and --seed the first of the seeds."""
+
+    models: tuple[str, ...] = (*SHALLOW, *DEEP)
+    seeds: int = 3
+    data: Literal["synthetic", "criteo"] = "synthetic"
+    path: Path | None = None
+    """A prepared directory, for --data criteo."""
+    curved: float = 0.0
+    """Synthetic: share of what decides a click that LR and FM cannot express."""
+    rows: int | None = None
+    """Synthetic: embedding rows in all."""
+    steps: int | None = None
+    """Synthetic: batches of 2,048."""
+    resume: bool = False
+    """Go on with the comparison in --workdir."""
+
+
+def flags_of(config: Config) -> list[str]:
+    """What all runs have alike, for train.py."""
+    given = {"data": config.data, "path": config.path, "rows": config.rows, "steps": config.steps}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return words + (["--curved", str(config.curved)] if config.curved else [])
+
+
+def verdict(results: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
+    """Whether every deep model is above every shallow one, on the mean over the seeds.
+
+    >>> verdict({"lr_mean": 0.7, "fm_mean": 0.72, "dnn_mean": 0.75}, ("lr", "fm", "dnn"))
+    {'best': 'dnn', 'worst_deep': 'dnn', 'shallow_below_deep': True}
+    """
+    mean = {model: results[f"{model}_mean"] for model in models}
+    deep, shallow = ([model for model in models if model in of] for of in (DEEP, SHALLOW))
+    found: dict[str, Any] = {"best": max(mean, key=mean.__getitem__)}
+    if deep:
+        found["worst_deep"] = min(deep, key=mean.__getitem__)
+    if deep and shallow:
+        found["shallow_below_deep"] = max(mean[m] for m in shallow) < mean[found["worst_deep"]]
+    return found
+
+
+def finding(results: Mapping[str, Any], models: Sequence[str]) -> str:
+    """What the picture shows, also where it is not what was expected."""
+    best, seeds = results["best"], results["seeds"]
+    said_of = f"{best} has the best test AUC, {results[f'{best}_mean']:.4f}"
+    if "teacher_auc_mean" in results:
+        said_of += f", beside {results['teacher_auc_mean']:.4f} of the teacher"
+    if "shallow_below_deep" in results:
+        shallow = max((m for m in models if m in SHALLOW), key=lambda model: results[f"{model}_mean"])
+        is_below = "below" if results["shallow_below_deep"] else "not below"
+        said_of += f"; {shallow}, the best shallow one, is {is_below} {results['worst_deep']}, the worst deep one"
+    return f"{said_of}. Means over {seeds} seed{'s'[: seeds > 1]}"
+
+
+def minus_first(results: Mapping[str, Any], model: str) -> Figure:
+    """The difference of a model from the first, with its interval; of the first itself 0.
+
+    >>> minus_first({"first": "lr", "fm_minus_first": 2.0, "fm_minus_first_half_width": 0.5}, "fm")
+    Figure(value=2.0, low=1.5, high=2.5)
+    """
+    value = results.get(MINUS.format(model), 0.0)
+    half = results.get(f"{MINUS.format(model)}_half_width")
+    return Figure(value) if half is None else Figure(value, value - half, value + half)
+
+
+def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
+    """How far each model is above the first: the AUCs themselves would all be bars of one length."""
+    first = results["first"]
+    label = f"test AUC minus that of {first}, 1e-4 (paired)"
+    over = {model: scaled(minus_first(results, model), 1e4) for model in models}
+    teacher = results.get("teacher_auc_mean")
+    above = None if teacher is None else 1e4 * (teacher - results[f"{first}_mean"])
+    bars(run.directory / "models.png", {label: {"": over}}, finding(results, models), {label: {"teacher": above}})
+
+
+def main(config: Config) -> dict:
+    """Trains what is missing; returns what results.json holds."""
+    wrong = [model for model in config.models if model not in SHALLOW + DEEP]
+    refuse(
+        {
+            f"--models {' '.join(wrong)} are none of {', '.join(SHALLOW + DEEP)}.": wrong,
+            "--models is empty: give at least one.": not config.models,
+            f"--models {' '.join(config.models)} has one twice.": len(set(config.models)) < len(config.models),
+            "--data criteo needs --path: a directory made by prepare.py.": (
+                config.data == "criteo" and (config.path is None or not config.path.is_dir())
+            ),
+        }
+    )
+    with (
+        Run("models", config, config.workdir, config.resume) as run,
+        stop_on_signals(f"go on with {again_in(run)}"),
+    ):
+        sweep, seeds = Sweep(run, config.preset, "test_auc"), range(config.seed, config.seed + config.seeds)
+        flags = flags_of(config)
+        found = {
+            model: [sweep.trained(model, [*flags, "--model", model], seed) for seed in seeds] for model in config.models
+        }
+        results = summary({model: [one["test_auc"] for one in its] for model, its in found.items()})
+        results |= {f"{model}_{seed}_auc": one["test_auc"] for model, its in found.items()
+                    for seed, one in zip(seeds, its, strict=True)}  # fmt: skip
+        results |= verdict(results, config.models)
+        first = found[config.models[0]]  # all have the same data
+        if all("teacher_auc" in one for one in first):
+            results["teacher_auc_mean"] = float(np.mean([one["teacher_auc"] for one in first]))
+        draw(run, results, config.models)
+        columns = {"test AUC": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
+        run.close(results, grid(results, "model", list(config.models), columns))
+        if "shallow_below_deep" in results:
+            say(f"LR and FM below every deep model: {'yes' if results['shallow_below_deep'] else 'NO'}")
+        return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

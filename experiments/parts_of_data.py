@@ -1,0 +1,106 @@
+"""Quality by parts of the data: within groups, by segments, and how far another test set would be off.
+
+Used by evaluate.py, over the row ids of categorical fields: those are the categories of a prepared directory, and
+-1 is a missing one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from contract import grid
+
+from jaxrec.embedding import EmbeddingSpec
+from jaxrec.ranking import auc_interval, by_segment, group_auc
+from jaxrec.types import Batch
+
+SHOWN = 20  # segments of a field that have a line of their own; the rest is one
+FIGURES = ("examples", "label_mean", "auc", "normalized_entropy", "calibration")
+
+
+def single_fields(spec: EmbeddingSpec) -> dict[str, tuple[str, int | None]]:
+    """{field: (lookup, column)} of the fields that have one category for each example."""
+    found: dict[str, tuple[str, int | None]] = {}
+    for name, lookup in spec.lookups.items():
+        if lookup.hots != 1:
+            continue
+        if isinstance(lookup.tables, str):
+            found[name] = name, None
+        else:
+            found |= {table: (name, column) for column, table in enumerate(lookup.tables)}
+    return found
+
+
+def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str]) -> dict[str, bool]:
+    """{what is wrong: True} of fields that there are not."""
+    known = single_fields(spec)
+    return {
+        f"--{flag} {name} is no field of the run with one category for each example: give one of "
+        f"{', '.join(list(known)[:40])}.": name not in known
+        for flag, names in (("group", [group] if group else []), ("segments", segments))
+        for name in names
+    }
+
+
+def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """{field: i32[B]} of a batch: the row ids of some fields."""
+    known, found = single_fields(spec), {}
+    for name in names:
+        lookup, column = known[name]
+        ids = np.asarray(batch.ids[lookup])
+        found[name] = ids if column is None else ids[:, column]
+    return found
+
+
+def figures(
+    logit: np.ndarray,
+    label: np.ndarray,
+    fields: Mapping[str, np.ndarray],
+    group: str | None,
+    segments: Sequence[str],
+    bootstrap: int,
+) -> dict[str, Any]:
+    """What results.json says of the parts; numbers that there are not are None.
+
+    Args:
+      logit, label: f32[n].
+      fields: {field: i32[n]}, of those that are named.
+      group: field within whose categories AUC is taken.
+      segments: fields whose categories have figures of their own.
+      bootstrap: draws for the interval of the AUC; 0 for none.
+
+    >>> rng = np.random.default_rng(0)
+    >>> user, label = rng.integers(0, 3, 200), rng.integers(0, 2, 200)
+    >>> found = figures(label + rng.standard_normal(200), label, {"user": user}, "user", ["user"], 50)
+    >>> found["groups"], found["auc_low"] < found["gauc"] < found["auc_high"], "segment_user_2_auc" in found
+    (3, True, True)
+    """
+    results: dict[str, Any] = {}
+    if bootstrap:
+        _, results["auc_low"], results["auc_high"] = auc_interval(logit, label, draws=bootstrap)
+    if group:
+        results |= group_auc(logit, label, fields[group])
+    for name in segments:
+        for value, found in by_segment(logit, label, _largest(fields[name])).items():
+            results |= {f"segment_{name}_{value}_{key}": found[key] for key in FIGURES}
+    return results
+
+
+def _largest(ids):
+    """Segments as texts: the largest by their row ids, all others together."""
+    values, mine, sizes = np.unique(ids, return_inverse=True, return_counts=True)
+    names = np.array([str(value) for value in values], dtype=object)
+    names[np.argsort(-sizes, kind="stable")[SHOWN:]] = "others"
+    return names.astype(str)[mine]
+
+
+def tables(results: Mapping[str, Any], segments: Sequence[str]) -> str:
+    """A table for people for each field of segments."""
+    shown = []
+    for name in segments:
+        prefix = f"segment_{name}_"
+        values = [key.removeprefix(prefix).removesuffix("_examples") for key in results if key.startswith(prefix)
+                  and key.endswith("_examples")]  # fmt: skip
+        columns = {key.replace("_", " "): f"{prefix}{{}}_{key}" for key in FIGURES}
+        shown.append(grid(results, name, values, columns))
+    return "\n\n".join(shown)

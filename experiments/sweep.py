@@ -1,0 +1,186 @@
+"""Trains every combination of some flags over seeds, and compares them: one table with means and paired intervals.
+
+    python experiments/sweep.py --vary model=dlrm,dcnv2 row-learning-rate=0.02,0.05 --seeds 3
+    python experiments/sweep.py --vary model=lr,fm,dnn --fixed data=criteo path=prepared --workdir DIR
+    python experiments/sweep.py ... --workdir DIR --resume           goes on; what is complete is not trained again
+
+Each run is train.py in a process and a directory of its own. All arms of a seed see the same data, so differences
+are taken within seeds. The first arm is the one that others are compared with: put yours first. A run takes what
+train.py takes with these flags, a minute and a half by default.
+"""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from children import run_child
+from contract import Flags, Run, command_line, grid, paired_interval, refuse, say
+from stopping import stop_on_signals
+
+OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # what the sweep gives each run itself
+TRAIN = Path(__file__).with_name("train.py")
+MINUS = "{}_minus_first"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the sweep; --preset is that of each run, and --seed the first of the seeds."""
+
+    vary: tuple[str, ...] = ()
+    """flag=value,value,...: all combinations are trained; no value for a flag that is on or off: flag=,no."""
+    fixed: tuple[str, ...] = ()
+    """flag=value of what all runs have alike; several values in quotes: "fail=300:3 700:1"."""
+    seeds: int = 3
+    metric: str = "test_auc"
+    """Of results.json."""
+    resume: bool = False
+    """Go on with the sweep in --workdir."""
+
+
+def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
+    """{name of an arm: its flags}, all combinations in the order in which they were given.
+
+    Raises:
+      ValueError: what is given is no flag with values; a flag or a value is given twice.
+
+    >>> arms_of(["model=lr,fm", "shuffle=,no"])["model=fm shuffle=no"]
+    ['--model', 'fm', '--no-shuffle']
+    >>> list(arms_of(["model=lr,fm", "shuffle=,no"]))
+    ['model=lr shuffle=', 'model=lr shuffle=no', 'model=fm shuffle=', 'model=fm shuffle=no']
+    """
+    choices: list[tuple[str, list[str]]] = []
+    for item in vary:
+        name, values = pair_of("vary", item)
+        refuse(
+            {
+                f"--vary {item!r} has a value twice: each is trained once.": (
+                    len(set(values.split(","))) < len(values.split(","))
+                ),
+                f"--vary {name} is given twice: give all its values at once.": any(name == a for a, _ in choices),
+            }
+        )
+        choices.append((name, values.split(",")))
+    arms = {}
+    for chosen in itertools.product(*(values for _, values in choices)):
+        pairs = [(name, value) for (name, _), value in zip(choices, chosen, strict=True)]
+        arms[" ".join(f"{name}={value}" for name, value in pairs)] = [
+            word for pair in pairs for word in words_of(*pair)
+        ]
+    return arms
+
+
+def pair_of(flag: str, item: str) -> tuple[str, str]:
+    """The flag of train.py and its value, from flag=value.
+
+    Raises:
+      ValueError: it is no such pair, or a flag that the sweep gives itself.
+    """
+    name, _, value = item.partition("=")
+    name = name.removeprefix("--").replace("_", "-")
+    refuse(
+        {
+            f"--{flag} {item!r} is no flag with values: write learning-rate=0.001.": "=" not in item or not name,
+            f"--{flag} {item!r}: the sweep gives --{name} itself; it has flags of its own for seeds and preset.": (
+                name.replace("-", "_") in OWN
+            ),
+        }
+    )
+    return name, value
+
+
+def words_of(name: str, value: str) -> list[str]:
+    """A flag and its value on a command line.
+
+    >>> words_of("fail", "300:3 700:1"), words_of("shuffle", ""), words_of("shuffle", "no")
+    (['--fail', '300:3', '700:1'], ['--shuffle'], ['--no-shuffle'])
+    """
+    return [f"--no-{name}"] if value == "no" else [f"--{name}", *shlex.split(value)]
+
+
+def again_in(run: Run) -> str:
+    """How a person goes on with what is trained in a directory."""
+    return f"the same flags, --workdir {run.directory} and --resume"
+
+
+class Sweep(NamedTuple):
+    """Runs of train.py below one directory, each in a process of its own.
+
+    Attributes:
+      run: whose directory they are in.
+      preset: of each run.
+      metric: that results.json of each run must have.
+    """
+
+    run: Run
+    preset: str
+    metric: str
+
+    def trained(self, arm: str, flags: Sequence[str], seed: int) -> dict[str, Any]:
+        """The results of one arm and seed; trained now, unless it is complete.
+
+        Raises:
+          Stopped: a signal came, and the run has saved its state.
+          OSError: the run failed; its words are in the file that the error names.
+          ValueError: its results do not have the metric.
+        """
+        name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
+        directory = self.run.directory / name
+        results = directory / "results.json"
+        if not results.exists():
+            command = [sys.executable, str(TRAIN), "--preset", self.preset, "--seed", str(seed)]
+            command += ["--workdir", str(directory), "--resume", *flags]
+            say(f"{arm}, seed {seed}")
+            again = again_in(self.run)
+            with open(self.run.directory / f"{name}.log", "a") as output:
+                run_child(command, f"the run of {arm}, seed {seed},", again, output=output)
+        found = json.loads(results.read_text())
+        if not isinstance(found.get(self.metric), int | float):
+            numbers = ", ".join(key for key, value in found.items() if isinstance(value, int | float))
+            raise ValueError(f"--metric {self.metric} is no number in {results}: give one of {numbers}.")
+        return found
+
+
+def summary(found: dict[str, list[float]]) -> dict[str, Any]:
+    """Mean and deviation of each arm over the seeds, and its paired difference from the first.
+
+    >>> flat = summary({"a": [1.0, 2.0], "b": [2.0, 4.0]})
+    >>> flat["b_mean"], round(flat["b_deviation"], 3), flat["b_minus_first"], flat["first"]
+    (3.0, 1.414, 1.5, 'a')
+    """
+    first, *others = found
+    results: dict[str, Any] = {"first": first, "seeds": len(found[first])}
+    for arm, values in found.items():
+        results[f"{arm}_mean"] = float(np.mean(values))
+        results[f"{arm}_deviation"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    for arm in others:
+        differences = np.subtract(found[arm], found[first])
+        results[f"{arm}_minus_first"], results[f"{arm}_minus_first_half_width"] = paired_interval(differences)
+    return results
+
+
+def main(config: Config) -> dict:
+    """Trains what is missing; returns what results.json holds."""
+    arms = arms_of(config.vary)
+    refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
+    fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
+    with (
+        Run("sweep", config, config.workdir, config.resume) as run,
+        stop_on_signals(f"go on with {again_in(run)}"),  # between two runs as well
+    ):
+        seeds = range(config.seed, config.seed + config.seeds)
+        sweep = Sweep(run, config.preset, config.metric)
+        found = {arm: [sweep.trained(arm, [*fixed, *flags], seed) for seed in seeds] for arm, flags in arms.items()}
+        results = summary({arm: [one[config.metric] for one in of_arm] for arm, of_arm in found.items()})
+        columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
+        run.close(results, f"{config.metric} over {config.seeds} seeds\n{grid(results, 'arm', list(arms), columns)}")
+        return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

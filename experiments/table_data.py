@@ -1,0 +1,170 @@
+"""The click job over a prepared table (prepare.py --schema): what a run reads of it, and the model over its tables.
+
+Columns of one category are columns of the lookup 'sparse'. Each bag, several categories or a sequence, is a lookup of
+its own, whose mean is one more feature of the model.
+
+Legend: B batch, N dense features, F features with an embedding, E embedding width, K labels.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from click_data import Data, data_of_blocks
+from clicks import ClickJob
+
+from jaxrec.data.criteo.dataset import read_metadata
+from jaxrec.data.tabular import TableSplit, open_table
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.files import local_path
+from jaxrec.models import DIN
+from jaxrec.types import RowOptimizer
+
+
+class FirstLabel:
+    """A split whose first label alone is seen: the click job predicts one."""
+
+    def __init__(self, split: TableSplit):
+        self._split, self.rows, self.metadata = split, split.rows, split.metadata
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        block = dict(self._split[index])
+        if block["label"].ndim == 2:
+            block["label"] = block["label"][:, 0]
+        return block
+
+
+def open_rows(directory: Path, name: str) -> FirstLabel:
+    """A split of a prepared table, as the click job reads it; raises as `open_table`."""
+    return FirstLabel(open_table(directory, name))
+
+
+def table_of(directory: Path) -> Mapping[str, Any]:
+    """What a prepared table says of itself.
+
+    Raises:
+      ValueError: the directory holds no prepared table.
+    """
+    metadata = read_metadata(local_path(directory))
+    if "table" not in metadata:
+        raise ValueError(f"{directory} holds Criteo rows, prepared without a schema: give --data criteo.")
+    return metadata["table"]
+
+
+def tabular_data(config) -> Data:
+    """The rows that flags name.
+
+    Raises:
+      ValueError: there is no such table; it has no validation rows where they are wanted, or has some beside a share
+        that is asked for.
+    """
+    directory, share = config.path[0], config.validation_fraction
+    table, metadata = table_of(directory), read_metadata(local_path(directory))
+    own = "validation" in metadata["rows"]
+    if own and share:
+        raise ValueError(f"--validation-fraction {share}: {directory} has validation rows of its own. Leave it out.")
+    data = data_of_blocks(
+        open_rows(directory, "train"), open_rows(directory, "test"),
+        open_rows(directory, "validation") if own else None,
+        batch_size=config.batch_size, steps=config.steps, epochs=config.epochs,
+        shuffle_seed=config.seed if config.shuffle else None, validation_fraction=share,
+        at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom",
+    )  # fmt: skip
+    if getattr(config, "patience", None) is not None and data.validation is None:
+        raise ValueError(
+            f"--patience {config.patience} wants a validation: give the split of the schema one, or "
+            "--validation-fraction 0.1, say."
+        )
+    mean = metadata["label_mean"]["train"]
+    return data._replace(
+        cardinalities=tuple(table["tables"].values()),
+        vocabulary_digest=table["digest"],
+        table=table,
+        expectation=f"nobody knows; the first label, {table['labels'][0]!r}, is 1 in {mean:.4f} of the training rows",
+    )
+
+
+def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
+    """The bag that is a history, and the column of 'sparse' that its steps are candidates of before: the first bag
+    that shares the table of a column.
+
+    Raises:
+      ValueError: there is none.
+
+    >>> history_of({"sparse": ["user", "item"], "bags": {"tags": {"table": "tag"}, "seen": {"table": "item"}}})
+    ('seen', 1)
+    """
+    for name, bag in table["bags"].items():
+        if bag["table"] in table["sparse"]:
+            return name, table["sparse"].index(bag["table"])
+    raise ValueError(
+        f"--model din weighs a history by a candidate, and no bag of this table ({', '.join(table['bags']) or 'none'}) "
+        'shares the table of a column: prepare it with Sequence("seen", share="item"), or give another model.'
+    )
+
+
+def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, history: str | None = None) -> EmbeddingSpec:
+    """The tables and lookups of a prepared table; of the bag `history` each step keeps its embedding.
+
+    >>> table = {"tables": {"user": 9, "tag": 5}, "sparse": ["user"], "bags": {"tags": {"table": "tag", "hots": 3}}}
+    >>> spec = spec_of(table, 4, 2, 0)
+    >>> {name: (lookup.columns, lookup.hots, lookup.pooling) for name, lookup in spec.lookups.items()}
+    {'sparse': (('user',), 1, 'sum'), 'tags': (('tag',), 3, 'mean')}
+    """
+    lookups = {"sparse": Lookup(tuple(table["sparse"]))} if table["sparse"] else {}
+    hots = {name: 1 if name == history else bag["hots"] for name, bag in table["bags"].items()}
+    lookups |= {name: Lookup(bag["table"], hots[name], "mean") for name, bag in table["bags"].items()}
+    tables = {name: Table(rows, width) for name, rows in table["tables"].items()}
+    return EmbeddingSpec(tables, lookups, shards, seed)
+
+
+def table_job(
+    table: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
+    width: int = 16,
+    shards: int = 8,
+    seed: int = 0,
+) -> ClickJob:
+    """The job of a model over a prepared table.
+
+    Args:
+      table: what the table says of itself, see `table_of`.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without a dense feature it sees one of zeros.
+        Or a `DIN`, whose candidate and history are those of `history_of`.
+      optimizer: of the dense parameters.
+      row_optimizer: of the rows.
+      width: E, of all tables.
+      shards: S, of every table.
+      seed: of the initial rows.
+    """
+    history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
+    features = [*table["sparse"], *(name for name in table["bags"] if name != history)]
+    steps = 1 if history is None else table["bags"][history]["hots"]
+
+    def init(seed):
+        examples = [jnp.zeros((1, max(1, len(table["dense"])))), jnp.zeros((1, len(features), width))]
+        if history is not None:
+            examples += [jnp.zeros((1, width)), jnp.zeros((1, steps, width)), jnp.zeros((1, steps), bool)]
+        return model.init(jax.random.key(seed), *examples)
+
+    def predict(params, activations, batch):
+        # Zeros made of what is in the batch: on several devices they are of its kind, as autodiff wants them.
+        numbers = batch.dense if table["dense"] else 0.0 * batch.weight[:, None]
+        parts = [activations["sparse"]] if table["sparse"] else []
+        parts += [activations[name].reshape(len(numbers), 1, width) for name in table["bags"] if name != history]
+        seen = [numbers, jnp.concatenate(parts, axis=1)]
+        if history is not None:
+            steps = activations[history].reshape(len(numbers), -1, width)
+            seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(len(numbers), -1) >= 0]
+        return model.apply(params, *seen)
+
+    def loss(params, activations, batch):
+        return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
+
+    return ClickJob(spec_of(table, width, shards, seed, history), init, predict, loss, optimizer, row_optimizer)

@@ -1,0 +1,164 @@
+"""Schemas by their names or files, and what prepare.py says and draws of a prepared table."""
+
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pictures import FILLS
+
+from jaxrec.data.tabular import Progress, Schema, ready
+from jaxrec.files import aside
+
+READY = {
+    "criteo": ready.CRITEO,
+    "criteo_x1": ready.CRITEO_X1,
+    "criteo_x4": ready.CRITEO_X4,
+    "avazu": ready.AVAZU,
+    "movielens_1m": ready.MOVIELENS_1M,
+}
+_SHOWN = 40  # features that are drawn
+
+
+def open_schema(name: str | None) -> Schema:
+    """A schema that is ready, or that of a Python file, which says `schema = Schema(...)`.
+
+    Raises:
+      ValueError: there is no such file, it does not run, or it has no schema.
+    """
+    if name in READY:
+        return READY[name]
+    path = Path(str(name))
+    if not path.is_file():
+        raise ValueError(f"--schema {name} is no file, and none of the schemas that are ready: {', '.join(READY)}.")
+    found: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), found)
+    except Exception as error:  # whatever a file of a user may raise
+        raise ValueError(f"{path}{_line_of(path, error)}: {type(error).__name__}: {error}") from error
+    if not isinstance(found.get("schema"), Schema):
+        raise ValueError(f"{path} has no schema: write `schema = Schema(label=..., features=[...])` in it.")
+    return found["schema"]
+
+
+def _line_of(path, error) -> str:
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == str(path) else line
+        trace = trace.tb_next
+    return f", line {line}" if line else ""
+
+
+class Bars:
+    """Shows how far a preparation is: a bar for each of its stages, with rows per second and the time that is left."""
+
+    def __init__(self):
+        self._stage, self._bar = "", None
+
+    def show(self, progress: Progress) -> None:
+        """Takes what `prepare` tells."""
+        from tqdm import tqdm
+
+        if progress.stage != self._stage:
+            self.__exit__()
+            self._stage = progress.stage
+            self._bar = tqdm(desc=progress.stage, unit="rows", unit_scale=True, disable=None, file=sys.stderr)
+        assert self._bar is not None
+        if progress.share:
+            self._bar.total = round((self._bar.n + progress.rows) / progress.share)
+        self._bar.update(progress.rows)
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def words(metadata: Mapping[str, Any]) -> str:
+    """What people want to know of a prepared table.
+
+    >>> table = {"labels": ["click"], "digest": "ab", "label_over_time": [[0, 4, 0.25]], "features": {
+    ...     "user": {"missing_share": 0.5, "table_rows": 3, "distinct": 1, "top": [["ann", 2]]}}}
+    >>> print(words({"rows": {"train": 4}, "label_mean": {"train": 0.25}, "skipped_rows": 0, "table": table}))
+    train: 4 rows, label mean 0.2500
+    malformed rows left out: 0
+    <BLANKLINE>
+    feature  missing  table rows  distinct  most frequent in training
+    user     50.00 %           3         1  'ann' 2
+    <BLANKLINE>
+    mean of 'click' over time: 0.2500
+    """
+    table = metadata["table"]
+    lines = [f"{name}: {rows} rows, label mean {metadata['label_mean'][name]:.4f}"
+             for name, rows in metadata["rows"].items()]  # fmt: skip
+    lines += [f"malformed rows left out: {metadata['skipped_rows']}", ""]
+    cells = [["feature", "missing", "table rows", "distinct", "most frequent in training"]]
+    for name, one in table["features"].items():
+        top = ", ".join(f"{value[:16]!r} {count}" for value, count in one.get("top", [])[:3])
+        if "mean" in one:
+            top = f"mean {one['mean']:.4g}, deviation {one['deviation']:.4g}"
+        of_table = [str(one.get(key, "-")) for key in ("table_rows", "distinct")]
+        cells.append([name, f"{100 * one['missing_share']:.2f} %", *of_table, top])
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    for name, missing, rows, distinct, top in cells:
+        lines.append(
+            f"{name:<{widths[0]}}  {missing:>{widths[1]}}  {rows:>{widths[2]}}  {distinct:>{widths[3]}}  {top}".rstrip()
+        )
+    means = " ".join(f"{mean:.4f}" for _, _, mean in table["label_over_time"])
+    return "\n".join([*lines, "", f"mean of {table['labels'][0]!r} over time: {means}"])
+
+
+def finding(metadata: Mapping[str, Any]) -> str:
+    """What the picture of a prepared table shows.
+
+    >>> table = {"labels": ["click"], "label_over_time": [[0, 4, 0.25], [4, 4, 0.5]], "features": {
+    ...     "user": {"missing_share": 0.5, "table_rows": 3}, "age": {"missing_share": 0.125}}}
+    >>> finding({"rows": {"train": 4, "test": 4}, "table": table})
+    "8 rows; user is missing most, 50.0 %; the mean of 'click' goes from 0.2500 to 0.5000"
+    """
+    table = metadata["table"]
+    share = {name: one["missing_share"] for name, one in table["features"].items()}
+    most = max(share, key=share.__getitem__)
+    missing = f"{most} is missing most, {100 * share[most]:.1f} %" if share[most] else "nothing is missing"
+    means = [mean for _, _, mean in table["label_over_time"]]
+    return (
+        f"{sum(metadata['rows'].values()):,} rows; {missing}; the mean of {table['labels'][0]!r} goes from "
+        f"{means[0]:.4f} to {means[-1]:.4f}"
+    )
+
+
+def draw(path: Path, metadata: Mapping[str, Any]) -> bool:
+    """Draws the rows of each table, what is missing, and the label over the rows; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    table = metadata["table"]
+    names = list(table["features"])[:_SHOWN]
+    height = 0.6 + 0.19 * len(names)
+    figure = Figure(figsize=(7.2, height + 3.1), layout="constrained")  # as wide as those of pictures.py
+    axes = figure.subplot_mosaic([["rows", "missing"], ["label", "label"]], height_ratios=[height, 2.4])
+    place, of = np.arange(len(names)), lambda key: [table["features"][name].get(key, 0) for name in names]
+    axes["rows"].barh(place, of("table_rows"), color=FILLS[0])
+    axes["rows"].set(xscale="symlog", xlabel="rows of its table", yticks=place, yticklabels=names)
+    axes["missing"].barh(place, [100 * share for share in of("missing_share")], color=FILLS[1])
+    axes["missing"].set(xlabel="missing, %", xlim=(0, 100), yticks=place, yticklabels=[])
+    for name in ("rows", "missing"):
+        axes[name].set_ylim(len(names) - 0.4, -0.6)
+    axes["label"].plot(
+        *zip(*[(at, mean) for at, _, mean in table["label_over_time"]], strict=True), "o-", color=FILLS[0]
+    )
+    by_time = metadata["options"]["schema"]["split"][0][0] == "ByTime"
+    axes["label"].set(ylabel=f"mean of {table['labels'][0]!r}", xlabel="time" if by_time else "row", ylim=(0, None))
+    for each in axes.values():
+        each.tick_params(labelsize=8)
+        each.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(textwrap.fill(finding(metadata), 88), x=0.01, ha="left", fontsize=10)
+    with aside(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    return True

@@ -1,0 +1,29 @@
+"""Any table, prepared once by a schema of a few lines and read back as blocks for a `Loader`.
+
+`prepare` is called once for each set of files and schema, `open_table` by every run. Read `schema` first.
+"""
+
+from jaxrec.data.tabular.preparation import Progress, prepare
+from jaxrec.data.tabular.records import export_records
+from jaxrec.data.tabular.schema import Categorical, Dense, Label, MultiHot, Schema, Sequence
+from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime
+from jaxrec.data.tabular.table import TableSplit, open_table
+
+__all__ = [
+    "AtRandom",
+    "ByColumn",
+    "ByFile",
+    "ByRows",
+    "ByTime",
+    "Categorical",
+    "Dense",
+    "Label",
+    "MultiHot",
+    "Progress",
+    "Schema",
+    "Sequence",
+    "TableSplit",
+    "export_records",
+    "open_table",
+    "prepare",
+]

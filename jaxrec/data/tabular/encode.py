@@ -1,0 +1,208 @@
+"""Columns to arrays: categories to rows of tables, bags padded with -1, numbers transformed.
+
+Legend: n rows, F columns of one category each, N dense features, H hots of a bag, K labels.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numba
+import numpy as np
+
+from jaxrec.data.tabular.schema import (
+    FIRST_ROW,
+    MISSING,
+    RARE,
+    Bag,
+    Categorical,
+    Dense,
+    Schema,
+    Sequence,
+    is_bucketed,
+    table_of,
+)
+
+Ids = Callable[[Any], np.ndarray]  # a polars series of texts without nulls -> i32[n]
+
+
+def hashed_ids(values: Any, name: str, cap: int) -> np.ndarray:
+    """Hashes texts into a table of `cap` rows: 1 + h(name, text) % (cap - 1), as row 0 is for what is missing.
+
+    Args:
+      values: polars series of texts, none null.
+      name: of the table; the same text has another row in another table.
+      cap: rows of the table, at least 2.
+
+    Returns:
+      i32[n].
+    """
+    texts = "".join(values.to_list()).encode()
+    ends = values.str.len_bytes().to_numpy().astype(np.int64).cumsum()
+    seed = _fnv(np.frombuffer(name.encode(), np.uint8), np.array([len(name.encode())]), np.uint64(14695981039346656037))
+    h = _fnv(np.frombuffer(texts, np.uint8), ends, seed[0])
+    return (1 + h % np.uint64(cap - 1)).astype(np.int32)
+
+
+@numba.njit(cache=True, nogil=True)
+def _fnv(data, ends, seed):
+    """FNV-1a of 64 bits over each text, then the last mixing of splitmix64, as low bits of FNV are weak."""
+    found = np.empty(len(ends), np.uint64)
+    start = 0
+    for number in range(len(ends)):
+        h = seed
+        for at in range(start, ends[number]):
+            h = (h ^ np.uint64(data[at])) * np.uint64(1099511628211)
+        start = ends[number]
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found[number] = h ^ (h >> np.uint64(31))
+    return found
+
+
+def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Ids]:
+    """{table: texts -> rows}, of the tables of texts."""
+    import polars as pl
+
+    def of_vocabulary(values):
+        # An Enum is the one kind of polars that keeps its table of texts between two calls.
+        kind = pl.Enum(values)
+
+        def ids(texts):
+            found = texts.cast(kind, strict=False).to_physical().cast(pl.Int32)
+            return (found + FIRST_ROW).fill_null(RARE).to_numpy().astype(np.int32)
+
+        return ids
+
+    def of_hash(name, cap):
+        def ids(texts):
+            different = texts.unique()
+            rows = pl.Series(hashed_ids(different, name, cap))
+            return texts.replace_strict(different, rows, return_dtype=pl.Int32).to_numpy().astype(np.int32)
+
+        return ids
+
+    found: dict[str, Ids] = {}
+    for feature in schema.features:
+        if not isinstance(feature, Categorical | Bag) or table_of(feature) != feature.column:
+            continue
+        cap = feature.hash_cap
+        found[feature.column] = (
+            of_vocabulary(vocabularies[feature.column]) if cap is None else of_hash(feature.column, cap)
+        )
+    return found
+
+
+def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, int]:
+    """{table: how many rows it has}, in the order of the features."""
+    rows = {}
+    for feature in schema.features:
+        if isinstance(feature, Dense) and feature.buckets:
+            rows[feature.column] = 2 + len(feature.buckets)  # one more than the bounds, and row 0
+        elif isinstance(feature, Categorical | Bag) and table_of(feature) == feature.column:
+            cap = feature.hash_cap
+            rows[feature.column] = FIRST_ROW + len(vocabularies[feature.column]) if cap is None else cap
+    return rows
+
+
+def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray, Any]:
+    """The categories of a bag one after the other, at most so many of each row.
+
+    Args:
+      bag: the feature.
+      series: texts with separators, or lists of texts, n of them.
+      missing: what stands for none.
+
+    Returns:
+      i64[n] how many of each row, and all of them as a series without nulls.
+    """
+    import polars as pl
+
+    listed = series if series.dtype == pl.List(pl.String) else series.str.split(bag.separator)
+    many = listed.list.len().fill_null(0).to_numpy().astype(np.int64)
+    # An empty list would explode to a null.
+    values = listed.filter(pl.Series(many > 0)).explode() if many.any() else pl.Series([], dtype=pl.String)
+    row = np.repeat(np.arange(len(many)), many)
+    there = values.is_not_null() & ~values.is_in(["", *missing]).fill_null(True)
+    if not there.all():
+        values, row = values.filter(there), row[there.to_numpy()]
+        many = np.bincount(row, minlength=len(many))
+    if len(many) and many.max() > bag.hots:
+        ends = np.cumsum(many)
+        place = np.arange(len(row)) - (ends - many)[row]
+        kept = place >= many[row] - bag.hots if isinstance(bag, Sequence) else place < bag.hots
+        values, many = values.filter(pl.Series(kept)), np.minimum(many, bag.hots)
+    return many, values
+
+
+def padded(many: np.ndarray, ids: np.ndarray, hots: int) -> np.ndarray:
+    """Bags of one width, what is missing behind what is there.
+
+    >>> padded(np.array([2, 0, 1]), np.array([7, 8, 9], np.int32), 2).tolist()
+    [[7, 8], [-1, -1], [9, -1]]
+    """
+    found = np.full((len(many), hots), -1, np.int32)
+    row = np.repeat(np.arange(len(many)), many)
+    found[row, np.arange(len(row)) - (np.cumsum(many) - many)[row]] = ids
+    return found
+
+
+def numbers(feature, column: np.ndarray) -> np.ndarray:
+    """A dense column before it is standardised, NaN where it is missing; f64[n]."""
+    return np.log1p(np.maximum(column, 0)) if feature.log else column
+
+
+def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> np.ndarray:
+    """What a model sees of `numbers`: f32[n], without NaN."""
+    if feature.standardise:
+        values = (values - mean) / (deviation if deviation > 0 else 1.0)
+    limit = np.finfo(np.float32).max
+    return np.where(np.isnan(values), feature.missing, np.clip(values, -limit, limit)).astype(np.float32)
+
+
+def arrays(
+    schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
+) -> dict[str, np.ndarray]:
+    """What a block holds of some rows.
+
+    Args:
+      schema: of the table.
+      frame: as `read_table` gives it.
+      ids_of: as of `encoders`.
+      moments: {dense column: [mean, deviation] of the training rows}.
+
+    Returns:
+      label f32[n] or f32[n, K] and weight f32[n] if there are, dense f32[n, N], 'ids.sparse' i32[n, F] if F > 0, and
+      'ids.NAME' i32[n, H] for each bag.
+    """
+    column = lambda name: frame[f"n:{name}"].to_numpy()
+    labels = [
+        column(label.column) if label.at_least is None else column(label.column) >= label.at_least
+        for label in schema.label
+    ]
+    found = {}
+    if labels:
+        label = np.stack(labels, axis=1).astype(np.float32)
+        found["label"] = label[:, 0] if len(labels) == 1 else label
+    if schema.weight:
+        found["weight"] = column(schema.weight).astype(np.float32)
+    of_dense = [standardised(f, numbers(f, column(f.column)), *moments[f.column]) for f in schema.dense]
+    found["dense"] = np.stack(of_dense, axis=1) if of_dense else np.zeros((len(frame), 0), np.float32)
+    single = [_single(f, frame, ids_of) for f in schema.features if f.column in schema.single]
+    if single:
+        found["ids.sparse"] = np.stack(single, axis=1)
+    for bag in schema.bags:
+        many, values = flattened(bag, frame[f"b:{bag.column}"], schema.missing)
+        found[f"ids.{bag.column}"] = padded(many, ids_of[table_of(bag)](values), bag.hots)
+    return found
+
+
+def _single(feature, frame, ids_of) -> np.ndarray:
+    if is_bucketed(feature):
+        column = frame[f"n:{feature.column}"].to_numpy()
+        bucket = 1 + np.searchsorted(np.array(feature.buckets), column, side="right")
+        return np.where(np.isnan(column), MISSING, bucket).astype(np.int32)
+    series = frame[f"c:{feature.column}"]
+    there = series.is_not_null()
+    ids = np.full(len(series), MISSING, np.int32)
+    ids[there.to_numpy()] = ids_of[feature.column](series.drop_nulls())
+    return ids

@@ -1,0 +1,226 @@
+"""What a first look at all rows finds: counts of categories, means and deviations, what is missing, labels over time.
+
+Vocabularies, counts, means and deviations are of the training rows alone. The look is kept beside the shards, so that
+a killed preparation does not look again.
+
+Legend: n rows of a piece.
+"""
+
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrec.data.tabular.encode import flattened, numbers
+from jaxrec.data.tabular.reading import Table
+from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Schema, table_of
+from jaxrec.data.tabular.splits import ByTime
+from jaxrec.files import aside
+
+PENDING_VALUES = 1 << 20  # counted at once: it bounds the memory of counting
+PERIODS = 20
+_MOST_SPANS, _TOP = 1 << 12, 5
+
+
+class Look(NamedTuple):
+    """What is known of a table.
+
+    Attributes:
+      vocabularies: {table: its categories, the most frequent first}, of tables that do not hash.
+      counts: {table: i64[v] how often each was seen}.
+      summary: moments {dense column: [mean, deviation]}; missing {column: rows}; distinct {table: categories, rare ones
+        too}; label_over_time [[row or time at which a period begins, rows, label mean]]; rows.
+    """
+
+    vocabularies: dict[str, list[str]]
+    counts: dict[str, np.ndarray]
+    summary: dict[str, Any]
+
+
+class Looking:
+    """Takes a look at the rows, piece by piece.
+
+    Args:
+      schema: of the table.
+      times: when the periods begin over which labels are told, if rows are divided by time; else the order of the rows
+        is that of time.
+    """
+
+    def __init__(self, schema: Schema, times: Sequence[float] = ()):
+        self._schema, self._times = schema, np.array(times)
+        self._totals: dict[str, Any] = {}  # of each table, frames of value and count
+        self._pending: dict[str, list[Any]] = {}
+        self._moments = {f.column: (0, 0.0, 0.0) for f in schema.dense}
+        self._missing = {f.column: 0 for f in schema.features}
+        self._spans, self._span_rows = np.zeros((0, 2)), 1  # rows and labels of each span
+        self._rows = 0
+
+    def add(self, table: Table, trains: np.ndarray) -> None:
+        """Counts the rows of a piece, and their values where they train."""
+        import polars as pl
+
+        frame = table.frame
+        self._rows += len(frame)
+        self._label(table)
+        of_train = frame.filter(pl.Series(trains))
+        for feature in self._schema.features:
+            role = "n" if isinstance(feature, Dense) else "c" if isinstance(feature, Categorical) else "b"
+            key = f"{role}:{feature.column}"
+            self._missing[feature.column] += frame[key].null_count()
+            if isinstance(feature, Dense):
+                if feature.standardise:
+                    self._number(feature, of_train[key].drop_nulls().to_numpy())
+            elif feature.hash_cap is None and table_of(feature) == feature.column:
+                values = of_train[key]
+                if isinstance(feature, Bag):
+                    _, values = flattened(feature, values, self._schema.missing)
+                self._count(feature.column, values.drop_nulls())
+
+    def _label(self, table: Table) -> None:
+        first = self._schema.label[0]
+        label = table.frame[f"n:{first.column}"].to_numpy()
+        label = label if first.at_least is None else label >= first.at_least
+        split = self._schema.split
+        if isinstance(split, ByTime):
+            span = np.searchsorted(self._times, table.frame[f"n:{split.column}"].to_numpy(), side="right") - 1
+        else:
+            span = table.row // self._span_rows
+        many = int(span.max(initial=-1)) + 1
+        self._spans = np.pad(self._spans, [(0, max(0, many - len(self._spans))), (0, 0)])
+        self._spans[:many] += np.stack([np.bincount(span, minlength=many), np.bincount(span, label, many)], axis=1)
+        while len(self._spans) > _MOST_SPANS:
+            self._spans = np.pad(self._spans, [(0, len(self._spans) % 2), (0, 0)])
+            self._spans, self._span_rows = self._spans[::2] + self._spans[1::2], 2 * self._span_rows
+
+    def _number(self, feature: Dense, column: np.ndarray) -> None:
+        """Chan, Golub and LeVeque: means and squares of two parts are those of the whole."""
+        values = numbers(feature, column)
+        if not len(values):
+            return
+        many, mean, squares = self._moments[feature.column]
+        apart, total = values.mean() - mean, many + len(values)
+        squares += ((values - values.mean()) ** 2).sum() + apart**2 * many * len(values) / total
+        self._moments[feature.column] = total, mean + apart * len(values) / total, float(squares)
+
+    def _count(self, name: str, values) -> None:
+        import polars as pl
+
+        if not len(values):
+            return
+        counted = pl.DataFrame({"value": values}).group_by("value").len("count")
+        pending = self._pending.setdefault(name, [])
+        pending.append(counted)
+        if sum(map(len, pending)) >= PENDING_VALUES:
+            self._merge(name)
+
+    def _merge(self, name: str) -> None:
+        import polars as pl
+
+        parts = [*([self._totals[name]] if name in self._totals else []), *self._pending.pop(name, [])]
+        if parts:
+            self._totals[name] = pl.concat(parts).group_by("value").agg(pl.col("count").sum())
+
+    def done(self) -> Look:
+        """All that was found."""
+        import polars as pl
+
+        vocabularies, counts, distinct = {}, {}, {}
+        for feature in self._schema.features:
+            if isinstance(feature, Dense) or feature.hash_cap is not None or table_of(feature) != feature.column:
+                continue
+            self._merge(feature.column)
+            total = self._totals.get(feature.column, pl.DataFrame(schema={"value": pl.String, "count": pl.UInt32}))
+            distinct[feature.column] = len(total)
+            kept = total.filter(pl.col("count") >= feature.min_count)
+            kept = kept.sort(["count", "value"], descending=[True, False])
+            vocabularies[feature.column] = kept["value"].to_list()
+            counts[feature.column] = kept["count"].to_numpy().astype(np.int64)
+        moments = {
+            name: [mean, float(np.sqrt(squares / many)) if many else 1.0]
+            for name, (many, mean, squares) in self._moments.items()
+        }
+        summary = {
+            "rows": self._rows, "moments": moments, "missing": self._missing, "distinct": distinct,
+            "label_over_time": self._periods(),
+        }  # fmt: skip
+        return Look(vocabularies, counts, summary)
+
+    def _periods(self) -> list[list[float]]:
+        """[first time or row, rows, label mean] of about equal periods."""
+        found = []
+        for part in np.array_split(np.arange(len(self._spans)), PERIODS):
+            rows, label = self._spans[part].sum(axis=0)
+            if rows:
+                begin = float(self._times[part[0]]) if len(self._times) else int(part[0]) * self._span_rows
+                found.append([begin, int(rows), float(label / rows)])
+        return found
+
+
+def save(path: Path, look: Look, found: dict[str, Any]) -> None:
+    """Writes a look whole or not at all, with what else was found; zip notes a checksum of each part."""
+    parts = {}
+    for number, (name, values) in enumerate(look.vocabularies.items()):
+        texts = [value.encode() for value in values]
+        parts[f"{number}.texts"] = np.frombuffer(b"".join(texts), np.uint8)
+        parts[f"{number}.ends"] = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        parts[f"{number}.counts"] = look.counts[name]
+    words = {"tables": list(look.vocabularies), "summary": look.summary, "found": found}
+    parts["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    with aside(path) as partial, open(partial, "wb") as file:
+        np.savez(file, allow_pickle=False, **parts)
+
+
+def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
+    """What `save` wrote.
+
+    Raises:
+      ValueError: the file is missing, cut or damaged; ends with the remedy.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and it says which category has which row: {remedy}")
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+            parts = {name: saved[name] for name in saved.files}
+        words = json.loads(parts["words"].tobytes())
+        vocabularies, counts = {}, {}
+        for number, name in enumerate(words["tables"]):
+            texts, ends = parts[f"{number}.texts"].tobytes(), parts[f"{number}.ends"].tolist()
+            starts = [0, *ends[:-1]]
+            vocabularies[name] = [texts[a:b].decode() for a, b in zip(starts, ends, strict=True)] if ends else []
+            counts[name] = parts[f"{number}.counts"]
+        return Look(vocabularies, counts, words["summary"]), words["found"]
+    except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is cut or damaged ({error}): {remedy}") from error
+
+
+def digest(schema: Schema, look: Look) -> str:
+    """Equal for two preparations that map all values alike, and for no others."""
+    kept = {"schema": schema.described(), "vocabularies": look.vocabularies, "moments": look.summary["moments"]}
+    # How rows are divided or read is no matter of what they mean.
+    for name in ("split", "columns", "separator", "quote", "weight", "label"):
+        kept["schema"].pop(name)
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shown(schema: Schema, look: Look, tables: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """{feature: what people want to know of it}: rows of its table, share of missing values, top values with their
+    shares of those that were kept."""
+    found = {}
+    for feature in schema.features:
+        one: dict[str, Any] = {"missing_share": look.summary["missing"][feature.column] / max(look.summary["rows"], 1)}
+        if table_of(feature) in tables:
+            one["table_rows"] = tables[table_of(feature)]
+        if feature.column in look.summary["distinct"]:
+            one["distinct"] = look.summary["distinct"][feature.column]
+            counts = look.counts[feature.column]
+            top = zip(look.vocabularies[feature.column][:_TOP], counts[:_TOP].tolist(), strict=True)
+            one["top"] = [[value, count] for value, count in top]
+        if isinstance(feature, Dense) and feature.standardise:
+            one["mean"], one["deviation"] = look.summary["moments"][feature.column]
+        found[feature.column] = one
+    return found

@@ -1,0 +1,88 @@
+"""Rows of raw files as a prepared table maps them: its categories, its moments; labels if they have some."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrec.data.criteo.record import VOCABULARY
+from jaxrec.data.criteo.source import local_files
+from jaxrec.data.tabular import look as looks
+from jaxrec.data.tabular.encode import arrays, encoders
+from jaxrec.data.tabular.reading import is_parquet, read_pieces, read_table
+from jaxrec.data.tabular.schema import Schema
+from jaxrec.data.tabular.splits import ByRows
+from jaxrec.data.tabular.table import open_table
+from jaxrec.files import local_path
+
+
+def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
+    """Whether raw files have the columns of the labels.
+
+    Args:
+      sources: text, plain or .gz, or Parquet.
+      schema: of the prepared table.
+
+    Raises:
+      ValueError: some have them and others have not, or not all of them; as `prepare` of files that cannot be read.
+    """
+    import polars as pl
+
+    labels, found = [label.column for label in schema.label], {}
+    for path in local_files(sources, "CSV, text or Parquet"):
+        piece = next(iter(read_pieces([path], _without_labels(schema))))
+        names = pl.scan_parquet(path).collect_schema().names() if is_parquet(path) else piece.names
+        found[path] = sum(label in names for label in labels)
+    if set(found.values()) - {0, len(labels)} or len(set(found.values())) > 1:
+        said = ", ".join(f"{path.name} {number}" for path, number in found.items())
+        raise ValueError(f"of the {len(labels)} labels {', '.join(labels)} the files have: {said}. Give all, or none.")
+    return len(labels) in found.values()
+
+
+def read_rows(
+    sources: Sequence[str | Path], schema: Schema, directory: str | Path, labelled: bool = True
+) -> Iterator[dict[str, np.ndarray]]:
+    """The rows of raw files in their order, in the ids of a prepared table.
+
+    Args:
+      sources: as of `has_labels`.
+      schema: with which the table was prepared; its split does not matter.
+      directory: of the prepared table.
+      labelled: whether labels and weights are read; without, the files need not have them.
+
+    Yields:
+      As `encode.arrays`; without `label` and `weight` if they are not read.
+
+    Raises:
+      ValueError: the table was prepared with another schema; a row is malformed (with file, line, rule).
+    """
+    directory = local_path(directory)
+    digest = open_table(directory, "train").metadata["table"]["digest"]
+    look, _ = looks.load(directory / VOCABULARY, "give the directory as it was prepared.")
+    if looks.digest(schema, look) != digest:
+        raise ValueError(
+            f"{directory} was prepared with another schema, by which the same values are other categories: give the "
+            "one that it was prepared with."
+        )
+    schema = _with_split(schema) if labelled else _without_labels(schema)
+    ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
+    for piece in read_pieces(local_files(sources, "CSV, text or Parquet"), schema):
+        table = read_table(piece, schema)
+        if table.bad_rows:
+            raise ValueError(f"{table.why}. Correct it: every row is predicted.")
+        yield arrays(schema, table.frame, ids_of, moments)
+
+
+def _with_split(schema: Schema) -> Schema:
+    """The schema without what only a preparation reads."""
+    found = copy.copy(schema)
+    object.__setattr__(found, "split", ByRows())
+    return found
+
+
+def _without_labels(schema: Schema) -> Schema:
+    found = _with_split(schema)
+    object.__setattr__(found, "label", ())  # which nobody who makes a schema may leave out
+    object.__setattr__(found, "weight", None)
+    return found

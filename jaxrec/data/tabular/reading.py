@@ -1,0 +1,289 @@
+"""The rows of a table as they lie in files, in pieces: text with a separator, plain or .gz, or Parquet. Each row is
+checked, and who leaves one out says which.
+
+A text is read once more whenever it is needed, and what is read is compared with what was read before, see
+`jaxrec.data.criteo.source`; of a Parquet file the checksum is taken whole before it is read.
+
+Legend: n rows of a piece.
+"""
+
+import csv
+import datetime
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrec.data.criteo.source import CHUNK_BYTES, Seen, changed, read_chunks
+from jaxrec.data.tabular.lines import SPLIT, explain, well_formed
+from jaxrec.data.tabular.schema import Categorical, Dense, Schema
+from jaxrec.data.tabular.splits import ByColumn, ByTime
+
+PARQUET_ROWS = 1 << 17  # read at once: with CHUNK_BYTES it bounds the memory of a preparation
+
+
+class Piece(NamedTuple):
+    """Some rows of one file, not looked at yet."""
+
+    path: Path
+    source: int  # number of the file, from 0
+    first_line: int  # of its first row: of the text, or of the rows of a Parquet file, from 1
+    first_row: int  # of all rows of all files, from 0
+    rows: int
+    content: Any  # bytes of whole lines, or a polars frame
+    names: tuple[str, ...]  # of all columns of the content
+    seen: Seen  # of the file, this piece included; its lines are rows
+
+
+class Table(NamedTuple):
+    """The good rows of a piece.
+
+    `frame` has a column 'n:NAME' of numbers, 'c:NAME' of texts, 'b:NAME' of texts or lists, or 's:NAME' of what splits,
+    for each role that the column NAME has; null is missing.
+    """
+
+    row: np.ndarray  # i64[n] number among all rows of all files
+    frame: Any
+    bad_rows: list[int]
+    why: str  # what is wrong with the first bad row, and where; empty if there is none
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet, as its first bytes say."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[Seen]] = ()) -> Iterator[Piece]:
+    """Streams files in bounded memory.
+
+    Args:
+      paths: of the files, each text or Parquet.
+      schema: of all of them.
+      known: for each file what earlier readings saw of it.
+
+    Raises:
+      ValueError: a file has no rows, lacks a column, or is no longer what was seen; a .gz or a Parquet file is damaged.
+    """
+    first_row = 0
+    for number, path in enumerate(paths):
+        read = _parquet if is_parquet(path) else _text
+        last = None
+        for piece in read(path, schema, known[number] if known else ()):
+            last = piece = piece._replace(source=number, first_row=piece.first_row + first_row)
+            yield piece
+        if last is None or not last.seen.lines:
+            raise ValueError(f"{path} has no rows: give a file with some, or leave it out.")
+        first_row += last.seen.lines
+
+
+def reread(schema: Schema):
+    """A function like `read_chunks`, for who only wants to know whether files are as they were seen."""
+    return lambda paths, known: read_pieces(paths, schema, known)
+
+
+def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
+    names, header = schema.columns, schema.columns is None
+    for chunk in read_chunks([path], [known]):
+        text, first_line, rows = chunk.text, chunk.first_line, chunk.lines
+        if header and first_line == 1:
+            line, _, text = text.partition(b"\n")
+            names, first_line, rows = _header(path, schema, line), 2, rows - 1
+        assert names is not None
+        seen = chunk.seen._replace(lines=chunk.seen.lines - header)
+        yield Piece(path, 0, first_line, first_line - 1 - header, rows, text, names, seen)
+
+
+def _header(path: Path, schema: Schema, line: bytes) -> tuple[str, ...]:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}, line 1: the header is no UTF-8: convert the file (iconv -t UTF-8).") from None
+    if not schema.quote:
+        names = text.split(schema.separator)
+    else:
+        try:
+            names = next(csv.reader([text], delimiter=schema.separator), [])
+        except csv.Error as error:
+            raise ValueError(f"{path}, line 1: the header is malformed ({error}): mend it.") from None
+    _check_names(path, schema, names, ", line 1", "; is the separator right, and is there a header?")
+    return tuple(names)
+
+
+def _check_names(path, schema, names, where="", remedy="") -> None:
+    for name in schema.used:
+        if list(names).count(name) != 1:
+            has = "twice" if name in names else "not"
+            raise ValueError(
+                f"{path}{where}: the column {name!r} of the schema is {has} there, only "
+                f"{', '.join(map(repr, names[:40]))!s:.500}{remedy}"
+            )
+
+
+def _parquet(path: Path, schema: Schema, known) -> Iterator[Piece]:
+    import polars as pl
+
+    size, crc = path.stat().st_size, 0
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK_BYTES):
+            crc = zlib.crc32(block, crc)
+    if any((mark.bytes, mark.crc32) != (size, crc) for mark in known):
+        raise changed(path)
+    try:
+        lazy = pl.scan_parquet(path)
+        rows, names = int(lazy.select(pl.len()).collect().item()), lazy.collect_schema().names()
+        _check_names(path, schema, names)
+        for start in range(0, rows, PARQUET_ROWS):
+            frame = lazy.select(schema.used).slice(start, PARQUET_ROWS).collect()
+            seen = Seen(size, crc, start + len(frame), start + len(frame) == rows)
+            yield Piece(path, 0, start + 1, start, len(frame), frame, tuple(frame.columns), seen)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        why = str(error).partition("\n")[0][:200]
+        raise ValueError(f"{path} is no whole Parquet file ({why}): write it again.") from error
+
+
+def read_table(piece: Piece, schema: Schema) -> Table:
+    """Checks and converts the rows of a piece; those that are malformed are left out, and named."""
+    good, wrong, frame = np.ones(piece.rows, bool), "", piece.content
+    if isinstance(frame, bytes):
+        good, wrong, frame = _fields(piece, schema)
+    typed, fits, rule = _typed(frame, schema, piece)
+    at = np.flatnonzero(good)
+    of_value = at[~fits]
+    if len(of_value) and (good.all() or of_value[0] < np.argmin(good)):
+        wrong = f"{piece.path}, {_place(piece, of_value[0])}: {rule}"
+    good[of_value] = False
+    row = np.arange(piece.first_row, piece.first_row + piece.rows)
+    import polars as pl
+
+    return Table(row[good], typed.filter(pl.Series(fits)), row[~good].tolist(), wrong)
+
+
+def _place(piece: Piece, at: int) -> str:
+    return f"{'line' if isinstance(piece.content, bytes) else 'row'} {piece.first_line + int(at)}"
+
+
+def _fields(piece: Piece, schema: Schema) -> tuple[np.ndarray, str, Any]:
+    """Which lines have the fields that they should, what is wrong with the first that has not, and the columns that
+    are used of all others, as text."""
+    import polars as pl
+
+    text, separator = piece.content, schema.separator.encode()
+    several = len(separator) > 1
+    good = well_formed(text, separator, len(piece.names), schema.quote)
+    wrong = ""
+    if not good.all():
+        lines = text.split(b"\n")[:-1]
+        at = int(np.argmin(good))
+        wrong = f"{piece.path}, {_place(piece, at)}: {explain(lines[at], separator, len(piece.names), schema.quote)}"
+        text = b"".join(line + b"\n" for line, ok in zip(lines, good, strict=True) if ok)
+    if several:
+        text = text.replace(separator, SPLIT.encode())
+    names = [f"column_{place + 1}" for place in range(len(piece.names))]
+    wanted = {names[piece.names.index(name)]: name for name in schema.used}
+    quote = '"' if schema.quote and b'"' in text else None
+    rows = int(good.sum())
+    if rows:
+        frame = pl.read_csv(
+            io.BytesIO(text), separator=SPLIT if several else schema.separator, has_header=False, quote_char=quote,
+            schema=dict.fromkeys(names, pl.String), columns=list(wanted),
+        ).rename(wanted)  # fmt: skip
+    else:
+        frame = pl.DataFrame(schema=dict.fromkeys(schema.used, pl.String))
+    if len(frame) != rows:
+        raise ValueError(
+            f"{piece.path}, lines {piece.first_line} to {piece.first_line + piece.rows - 1}: {rows} lines were read as "
+            f"{len(frame)} rows; are there fields over several lines? One row is one line here."
+        )
+    return good, wrong, frame
+
+
+def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
+    """The columns in their roles, which rows have values that fit them, and what is wrong with the first that does
+    not."""
+    import polars as pl
+
+    columns, checks = {}, []
+    missing = list(schema.missing)
+
+    def number(name, needed, rule="a number", fits=None):
+        series = frame[name]
+        if series.dtype == pl.String and missing:
+            series = series.set(series.is_in(missing), None)
+        found = _numbers(pl, series, name == times, piece, name)
+        ok = found.is_finite().fill_null(False) if fits is None else fits(found).fill_null(False)
+        given = series.is_not_null() & (series != "") if series.dtype == pl.String else series.is_not_null()
+        checks.append((name, rule, (ok if needed else ok | ~given).to_numpy(), series))
+        columns[f"n:{name}"] = found
+
+    times = schema.split.column if isinstance(schema.split, ByTime) else None
+    for label in schema.label:
+        within = None if label.at_least is not None else lambda found: (found == 0) | (found == 1)
+        rule = "a number" if within is None else "0 or 1 (of other numbers, at_least of the Label says what is a 1)"
+        number(label.column, True, rule, within)
+    if schema.weight:
+        number(schema.weight, True, "a number from 0", lambda found: (found >= 0) & found.is_finite())
+    if times and f"n:{times}" not in columns:
+        number(times, True, "a number, or a date and time such as 2014-10-21 05:00")
+    for feature in schema.features:
+        if isinstance(feature, Dense):
+            if f"n:{feature.column}" not in columns:
+                number(feature.column, False, "a number or missing")
+            continue
+        role = "c" if isinstance(feature, Categorical) else "b"
+        columns[f"{role}:{feature.column}"] = _texts(pl, frame[feature.column], missing, piece, role)
+    if isinstance(schema.split, ByColumn):
+        split = schema.split
+        found = _texts(pl, frame[split.column], [], piece, "c")
+        known = found.is_in([*split.train, *split.validation, *split.test]).fill_null(False)
+        checks.append((split.column, "a value of the split", known.to_numpy(), found))
+        columns[f"s:{split.column}"] = found
+    fits = np.logical_and.reduce([ok for _, _, ok, _ in checks])
+    rule = ""
+    if not fits.all():
+        at = int(np.argmin(fits))
+        name, wanted, _, series = next(check for check in checks if not check[2][at])
+        rule = f"{name!r} is {str(series[at])!a:.60}, but it is {wanted}"
+    return pl.DataFrame({key: series.alias(key) for key, series in columns.items()}), fits, rule
+
+
+def _numbers(pl, series, time: bool, piece: Piece, name: str):
+    """Numbers in f64, null where there is none."""
+    if series.dtype.is_temporal():
+        return series.to_physical().cast(pl.Float64)
+    if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):
+        raise ValueError(f"{piece.path}: {name!r} holds {series.dtype}, but numbers are wanted: cast it.")
+    found = series.cast(pl.Float64, strict=False)
+    if not time or series.dtype != pl.String or not (found.is_null() & series.is_not_null()).any():
+        return found
+    texts = series.unique().drop_nulls().to_list()
+    moments = {text: moment for text in texts if (moment := _moment(text)) is not None}
+    old, new = list(moments), list(moments.values())
+    dated = series.replace_strict(old, new, default=None, return_dtype=pl.Float64) if old else found
+    return pl.Series(np.where(found.is_null().to_numpy(), dated.to_numpy(), found.to_numpy()), nan_to_null=True)
+
+
+def _moment(text: str) -> float | None:
+    """Seconds since 1970 of a date and time of ISO 8601, in UTC if it names no other zone."""
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _texts(pl, series, missing: list[str], piece: Piece, role: str):
+    """Categories as text, or lists of them; null where there is none."""
+    listed = isinstance(series.dtype, pl.List | pl.Array)
+    inner = series.dtype.inner if listed else series.dtype
+    if (listed and role == "c") or inner.is_nested() or inner in (pl.Binary, pl.Object):
+        kinds = "texts and whole numbers are categories" + ("" if role == "c" else ", or lists of them")
+        raise ValueError(f"{piece.path}: {series.name!r} holds {series.dtype}, but {kinds}: cast it.")
+    if listed:
+        return series.cast(pl.List(pl.String))
+    series = series.cast(pl.String)
+    empty = series.is_in(["", *missing])
+    return series.set(empty.fill_null(False), None) if empty.any() else series

@@ -1,0 +1,310 @@
+"""What the columns of a table are: a schema, written once in a few lines and refused at once if it contradicts itself.
+
+    schema = Schema(
+        label="click",
+        features=[Categorical("user"), Dense("price", log=True), MultiHot("tags", "|", at_most=5)],
+        split=ByTime("when", train=0.8, validation=0.1),
+    )
+
+Categories get the rows 0 for missing, 1 for all that are too rare, and 2 and up; in bags (`MultiHot`, `Sequence`) what
+is missing is -1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from pathlib import Path
+from typing import Any
+
+from jaxrec.bounds import real_number, whole_number
+from jaxrec.data.tabular.splits import ByColumn, ByRows, ByTime, Split, check_column, texts
+
+MISSING, RARE, FIRST_ROW = 0, 1, 2
+_MOST_ROWS = 2**31 - 2**16  # tables may share a stack, whose rows are numbered by int32
+_MOST_HOTS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """One category for each row.
+
+    Attributes:
+      column: its name.
+      min_count: categories seen less often in the training rows share a row.
+      hash_cap: hash into a table of so many rows instead, which needs no memory for a vocabulary; None for a
+        vocabulary.
+    """
+
+    column: str
+    min_count: int = 2
+    hash_cap: int | None = None
+
+    def __post_init__(self):
+        _check_vocabulary(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiHot:
+    """Several categories for each row, in one text with a separator or in a list of Parquet; pooled by their mean.
+
+    Attributes:
+      column: its name.
+      separator: between two categories.
+      at_most: how many are kept, the first ones.
+      min_count, hash_cap: as of `Categorical`.
+      share: the column whose table these categories are looked up in; None for a table of their own.
+    """
+
+    column: str
+    separator: str = "|"
+    at_most: int = 8
+    min_count: int = 2
+    hash_cap: int | None = None
+    share: str | None = None
+
+    @property
+    def hots(self) -> int:
+        """Width of the bag."""
+        return self.at_most
+
+    def __post_init__(self):
+        _check_vocabulary(self)
+        _check_bag(self, "at_most", self.at_most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """What came before, in its order: the oldest first, the newest last.
+
+    Attributes:
+      column: its name.
+      separator: between two categories.
+      last: T, how many are kept, the newest ones.
+      min_count, hash_cap: as of `Categorical`.
+      share: the column whose table these categories are looked up in; None for a table of their own.
+    """
+
+    column: str
+    separator: str = "|"
+    last: int = 20
+    min_count: int = 2
+    hash_cap: int | None = None
+    share: str | None = None
+
+    @property
+    def hots(self) -> int:
+        """T, width of the bag."""
+        return self.last
+
+    def __post_init__(self):
+        _check_vocabulary(self)
+        _check_bag(self, "last", self.last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A number for each row.
+
+    Attributes:
+      column: its name.
+      log: take log(1 + max(x, 0)).
+      standardise: then subtract the mean of the training rows and divide by their deviation.
+      missing: what takes the place of a missing number, after both; with `standardise` 0 is the mean.
+      buckets: bounds in ascending order; the number becomes a category, one for each bucket, and is a number no more.
+    """
+
+    column: str
+    log: bool = False
+    standardise: bool = False
+    missing: float = 0.0
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        check_column(self)
+        real_number(f"missing of {self.column!r}", self.missing, "finite", math.isfinite)
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        for bound in self.buckets:
+            real_number(f"a bound of the buckets of {self.column!r}", bound, "finite", math.isfinite)
+        if any(low >= high for low, high in zip(self.buckets, self.buckets[1:], strict=False)):
+            raise ValueError(f"buckets of {self.column!r} must ascend, got {self.buckets}.")
+        if self.buckets and (self.log or self.standardise):
+            raise ValueError(
+                f"Dense({self.column!r}) has buckets, which take the number as it is: leave out log and standardise."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """What is predicted.
+
+    Attributes:
+      column: its name.
+      at_least: the label is 1 from this number on and 0 below; None if it is 0 or 1 already.
+    """
+
+    column: str
+    at_least: float | None = None
+
+    def __post_init__(self):
+        check_column(self)
+        if self.at_least is not None:
+            real_number(f"at_least of {self.column!r}", self.at_least, "finite", math.isfinite)
+
+
+Feature = Categorical | MultiHot | Sequence | Dense
+Bag = MultiHot | Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """All columns of a table that matter, and how its text is read.
+
+    Attributes:
+      label: name of the column, a `Label`, or several of them.
+      features: at least one of them with categories.
+      split: which rows train, validate and test.
+      weight: name of the column with weights, from 0; None if all rows count alike.
+      columns: names of all columns in their order, of a text without a header; None if the first line has them.
+      separator: between two fields of a text.
+      quote: whether a field of a text may stand in double quotes.
+      missing: what stands for a missing value; an empty field is missing in any case.
+      gather: (sources, directory) -> sources: makes one table of several files first, in the directory of the
+        preparation.
+
+    Raises:
+      ValueError: something contradicts something else, or a number is out of range.
+
+    >>> Schema(label="click", features=[Categorical("user"), Dense("age", buckets=(18, 30))]).single
+    ('user', 'age')
+    """
+
+    label: Any
+    features: tuple[Feature, ...]
+    split: Split = ByRows()  # noqa: RUF009, it is frozen
+    weight: str | None = None
+    columns: tuple[str, ...] | None = None
+    separator: str = ","
+    quote: bool = True
+    missing: tuple[str, ...] = ()
+    gather: Callable[[Several[Path], Path], Several[Path]] | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        set_to = lambda name, value: object.__setattr__(self, name, value)
+        given = self.label if isinstance(self.label, list | tuple) else [self.label]
+        set_to("label", tuple(Label(one) if isinstance(one, str) else one for one in given))
+        if not self.label or not all(isinstance(label, Label) for label in self.label):
+            raise ValueError(f"label={given!r:.80} must be the name of a column, a Label(...), or a list of them.")
+        if not isinstance(self.features, list | tuple) or not all(isinstance(f, Feature) for f in self.features):
+            raise ValueError(
+                f"features={self.features!r:.80} must be a list of Categorical, MultiHot, Sequence and Dense."
+            )
+        set_to("features", tuple(self.features))
+        set_to("missing", texts("missing", self.missing))
+        if self.columns is not None:
+            set_to("columns", texts("columns", self.columns))
+        _check_schema(self)
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Columns with one category for each row, also those of numbers in buckets: the tables of the lookup
+        'sparse'."""
+        return tuple(f.column for f in self.features if isinstance(f, Categorical) or is_bucketed(f))
+
+    @property
+    def bags(self) -> tuple[Bag, ...]:
+        """Features of several categories for each row."""
+        return tuple(f for f in self.features if isinstance(f, Bag))
+
+    @property
+    def dense(self) -> tuple[Dense, ...]:
+        """Features that stay numbers."""
+        return tuple(f for f in self.features if isinstance(f, Dense) and not f.buckets)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """All columns that are read, each once."""
+        names = [label.column for label in self.label] + [f.column for f in self.features]
+        names += [self.weight] if self.weight else []
+        names += [self.split.column] if isinstance(self.split, ByTime | ByColumn) else []
+        return tuple(dict.fromkeys(names))
+
+    def described(self) -> dict[str, Any]:
+        """The schema as JSON holds it; equal for equal schemas."""
+        plain = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("label", "features", "split", "gather")
+        }
+        kinds = {"label": self.label, "features": self.features, "split": (self.split,)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()} | {
+            name: [[type(one).__name__, _listed(dataclasses.asdict(one))] for one in many]
+            for name, many in kinds.items()
+        }
+
+
+def is_bucketed(feature: Feature) -> bool:
+    """Whether a feature is a number that becomes a category."""
+    return isinstance(feature, Dense) and bool(feature.buckets)
+
+
+def table_of(feature: Feature) -> str:
+    """The table that a feature is looked up in."""
+    return (feature.share or feature.column) if isinstance(feature, Bag) else feature.column
+
+
+def _listed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+
+
+def _check_schema(schema: Schema) -> None:
+    names = [f.column for f in schema.features]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"the column {twice[0]!r} is two features: give it once.")
+    if len(schema.single) + len(schema.bags) == 0:
+        raise ValueError("features has no Categorical, MultiHot, Sequence or Dense with buckets: no table would be.")
+    labels = [label.column for label in schema.label]
+    both = sorted({*names} & {*labels, schema.weight} | {name for name in labels if labels.count(name) > 1})
+    if both:
+        raise ValueError(f"the column {both[0]!r} is given twice, as feature, label or weight: a label tells itself.")
+    if schema.weight is not None and (not isinstance(schema.weight, str) or schema.weight in labels):
+        raise ValueError(f"weight={schema.weight!r} must be the name of a column that is no label, or None.")
+    if not isinstance(schema.split, Split):
+        raise ValueError(f"split={schema.split!r:.80} must be ByRows, AtRandom, ByTime, ByColumn or ByFile.")
+    _check_text(schema)
+    for bag in schema.bags:
+        of = next((f for f in schema.features if f.column == bag.share), None)
+        if bag.share is not None and not isinstance(of, Categorical):
+            raise ValueError(f"{bag.column!r} shares the table of {bag.share!r}, which is no Categorical here.")
+        if {"sparse", "label", "dense", "weight"} & {bag.column}:
+            raise ValueError(f"the bag {bag.column!r} has the name of something else in a batch: rename the column.")
+
+
+def _check_text(schema: Schema) -> None:
+    if not isinstance(schema.separator, str) or not schema.separator or set(schema.separator) & set('\n\r"'):
+        raise ValueError(f"separator={schema.separator!r} must be text without quotes and ends of lines, such as ','.")
+    if not schema.separator.isascii() or (schema.quote and len(schema.separator) > 1):
+        raise ValueError(f"separator={schema.separator!r} must be one ASCII character, or several with quote=False.")
+    if 1 < len(set(schema.separator)) < len(schema.separator):
+        raise ValueError(f"separator={schema.separator!r}: its characters must be all alike or all different.")
+    if schema.columns is None:
+        return
+    if len(set(schema.columns)) < len(schema.columns):
+        raise ValueError("columns has a name twice: give each column a name of its own.")
+    for name in schema.used:
+        if name not in schema.columns:
+            raise ValueError(f"the column {name!r} is none of columns: {', '.join(schema.columns)}.")
+
+
+def _check_vocabulary(feature) -> None:
+    check_column(feature)
+    whole_number(f"min_count of {feature.column!r}", feature.min_count)
+    if feature.hash_cap is not None:
+        whole_number(f"hash_cap of {feature.column!r}", feature.hash_cap, 2, _MOST_ROWS)
+
+
+def _check_bag(feature, name: str, hots: int) -> None:
+    whole_number(f"{name} of {feature.column!r}", hots, 1, _MOST_HOTS)
+    if not isinstance(feature.separator, str) or not feature.separator:
+        raise ValueError(f"separator={feature.separator!r} of {feature.column!r} must be text, such as '|'.")

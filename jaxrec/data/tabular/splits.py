@@ -1,0 +1,189 @@
+"""Which rows train, which validate and which test: the rule of a row depends on the row alone, or on its number.
+
+Legend: n rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrec.bounds import real_number, whole_number
+
+NAMES = ("train", "validation", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+    """The first rows train, then come those that validate, and the last ones test."""
+
+    train: float = 0.8
+    validation: float = 0.0
+
+    def __post_init__(self):
+        _check_shares(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtRandom:
+    """Rows are drawn by a hash of seed and number of the row."""
+
+    train: float = 0.8
+    validation: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        _check_shares(self)
+        whole_number("seed of the split", self.seed, 0, 2**63 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByTime:
+    """The earliest rows train, the latest test; rows of one time are never divided.
+
+    Attributes:
+      column: a number, or a date and time as of ISO 8601.
+      train, validation: shares of the rows, which are kept as closely as equal times allow.
+    """
+
+    column: str
+    train: float = 0.8
+    validation: float = 0.0
+
+    def __post_init__(self):
+        check_column(self)
+        _check_shares(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByColumn:
+    """A column says what a row is for.
+
+    Attributes:
+      column: its name.
+      train, validation, test: its values; a row with another one is malformed.
+    """
+
+    column: str
+    train: tuple[str, ...] = ("train",)
+    validation: tuple[str, ...] = ("validation",)
+    test: tuple[str, ...] = ("test",)
+
+    def __post_init__(self):
+        check_column(self)
+        _check_values(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByFile:
+    """The name of its file says what a row is for.
+
+    Attributes:
+      train, validation, test: names of files, without their directories.
+    """
+
+    train: tuple[str, ...] = ("train.csv",)
+    validation: tuple[str, ...] = ("valid.csv",)
+    test: tuple[str, ...] = ("test.csv",)
+
+    def __post_init__(self):
+        _check_values(self)
+
+
+Split = ByRows | AtRandom | ByTime | ByColumn | ByFile
+
+
+def sides(split: Split, found: dict[str, Any], row: np.ndarray, column: np.ndarray | None) -> np.ndarray:
+    """What each row is for: 0 train, 1 validation, 2 test, 3 unknown, as u8[n].
+
+    Args:
+      split: the rule.
+      found: what a look at all rows has found, see `bounds`.
+      row: i64[n] numbers of the rows.
+      column: times f64[n], or texts, of a split by a column; names of files of a split by them; else None.
+
+    >>> sides(ByRows(0.5, 0.25), {"rows": 4}, np.arange(4), None).tolist()
+    [0, 0, 1, 2]
+    """
+    if isinstance(split, ByColumn | ByFile):
+        assert column is not None
+        side = np.full(len(row), 3, np.uint8)
+        for number, name in enumerate(NAMES):
+            side[np.isin(column, np.array(getattr(split, name), dtype=object))] = number
+        return side
+    if isinstance(split, AtRandom):
+        h = row.astype(np.uint64) + np.uint64((split.seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+            h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
+        where, first, second = (h >> np.uint64(11)).astype(np.float64) * 2.0**-53, split.train, split.validation
+        return _side(where, first, first + second)
+    if isinstance(split, ByTime):
+        assert column is not None
+        return _side(column, *found["times"])
+    first = int(found["rows"] * split.train + 1e-9)
+    return _side(row, first, first + int(found["rows"] * split.validation + 1e-9))
+
+
+def _side(where, first, second):
+    return ((where >= first).astype(np.uint8) + (where >= second)).astype(np.uint8)
+
+
+def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
+    """The times at which validation and test begin.
+
+    Args:
+      split: the rule.
+      times: f64[v] all times, ascending.
+      counts: i64[v] rows of each.
+
+    Returns:
+      Two times, the second not below the first; the shares before them are the nearest to what the rule says.
+
+    Raises:
+      ValueError: there are too few different times.
+
+    >>> bounds(ByTime("t", 0.5), np.array([1.0, 2.0, 3.0]), np.array([10, 10, 20]))
+    [3.0, 3.0]
+    """
+    if len(times) < 2 + bool(split.validation):
+        raise ValueError(
+            f"{split.column!r} has {len(times)} different times, too few to split by: split ByRows or AtRandom."
+        )
+    before = np.concatenate([[0], np.cumsum(counts)])[:-1] / counts.sum()
+    most = len(times) - 1
+    first = int(np.clip(np.argmin(np.abs(before - split.train)), 1, most - bool(split.validation)))
+    if not split.validation:
+        return [float(times[first])] * 2
+    second = int(np.clip(np.argmin(np.abs(before - split.train - split.validation)), first + 1, most))
+    return [float(times[first]), float(times[second])]
+
+
+def check_column(feature) -> None:
+    """Refuses what is no name of a column."""
+    if not isinstance(feature.column, str) or not feature.column:
+        raise ValueError(f"column={feature.column!r} of a {type(feature).__name__} must be the name of a column.")
+
+
+def _check_values(split) -> None:
+    for name in NAMES:
+        object.__setattr__(split, name, texts(f"{name} of the split", getattr(split, name)))
+    values = split.train + split.validation + split.test
+    if not split.train or not split.test or len(set(values)) < len(values):
+        raise ValueError(
+            f"{split}: train and test have at least one value each, and no value stands for two of the three."
+        )
+
+
+def _check_shares(split) -> None:
+    for name in ("train", "validation"):
+        rule = "a share of the rows, from 0 to below 1"
+        real_number(f"{name} of the split", getattr(split, name), rule, lambda share: 0 <= share < 1)
+    if not (split.train > 0 and split.train + split.validation < 1):
+        raise ValueError(f"{split}: train must be above 0, and train + validation below 1, as some rows test.")
+
+
+def texts(name: str, values: Any) -> tuple[str, ...]:
+    """Texts as a tuple; refuses anything else."""
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name}={values!r:.80} must be a list of texts.")
+    return tuple(values)

@@ -1,0 +1,75 @@
+"""A tower over all features (DNN), alone, beside a linear part (Wide & Deep), and beside an FM (DeepFM).
+
+Legend: B batch, N dense features, F embedding vectors, E embedding width.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxrec.models.fm import FM
+from jaxrec.models.lr import LR, check_inputs
+from jaxrec.models.tower import Tower
+
+
+class DNN(nn.Module):
+    """A deep tower: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+
+    logit = w^T a_L + b, a_{l+1} = relu(W_l a_l + b_l), a_0 the dense features beside all embeddings.
+
+    Reference: Covington et al., "Deep Neural Networks for YouTube Recommendations", RecSys 2016, section 4.3.
+    AUC on Criteo_x4_001 in BARS: .81404.
+
+    Attributes:
+      tower: layer sizes.
+    """
+
+    tower: Sequence[int] = (512, 256)
+
+    @nn.compact
+    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+        check_inputs(self, dense, activations)
+        x = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
+        return nn.Dense(1)(Tower(self.tower)(x).T)[:, 0]
+
+
+class WideAndDeep(nn.Module):
+    """Wide & Deep: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+
+    logit = w_wide^T x + w_deep^T a_L + b: a linear part and a tower, trained together. The linear part is `LR` over
+    the first number of each row, the tower sees the other E - 1 and the dense features.
+
+    Reference: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016, equation 3. The paper's
+    crossed columns are categories of their own: prepare them as such. AUC on Criteo_x4_001 in BARS: .81423.
+
+    Attributes:
+      tower: layer sizes.
+    """
+
+    tower: Sequence[int] = (512, 256)
+
+    @nn.compact
+    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+        check_inputs(self, dense, activations, 2)
+        return LR(name="wide")(dense, activations) + DNN(self.tower, name="deep")(dense, activations[:, :, 1:])
+
+
+class DeepFM(nn.Module):
+    """DeepFM: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+
+    logit = y_FM + y_DNN, a factorization machine and a tower over the same embeddings.
+
+    Reference: Guo et al., "DeepFM", IJCAI 2017, equation 1. AUC on Criteo_x4_001 in BARS: .81433.
+
+    Attributes:
+      tower: layer sizes.
+    """
+
+    tower: Sequence[int] = (512, 256)
+
+    @nn.compact
+    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+        check_inputs(self, dense, activations, 2)
+        return FM(name="fm")(dense, activations) + DNN(self.tower, name="deep")(dense, activations[:, :, 1:])

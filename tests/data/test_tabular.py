@@ -1,0 +1,447 @@
+"""A table by a schema: what goes in comes out, bad rows are named, a kill leaves nothing half."""
+
+import csv
+import gzip
+import hashlib
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrec.data.loader import Loader
+from jaxrec.data.tabular import (
+    AtRandom,
+    ByColumn,
+    ByFile,
+    ByRows,
+    ByTime,
+    Categorical,
+    Dense,
+    Label,
+    MultiHot,
+    Schema,
+    Sequence,
+    open_table,
+    prepare,
+)
+from jaxrec.data.tabular.reading import read_pieces
+
+SMALL = {"block_rows": 16, "blocks_per_shard": 2}
+NAMES = ("click", "user", "item", "price", "age", "tags", "seen", "when", "weight", "bought", "part")
+FEATURES = (
+    Categorical("user", min_count=3), Categorical("item", min_count=1), Categorical("part", hash_cap=7),
+    Dense("price", log=True, standardise=True), Dense("age", missing=-2.0), Dense("when", buckets=(3, 7.5)),
+    MultiHot("tags", ";", at_most=2), Sequence("seen", ";", last=3, share="item"),
+)  # fmt: skip
+SCHEMA = Schema(
+    label=["click", Label("bought", at_least=2)], features=FEATURES, weight="weight", missing=("NA",),
+    split=ByTime("when", train=0.6, validation=0.2),
+)  # fmt: skip
+
+
+def table(rows, seed=0):
+    """Random well-formed rows, as texts."""
+    rng = np.random.default_rng(seed)
+    bag = lambda words, most: ";".join(f"{words}{n}" for n in rng.integers(0, 9, rng.integers(0, most)))
+    maybe = lambda text: ["", "NA", text, text, text][rng.integers(5)]
+    return [
+        {
+            "click": str(rng.integers(2)), "user": maybe(f"u{rng.integers(20)}"), "item": f'i"{rng.integers(9)},é',
+            "price": maybe(f"{rng.normal() * 50:.3f}"), "age": maybe(str(rng.integers(90))), "tags": maybe(bag("t", 5)),
+            "seen": bag('i"', 6).replace(";", ",é;") + ",é", "when": str(at // 7 % 11), "weight": f"{rng.random():.2f}",
+            "bought": str(rng.integers(4)), "part": "abc"[rng.integers(3)],
+        }
+        for at in range(rows)
+    ]  # fmt: skip
+
+
+def write(path, rows, header=True, separator=",", names=NAMES):
+    """Writes rows as text, or as Parquet, as the name says."""
+    if path.suffix == ".parquet":
+        pl.DataFrame([{name: row[name] for name in names} for row in rows]).write_parquet(path, row_group_size=13)
+        return path
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=separator, lineterminator="\n")
+    writer.writerows(([names] if header else []) + [[row[name] for name in names] for row in rows])
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def read_all(directory, name):
+    """All rows of a split, {column: array}; the ids as 'sparse' and by their bags."""
+    split = open_table(directory, name)
+    blocks = [split[index] for index in range(len(split))]
+    assert [len(block["label"]) for block in blocks] == list(split.rows)
+    flat = [{**{k: v for k, v in block.items() if k != "ids"}, **block["ids"]} for block in blocks]
+    return {key: np.concatenate([block[key] for block in flat]) for key in flat[0]}
+
+
+def digests(directory):
+    """A digest of each data file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("table-*"))}
+
+
+def vocabulary(values, min_count):
+    """The textbook: rows from 2 on, the most frequent first."""
+    counts = {value: values.count(value) for value in set(values)}
+    kept = sorted((v for v in counts if counts[v] >= min_count), key=lambda v: (-counts[v], v))
+    return {value: 2 + row for row, value in enumerate(kept)}
+
+
+def given_(text):
+    return "" if text == "NA" else text
+
+
+def expected(train, rows):
+    """What the blocks of some rows hold, by a loop over the rows."""
+    users = vocabulary([r["user"] for r in train if given_(r["user"])], 3)
+    items = vocabulary([r["item"] for r in train], 1)
+    tags = vocabulary([t for r in train for t in given_(r["tags"]).split(";")[:2] if t], 2)
+    log = lambda text: math.log1p(max(float(text), 0))
+    prices = [log(r["price"]) for r in train if given_(r["price"])]
+    bag = lambda found, hots: (found + [-1] * hots)[:hots]
+    price = lambda text: (log(text) - np.mean(prices)) / np.std(prices) if given_(text) else 0
+    seen = lambda text: [items.get(i, 1) for i in [i for i in text.split(";") if i][-3:]]
+    return {
+        "label": [[float(r["click"]), float(float(r["bought"]) >= 2)] for r in rows],
+        "weight": [float(r["weight"]) for r in rows],
+        "dense": [[price(r["price"]), float(r["age"]) if given_(r["age"]) else -2] for r in rows],
+        "user": [users.get(r["user"], 1) if given_(r["user"]) else 0 for r in rows],
+        "item": [items.get(r["item"], 1) for r in rows],
+        "when": [1 + (float(r["when"]) >= 3) + (float(r["when"]) >= 7.5) for r in rows],
+        "tags": [bag([tags.get(t, 1) for t in given_(r["tags"]).split(";") if t][:2], 2) for r in rows],
+        "seen": [bag(seen(r["seen"]), 3) for r in rows],
+    }
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.parquet"])
+def test_what_goes_in_comes_out(tmp_path, name):
+    rows = table(300)
+    metadata = prepare([write(tmp_path / name, rows)], tmp_path / "out", SCHEMA, **SMALL)
+    parts = {"train": range(6), "validation": range(6, 9), "test": range(9, 11)}  # 0.56 and 0.84 of the rows
+    of = {part: [r for r in rows if int(r["when"]) in times] for part, times in parts.items()}
+    assert metadata["rows"] == {part: len(mine) for part, mine in of.items()} and metadata["skipped_rows"] == 0
+    for part, mine in of.items():
+        found, wanted = read_all(tmp_path / "out", part), expected(of["train"], mine)
+        for column, place in (("user", 0), ("item", 1), ("when", 3)):
+            assert found["sparse"][:, place].tolist() == wanted[column], column
+        for column in ("label", "weight", "dense", "tags", "seen"):
+            np.testing.assert_allclose(found[column], wanted[column], rtol=1e-5, atol=1e-6, err_msg=column)
+    hashed = read_all(tmp_path / "out", "train")["sparse"][:, 2]
+    assert len(set(zip(hashed.tolist(), [r["part"] for r in of["train"]], strict=True))) == 3
+    assert 1 <= hashed.min() and hashed.max() < 7
+
+
+def test_text_and_parquet_and_parts_of_them_are_one_table(tmp_path):
+    rows = table(200)
+    prepare([write(tmp_path / "whole.csv", rows)], tmp_path / "a", SCHEMA, **SMALL)
+    parts = [write(tmp_path / "x.csv", rows[:50]), write(tmp_path / "y.parquet", rows[50:120]),
+             write(tmp_path / "z.csv.gz", rows[120:], names=NAMES[::-1])]  # fmt: skip
+    prepare(parts, tmp_path / "b", SCHEMA, **SMALL)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b") and len(digests(tmp_path / "a")) > 6
+
+
+def test_lists_numbers_and_moments_of_parquet_are_read_as_they_are(tmp_path):
+    frame = pl.DataFrame({
+        "y": [True, False] * 10, "n": list(range(20)), "user": [7, None] * 10, "bag": [["a", None, "b"], []] * 10,
+        "at": pl.Series(range(20)).cast(pl.Datetime("us")),
+    })  # fmt: skip
+    frame.write_parquet(tmp_path / "a.parquet")
+    features = [Categorical("user", 1), Dense("n"), MultiHot("bag", min_count=1)]
+    schema = Schema(label="y", features=features, split=ByTime("at", train=0.5))
+    prepare([tmp_path / "a.parquet"], tmp_path / "out", schema, **SMALL)
+    train, test = read_all(tmp_path / "out", "train"), read_all(tmp_path / "out", "test")
+    assert train["label"].tolist() == [1, 0] * 5 and train["sparse"][:, 0].tolist() == [2, 0] * 5
+    assert train["bag"][:2, :3].tolist() == [[2, 3, -1], [-1, -1, -1]]
+    assert test["dense"][:, 0].tolist() == list(range(10, 20))
+
+
+SPLITS = {
+    "rows": (ByRows(0.5, 0.2), lambda at, row: 0 if at < 50 else 1 if at < 70 else 2),
+    "column": (ByColumn("part", ("a",), ("c",), ("b",)), lambda at, row: "acb".index(row["part"])),
+    "dates": (ByTime("day", 0.5), lambda at, row: 0 if row["day"] < "2020-01-06" else 2),
+}
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_rows_are_divided_as_the_split_says(tmp_path, kind):
+    split, rule = SPLITS[kind]
+    rows = [row | {"day": f"2020-01-{1 + at % 10:02d} 0{at % 7}:30"} for at, row in enumerate(table(100))]
+    schema = Schema(label="click", features=[Categorical("item")], weight="weight", split=split)
+    prepare([write(tmp_path / "a.csv", rows, names=(*NAMES, "day"))], tmp_path / "out", schema, **SMALL)
+    for number, name in enumerate(("train", "validation", "test")):
+        wanted = [float(row["weight"]) for at, row in enumerate(rows) if rule(at, row) == number]
+        if wanted:
+            np.testing.assert_allclose(read_all(tmp_path / "out", name)["weight"], wanted, rtol=1e-6)
+
+
+def test_files_are_divided_by_their_names_and_others_are_refused(tmp_path):
+    schema = Schema(label="click", features=[Categorical("item")], split=ByFile())
+    paths = [write(tmp_path / f"{name}.csv", table(rows, rows)) for name, rows in (("test", 10), ("train", 30))]
+    assert prepare(paths, tmp_path / "out", schema)["rows"] == {"train": 30, "test": 10}
+    with pytest.raises(ValueError, match="other.csv is none of the files of the split"):
+        prepare([*paths, write(tmp_path / "other.csv", table(20, 20))], tmp_path / "out2", schema)
+
+
+def test_a_random_split_is_seeded_and_keeps_its_shares(tmp_path):
+    path = write(tmp_path / "a.csv", table(1000))
+    schema = lambda seed: Schema(label="click", features=[Categorical("item")], split=AtRandom(0.6, 0.2, seed))
+    of = {seed: prepare([path], tmp_path / str(seed), schema(seed), **SMALL)["rows"] for seed in (0, 1)}
+    assert of[0] != of[1] and all(sum(rows.values()) == 1000 for rows in of.values())
+    assert all(abs(rows["train"] - 600) < 60 and abs(rows["test"] - 200) < 50 for rows in of.values())
+
+
+def test_a_loader_gives_all_of_it_from_any_position(tmp_path):
+    prepare([write(tmp_path / "a.csv", table(200))], tmp_path / "out", SCHEMA, **SMALL)
+    source = open_table(tmp_path / "out", "train")
+    make = lambda: Loader(source, 24, shuffle_seed=5, epochs=2, window_blocks=3)
+    batches = list(make())
+    assert batches[0].label.shape == (24, 2) and batches[0].ids["seen"].shape == (24, 3)
+    last = batches[len(batches) // 2 - 1]
+    padding = last.weight == 0
+    assert padding.any() and (last.ids["tags"][padding] == -1).all() and (last.label[padding] == 0).all()
+    later = make()
+    later.seek(7)
+    for one, other in zip(later, batches[7:], strict=True):
+        np.testing.assert_equal(one._asdict(), other._asdict())
+
+
+GOOD = {"y": "1", "user": "ann", "price": "1.5", "tags": "a|b", "w": "1", "t": "5"}
+STRICT = Schema(
+    label="y", features=[Categorical("user", 1), Dense("price"), MultiHot("tags", min_count=1)], weight="w",
+    split=ByTime("t", 0.5),
+)  # fmt: skip
+BAD = {
+    "a field too few": (b"1,ann,1.5,a|b,1", "5 fields, but a row has 6"),
+    "a field too many": (b"1,ann,1.5,a|b,1,5,", "7 fields, but a row has 6"),
+    "an empty line": (b"", "the line is empty"),
+    "blanks": (b"   ", "1 fields, but a row has 6"),
+    "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
+    "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
+    "text behind a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
+    "separators in quotes": (b'"1,ann,1.5,a|b",1,5', "3 fields, but a row has 6"),
+    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", "byte 5 is no UTF-8"),
+    "half of a character": (b"1,an\xc3,1.5,a|b,1,5", "is no UTF-8"),
+    "a label of 2": (b"2,ann,1.5,a|b,1,5", "'y' is '2', but it is 0 or 1"),
+    "no label": (b",ann,1.5,a|b,1,5", "'y' is .*, but it is 0 or 1"),
+    "a label in words": (b"yes,ann,1.5,a|b,1,5", "'y' is 'yes'"),
+    "a number in words": (b"1,ann,cheap,a|b,1,5", "'price' is 'cheap', but it is a number or missing"),
+    "not a number": (b"1,ann,nan,a|b,1,5", "'price' is 'nan'"),
+    "too large": (b"1,ann,1e999,a|b,1,5", "'price' is '1e999'"),
+    "a decimal comma": (b'1,ann,"1,5",a|b,1,5', "'price' is '1,5'"),
+    "a negative weight": (b"1,ann,1.5,a|b,-1,5", "'w' is '-1', but it is a number from 0"),
+    "no weight": (b"1,ann,1.5,a|b,,5", "'w' is"),
+    "an endless weight": (b"1,ann,1.5,a|b,inf,5", "'w' is 'inf'"),
+    "no time": (b"1,ann,1.5,a|b,1,", "'t' is"),
+    "a time in words": (b"1,ann,1.5,a|b,1,noon", "'t' is 'noon', but it is a number, or a date"),
+}
+
+
+def bad_table(path, kind, at, rows):
+    """A table of so many good rows with a bad one."""
+    lines = [",".join([*[GOOD[name] for name in list(GOOD)[:-1]], str(n)]).encode() for n in range(rows)]
+    lines[at:at] = [BAD[kind][0]]
+    path.write_bytes(",".join(GOOD).encode() + b"\n" + b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_is_named_or_counted(tmp_path, kind):
+    path = bad_table(tmp_path / "a.csv", kind, 3, 8)
+    with pytest.raises(ValueError, match=f"a.csv, line 5: .*{BAD[kind][1]}.*max_bad_rows"):
+        prepare([path], tmp_path / "out", STRICT)
+
+
+def test_bad_rows_are_counted_over_all_pieces_up_to_what_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 200)
+    lines = [*range(20), *(text for text, _ in BAD.values())]
+    lines = [
+        b"1,ann,1.5,a|b,1,%d" % line if isinstance(line, int) else line
+        for line in lines[::3] + lines[1::3] + lines[2::3]
+    ]
+    (tmp_path / "a.csv").write_bytes(",".join(GOOD).encode() + b"\n" + b"\n".join(lines))
+    with pytest.raises(ValueError, match="max_bad_rows=N .* more are allowed"):
+        prepare([tmp_path / "a.csv"], tmp_path / "out", STRICT, max_bad_rows=len(BAD) - 1)
+    metadata = prepare([tmp_path / "a.csv"], tmp_path / "out2", STRICT, max_bad_rows=len(BAD), **SMALL)
+    assert metadata["skipped_rows"] == len(BAD) == 22 and sum(metadata["rows"].values()) == 20
+
+
+malformed = given(data=st.data(), rows=st.integers(3, 12), several=st.integers(1, 3))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@malformed
+def test_whatever_is_malformed_is_a_value_error_of_one_line(tmp_path_factory, data, rows, several):
+    refused_or_counted(tmp_path_factory.mktemp("bad"), data, rows, several)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@malformed
+def test_three_hundred_malformed_texts_are_refused_or_counted(tmp_path_factory, data, rows, several):
+    refused_or_counted(tmp_path_factory.mktemp("bad"), data, rows, several)
+
+
+def refused_or_counted(folder, data, rows, several):
+    """Bytes changed, put in or taken out anywhere: a refusal in words, or all rows accounted for."""
+    path = bad_table(folder / "a.csv", data.draw(st.sampled_from(sorted(BAD))), 1, rows)
+    text = bytearray(path.read_bytes())
+    for _ in range(several):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(
+            st.sampled_from([b"", b",", b"\n", b'"', b"\r", b"\x00", b"\xff", b"|", b"\n\n", b"\xef\xbb\xbf", b"x,"])
+        )
+    path.write_bytes(bytes(text))
+    try:
+        metadata = prepare([path], folder / "out", STRICT, max_bad_rows=data.draw(st.integers(0, 20)))
+    except ValueError as error:
+        assert ("\n" not in str(error) and "a.csv" in str(error)) or "split" in str(error), error
+        return
+    lines = bytes(text).replace(b"\r\n", b"\n").removesuffix(b"\n").count(b"\n")
+    assert sum(metadata["rows"].values()) + metadata["skipped_rows"] == lines
+
+
+@pytest.mark.slow
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_three_hundred_damaged_parquet_files_are_refused_or_read_whole(tmp_path_factory, data):
+    """Bytes changed, lost or put in anywhere, also where only the library that reads it looks."""
+    folder = tmp_path_factory.mktemp("parquet")
+    text = bytearray(write(folder / "whole.parquet", table(30)).read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(4, len(text) - 1))  # without its first letters it is taken for a text
+        text[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    (folder / "a.parquet").write_bytes(bytes(text))
+    try:
+        metadata = prepare([folder / "a.parquet"], folder / "out", SCHEMA, max_bad_rows=30)
+    except ValueError as error:
+        assert ("\n" not in str(error) and "a.parquet" in str(error)) or "split" in str(error), error
+    else:
+        assert sum(metadata["rows"].values()) + metadata["skipped_rows"] == 30
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    path = bad_table(tmp_path / "a.csv", "no time", 0, 4)
+    with pytest.raises(ValueError, match=r"a.csv, line 1: the column 'colour' .* not there, only 'y', 'user'"):
+        prepare([path], tmp_path / "out", Schema(label="y", features=[Categorical("colour")]))
+    with pytest.raises(ValueError, match="the column 'y;user' .*is the separator right"):
+        prepare([path], tmp_path / "out", Schema(label="y;user", features=[Categorical("user")], separator=";"))
+
+
+def test_a_parquet_file_that_was_seen_otherwise_is_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", table(20))
+    (piece,) = read_pieces([path], SCHEMA)
+    assert piece.seen.ended and [its.rows for its in read_pieces([path], SCHEMA, [[piece.seen]])] == [20]
+    with pytest.raises(ValueError, match="a.parquet is not the text that rows were prepared from before"):
+        list(read_pieces([path], SCHEMA, [[piece.seen._replace(crc32=piece.seen.crc32 ^ 1)]]))
+
+
+def test_damaged_parquet_and_foreign_types_are_refused_in_words(tmp_path):
+    rows = table(50)
+    whole = write(tmp_path / "a.parquet", rows)
+    (tmp_path / "b.parquet").write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="b.parquet is no whole Parquet file"):
+        prepare([tmp_path / "b.parquet"], tmp_path / "out", SCHEMA)
+    pl.DataFrame({"y": [0, 1], "x": [{"a": 1}, {"a": 2}]}).write_parquet(tmp_path / "c.parquet")
+    for feature in (Categorical("x"), Dense("x", buckets=(1,))):
+        with pytest.raises(ValueError, match="c.parquet: 'x' holds Struct"):
+            prepare([tmp_path / "c.parquet"], tmp_path / "out", Schema(label="y", features=[feature]))
+
+
+KILLED = """
+import os, signal, sys
+import jaxrec.data.criteo.source as source, jaxrec.data.tabular.preparation as preparation
+sys.path.insert(0, {tests!r})
+from test_tabular import SCHEMA, SMALL
+source.CHUNK_BYTES = 2000
+write = preparation.write_blocks
+left = [{shards}]
+def counted(*arguments):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    return write(*arguments)
+preparation.write_blocks = counted
+preparation.prepare([{path!r}], {out!r}, SCHEMA, **SMALL)
+"""
+
+
+@pytest.mark.parametrize("shards", [0, 3])
+def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 2000)
+    path, out = write(tmp_path / "a.csv", table(300)), tmp_path / "out"
+    code = KILLED.format(tests=str(Path(__file__).parent), shards=shards, path=str(path), out=str(out))
+    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=200)
+    assert done.returncode == -signal.SIGKILL and len(digests(out)) == shards
+    with pytest.raises(ValueError, match="is no complete dataset"):
+        open_table(out, "train")
+    resumed = prepare([path], out, SCHEMA, **SMALL)
+    undisturbed = prepare([path], tmp_path / "undisturbed", SCHEMA, **SMALL)
+    assert digests(out) == digests(tmp_path / "undisturbed") and resumed == undisturbed
+    for name in ("vocabulary.npz", "metadata.json", "dataset_info.json"):
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
+
+
+def test_a_directory_is_of_one_schema_and_of_the_text_that_was_read(tmp_path):
+    rows = table(100)
+    path = write(tmp_path / "a.csv", rows)
+    first = prepare([path], tmp_path / "out", SCHEMA, **SMALL)
+    assert prepare([path], tmp_path / "out", SCHEMA, **SMALL) == first
+    other = Schema(label="click", features=FEATURES)
+    with pytest.raises(ValueError, match="other schema: use the same"):
+        prepare([path], tmp_path / "out", other, **SMALL)
+    write(path, rows[:-1] + rows[:1])
+    with pytest.raises(ValueError, match="other sources"):
+        prepare([path], tmp_path / "out", SCHEMA, **SMALL)
+    with pytest.raises(ValueError, match="hold the same rows"):
+        prepare([path, write(tmp_path / "b.csv", rows[:-1] + rows[:1])], tmp_path / "out2", SCHEMA, **SMALL)
+
+
+def test_a_column_that_splits_is_a_category_as_well(tmp_path):
+    (tmp_path / "a.csv").write_text("y,part\n" + "1,NA\n0,b\n1,b\n" * 9)
+    split = ByColumn("part", ("b",), (), ("NA",))
+    prepare([tmp_path / "a.csv"], tmp_path / "out", Schema("y", [Categorical("part")], split, missing=("NA",)))
+    assert set(read_all(tmp_path / "out", "test")["sparse"][:, 0].tolist()) == {0}
+    assert set(read_all(tmp_path / "out", "train")["sparse"][:, 0].tolist()) == {2}
+
+
+PEAK = """
+import resource, sys
+import jaxrec.data.criteo.source as source, jaxrec.data.tabular.reading as reading
+source.CHUNK_BYTES, reading.PARQUET_ROWS = 1 << 20, 1 << 13
+from jaxrec.data.tabular import *
+features = [Categorical("user", hash_cap=1000), Categorical("item"), MultiHot("tags"), Sequence("seen", share="item")]
+schema = Schema(label="y", features=features, split=ByTime("t"))
+prepare([sys.argv[1]], sys.argv[2], schema, block_rows=1024, blocks_per_shard=8)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_memory_does_not_grow_with_the_rows(tmp_path, name):
+    rng, peak_mib = np.random.default_rng(0), {}
+    for rows in (40_000, 320_000):
+        bags = pl.Series(["|".join(f"i{n}" for n in rng.integers(0, 500, 20)) for _ in range(1000)] * (rows // 1000))
+        columns = {
+            "y": rng.integers(0, 2, rows), "user": rng.integers(0, 10**9, rows),
+            "item": [f"i{n % 500}" for n in range(rows)], "tags": bags, "seen": bags, "t": np.arange(rows) // 100,
+        }  # fmt: skip
+        path = tmp_path / f"{rows}.{name}"
+        frame = pl.DataFrame(columns)
+        frame.write_csv(path) if path.suffix == ".csv" else frame.write_parquet(path, row_group_size=1 << 13)
+        out = [sys.executable, "-c", PEAK, str(path), str(tmp_path / f"{rows}.out")]
+        done = subprocess.run(out, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-2000:]
+        peak_mib[rows] = float(done.stdout)
+    assert peak_mib[320_000] < peak_mib[40_000] + 150, peak_mib  # of 60 MiB more of text

@@ -1,0 +1,317 @@
+"""Row optimizers: each is the dense optimizer on the rows that a batch touches, in every engine, home and image."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxrec
+from jaxrec.checkpoint import Checkpointer, deltas, restore, restore_shard
+from jaxrec.cpr import Recovery, mfu
+from jaxrec.embedding import (
+    DeviceTables,
+    EmbeddingSpec,
+    HostTables,
+    Lookup,
+    Table,
+    adagrad,
+    embedding_matrix,
+    ftrl,
+    lazy_adam,
+    momentum_sgd,
+    rowwise_adagrad,
+    rowwise_adam,
+    sgd,
+    with_clipping,
+    with_weight_decay,
+)
+from jaxrec.oac import Pipeline
+from jaxrec.types import Batch, RowOptimizer
+
+ROWS, WIDTH, STEPS = 23, 4, 20
+SPEC = EmbeddingSpec({"item": Table(ROWS, WIDTH)}, {"two": Lookup("item", hots=2)}, shards=4)
+RATE = optax.linear_schedule(0.2, 0.05, STEPS)
+
+
+class RowwiseAdam:
+    """The textbook, over one row."""
+
+    def __init__(self, rate, b1=0.9, b2=0.999, eps=1e-8):
+        self.given, self.first, self.second, self.touches = (rate, b1, b2, eps), 0.0, 0.0, 0
+
+    def step(self, value, gradient, step):
+        rate, b1, b2, eps = self.given
+        self.touches += 1
+        self.first = b1 * self.first + (1 - b1) * gradient
+        self.second = b2 * self.second + (1 - b2) * np.mean(gradient**2)
+        root = math.sqrt(self.second / (1 - b2**self.touches)) + eps
+        return value - rate * self.first / (1 - b1**self.touches) / root
+
+
+class Ftrl:
+    """Algorithm 1 of McMahan et al. as printed, from the z whose weight is the initial value."""
+
+    def __init__(self, rate, beta=1.0, l1=0.0, l2=0.0):
+        self.given, self.n, self.z = (rate, beta, l1, l2), 0.0, None
+
+    def step(self, value, gradient, step):
+        rate, beta, l1, l2 = self.given
+        if self.z is None:
+            self.z = -value * (beta / rate + l2) - np.sign(value) * l1
+        sigma = (np.sqrt(self.n + gradient**2) - np.sqrt(self.n)) / rate
+        self.z, self.n = self.z + gradient - sigma * value, self.n + gradient**2
+        weight = -(self.z - np.sign(self.z) * l1) / ((beta + np.sqrt(self.n)) / rate + l2)
+        return np.where(np.abs(self.z) <= l1, 0.0, weight)
+
+
+class Dense:
+    """A dense optimizer of optax over one row, which counts the touches of that row."""
+
+    def __init__(self, optimizer):
+        self.update, self.state = jax.jit(optimizer.update), optimizer.init(jnp.zeros(WIDTH))
+
+    def step(self, value, gradient, step):
+        value = jnp.asarray(value, jnp.float32)
+        updates, self.state = self.update(jnp.asarray(gradient, jnp.float32), self.state, value)
+        return np.asarray(optax.apply_updates(value, updates), np.float64)
+
+
+class Scheduled:
+    """Plain steps at the rate of the run's step, which is not the row's."""
+
+    def step(self, value, gradient, step):
+        return value - float(RATE(step)) * gradient
+
+
+def dense(optimizer):
+    return lambda: Dense(optimizer)
+
+
+CASES: dict[str, tuple] = {  # the row optimizer, and what makes the reference of one row
+    "sgd": (sgd(0.1), dense(optax.sgd(0.1))),
+    "sgd at a schedule": (sgd(RATE), Scheduled),
+    "momentum": (momentum_sgd(0.1, 0.8), dense(optax.sgd(0.1, momentum=0.8))),
+    "nesterov": (momentum_sgd(0.1, 0.8, nesterov=True), dense(optax.sgd(0.1, momentum=0.8, nesterov=True))),
+    "adagrad": (adagrad(0.1, 0.1), dense(optax.chain(optax.scale_by_rss(0.1, 1e-16), optax.scale(-0.1)))),
+    "lazy adam": (lazy_adam(0.05), dense(optax.adam(0.05))),
+    "adamw": (lazy_adam(0.05, weight_decay=0.1), dense(optax.adamw(0.05, weight_decay=0.1))),
+    "rowwise adam": (rowwise_adam(0.05), lambda: RowwiseAdam(0.05)),
+    "ftrl": (ftrl(0.1), lambda: Ftrl(0.1)),
+    "ftrl with penalties": (ftrl(0.1, 0.5, 0.3, 0.2), lambda: Ftrl(0.1, 0.5, 0.3, 0.2)),
+    "decay": (
+        with_weight_decay(momentum_sgd(0.1), 0.3),
+        dense(optax.chain(optax.add_decayed_weights(0.3), optax.sgd(0.1, momentum=0.9))),
+    ),
+    "clipping": (
+        with_clipping(sgd(0.1), 0.2),
+        dense(optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.1))),
+    ),
+    "both": (
+        with_clipping(with_weight_decay(lazy_adam(0.05), 0.3), 0.2),
+        dense(optax.chain(optax.clip_by_global_norm(0.2), optax.add_decayed_weights(0.3), optax.adam(0.05))),
+    ),
+}
+EACH = pytest.mark.parametrize("name", CASES)
+# Of what takes seconds, two are in the fast tests: the one with most slots, and one around another.
+SLOWLY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("lazy adam", "both") else [pytest.mark.slow]) for name in CASES]
+)
+
+
+def loss(params, activations, batch):
+    """Linear, so that the gradient of each row is known without the rows."""
+    return (activations["two"] * batch.dense).sum(-1) * params["scale"]
+
+
+def batches(first=0, last=STEPS):
+    for step in range(first, last):
+        rng = np.random.default_rng(step)
+        ids = rng.integers(0, ROWS, (6, 2)).astype(np.int32)
+        ids[1] = ids[0]  # duplicates, within a batch and within an example
+        ids[2, 1] = ids[2, 0]
+        weight = np.array([1, 2, 1, 0, 1, 1], np.float32)
+        yield Batch({"two": ids}, rng.standard_normal((6, WIDTH)).astype(np.float32), np.zeros(6, np.float32), weight)
+
+
+def gradients_of(batch):
+    """{row: f64[E]}, summed over its places; rows of examples without weight have none."""
+    found: dict[int, np.ndarray] = {}
+    for row, *given in zip(batch.ids["two"], batch.dense, batch.weight, strict=True):
+        for one in row:
+            found[one] = found.get(one, 0.0) + given[0].astype(np.float64) * given[1] / batch.weight.sum()
+    return {row: gradient for row, gradient in found.items() if gradient.any()}
+
+
+DENSE = optax.sgd(0.0)
+
+
+def fresh(rows, home=HostTables, *where):
+    return jaxrec.init_state({"scale": jnp.ones(())}, DENSE, home.create(SPEC, rows, *where), *where)
+
+
+@functools.cache
+def programs(name, mesh=None):
+    arguments = SPEC, loss, DENSE, CASES[name][0]
+    return jaxrec.make_train_step(*arguments, mesh=mesh), jaxrec.make_update(*arguments, mesh=mesh)
+
+
+def frozen(state):
+    """Everything of a state, as it is now."""
+    return jax.tree.map(np.array, state.dense), {
+        part: [np.array(shard) for shard in shards] for part, shards in state.tables.parts("width_4").items()
+    }
+
+
+def serial(name, state=None, last=STEPS):
+    with jaxrec.Serial(state or fresh(CASES[name][0]), programs(name)[0]) as engine:
+        return frozen(jaxrec.train(engine, lambda first: batches(first, last)))
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@EACH
+def test_it_is_the_dense_optimizer_on_touched_rows(name):
+    rows, reference = CASES[name]
+    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine:
+        wanted = embedding_matrix(engine.tables, "item").astype(np.float64)
+        initial = wanted.copy()
+        kept: dict[int, object] = {}
+        for step, batch in enumerate(batches()):
+            for row, gradient in gradients_of(batch).items():
+                wanted[row] = kept.setdefault(row, reference()).step(wanted[row], gradient, step)
+        jaxrec.train(engine, lambda first: batches(first))
+        np.testing.assert_allclose(embedding_matrix(engine.tables, "item"), wanted, rtol=2e-5, atol=1e-6)
+    assert np.abs(wanted - initial).max() > 0.01
+
+
+@EACH
+def test_a_row_without_gradient_keeps_its_bits_and_its_slots(name):
+    rows, rng = CASES[name][0], np.random.default_rng(0)
+    value = jnp.asarray(rng.standard_normal((5, WIDTH), np.float32))
+    slots = {key: jnp.asarray(rng.random((5, slot.width)), jnp.float32) for key, slot in rows.init(WIDTH).items()}
+    gradient = jnp.asarray(rng.standard_normal((5, WIDTH), np.float32)).at[np.array([1, 3])].set(0.0)
+    new, new_slots = jax.jit(rows.update)(gradient, value, slots, jnp.int32(3))
+    for before, after in ((value, new), *((slots[key], new_slots[key]) for key in slots)):
+        np.testing.assert_array_equal(after[jnp.array([1, 3])], before[jnp.array([1, 3])])
+        assert (after[0] != before[0]).any()
+    zeros = {key: jnp.zeros_like(slot) for key, slot in slots.items()}
+    padding = jax.jit(rows.update)(jnp.zeros_like(value), jnp.zeros_like(value), zeros, jnp.int32(0))
+    assert_equal(padding, (jnp.zeros_like(value), zeros))  # no NaN from 0 / 0
+
+
+@SLOWLY
+def test_in_flight_it_has_the_bits_of_one_batch_after_the_other(name):
+    with Pipeline(fresh(CASES[name][0]), programs(name)[1], window=3) as pipeline:
+        found = frozen(jaxrec.train(pipeline, batches))
+        assert pipeline.counters["stale_rows"] > STEPS
+    assert_equal(found, serial(name))
+
+
+@SLOWLY
+def test_devices_that_share_the_rows_agree(name):
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
+    rows = CASES[name][0]
+    state = jaxrec.init_state({"scale": jnp.ones(())}, DENSE, DeviceTables.create(SPEC, rows, mesh), mesh)
+    with jaxrec.Serial(state, programs(name, mesh)[0]) as engine:
+        eight = lambda batch: jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:2] * 0]), batch)
+        found = frozen(jaxrec.train(engine, lambda first: map(eight, batches(first))))
+    wanted = serial(name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[: len(b)], b, rtol=1e-4, atol=2e-5), found[1], wanted[1])
+
+
+@SLOWLY
+def test_images_hold_all_of_it(name, tmp_path):
+    rows = CASES[name][0]
+    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine, Checkpointer(tmp_path) as saver:
+        saver.save(jaxrec.train(engine, lambda first: batches(first, 11)))
+    state, image = restore(tmp_path, fresh(rows))
+    assert_equal(serial(name, state), serial(name))
+    tables = fresh(rows).tables
+    restore_shard(image.path, tables, 2)
+    wanted = serial(name, last=11)[1]
+    for part, shards in tables.parts("width_4").items():
+        np.testing.assert_array_equal(np.asarray(shards[2])[: len(wanted[part][2])], wanted[part][2])
+
+
+@SLOWLY
+def test_a_lost_shard_comes_back_from_deltas_with_its_slots(name, tmp_path):
+    """A whole save at every step: nothing is lost, so the run has the bits of one without the failure."""
+    rows = CASES[name][0]
+    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine:
+        schedule = dict(save_every_steps=1, total_steps=STEPS, scheme=mfu(), fraction=1.0, failures={9: [2]})
+        recovery = engine.enter(Recovery(engine, tmp_path, **schedule))
+        found = frozen(jaxrec.train(engine, batches, [recovery.hook]))
+    assert deltas(tmp_path)
+    assert_equal(found, serial(name))
+
+
+def test_an_adam_that_does_not_stand_still_is_another_one():
+    """Negative control of the harness: a dense Adam, whose moments move every row in every step."""
+    plain = optax.adam(0.05)
+    states = plain.init(jnp.zeros((ROWS, WIDTH)))
+    with jaxrec.Serial(fresh(CASES["lazy adam"][0]), programs("lazy adam")[0]) as engine:
+        wanted = jnp.asarray(embedding_matrix(engine.tables, "item"))
+    for batch in batches():
+        gradient = np.zeros((ROWS, WIDTH), np.float32)
+        for row, one in gradients_of(batch).items():
+            gradient[row] = one
+        updates, states = plain.update(gradient, states)
+        wanted = optax.apply_updates(wanted, updates)
+    found = np.concatenate([serial("lazy adam")[1]["value"][row % 4][[row // 4]] for row in range(ROWS)])
+    assert np.abs(found - wanted).max() > 0.05
+
+
+def test_ftrl_follows_a_schedule_from_a_rate_of_zero():
+    """A warm-up begins at 0: the row stays. Later rates do not move what has no gradient left."""
+    rows = ftrl(optax.linear_schedule(0.0, 0.5, 10))
+    value, slots = jnp.array([[1.0, -2.0]]), {key: jnp.zeros((1, 2)) for key in ("squares", "linear")}
+    first, slots = rows.update(jnp.ones((1, 2)), value, slots, 0)
+    np.testing.assert_allclose(first, value, rtol=1e-6)
+    tiny, _ = rows.update(jnp.full((1, 2), 1e-6), first, slots, 10)
+    np.testing.assert_allclose(tiny, value, rtol=1e-5)
+    moved, _ = rows.update(jnp.ones((1, 2)), first, slots, 10)
+    assert (np.asarray(moved) < np.asarray(value) - 0.1).all()
+
+
+def test_ftrl_leaves_rare_weights_at_zero():
+    rows = ftrl(0.1, l1=1.0)
+    value, slots = jnp.zeros((1, 2)), {key: jnp.zeros((1, 2)) for key in ("squares", "linear")}
+    for step in range(3):
+        value, slots = rows.update(jnp.array([[0.3, 2.0]]), value, slots, step)
+    assert value[0, 0] == 0.0 and value[0, 1] < -0.05
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: momentum_sgd(0.1, 1.0), "momentum=1.0 must be 0 or more and below 1"),
+        (lambda: momentum_sgd(-0.1), "learning_rate=-0.1 must be"),
+        (lambda: lazy_adam(0.1, b1=-0.1), "b1=-0.1 must be"),
+        (lambda: lazy_adam(0.1, b2=1), "b2=1 must be"),
+        (lambda: lazy_adam("fast"), "learning_rate='fast' must be"),
+        (lambda: rowwise_adam(0.1, eps=float("nan")), "eps=nan must be"),
+        (lambda: lazy_adam(0.1, weight_decay=-1), "weight_decay=-1 must be"),
+        (lambda: ftrl(0.1, l1=-1.0), "l1=-1.0 must be"),
+        (lambda: ftrl(None), "learning_rate=None must be"),
+        (lambda: with_weight_decay(sgd(0.1), True), "rate=True must be"),
+        (lambda: with_weight_decay(optax.adam(0.1), 0.1), "is not a RowOptimizer"),
+        (lambda: with_clipping(sgd(0.1), 0.0), "largest_norm=0.0 must be above 0"),
+        (lambda: with_clipping(0.1, sgd(0.1)), "is not a RowOptimizer"),
+    ],
+)
+def test_what_cannot_be_is_refused_where_it_is_given(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_they_go_around_a_row_optimizer_of_ones_own():
+    mine = RowOptimizer(lambda width: {}, lambda gradient, value, slots, step: (value - gradient, slots))
+    new, _ = with_clipping(with_weight_decay(mine, 1.0), 1.0).update(jnp.array([[0.0, 3.0]]), jnp.ones((1, 2)), {}, 0)
+    assert new.tolist() == [[0.0, -1.0]]
+    assert rowwise_adagrad(0.1).init(4).keys() == with_clipping(rowwise_adagrad(0.1), 1.0).init(4).keys()

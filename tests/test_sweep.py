@@ -1,0 +1,143 @@
+"""Sweeps: every combination once, compared within seeds, and gone on with where they stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import all_three_quality
+import demo
+import models
+import numpy as np
+import pytest
+import sweep
+from stopping import Stopped
+
+SCRIPT = Path(__file__).parent.parent / "experiments" / "sweep.py"
+TINY = ("rows=500", "batch-size=64", "steps=4", "evaluations=2", "embedding-width=4", "model=small_dlrm")
+FLAGS = {"preset": "smoke", "vary": ("row-learning-rate=0.02,0.5",), "fixed": TINY, "seeds": 2}
+
+
+def test_arms_are_all_combinations_in_order():
+    arms = sweep.arms_of(["model=lr,fm", "row_learning_rate=0.1,0.2,0.3"])
+    assert len(arms) == 6 and next(iter(arms)) == "model=lr row-learning-rate=0.1"
+    assert arms["model=fm row-learning-rate=0.3"] == ["--model", "fm", "--row-learning-rate", "0.3"]
+
+
+def test_differences_are_within_seeds():
+    """What all arms of a seed have alike is no noise."""
+    common = np.random.default_rng(0).standard_normal(5)
+    found = sweep.summary({"a": list(common), "b": list(common + 0.1 + 0.001 * np.arange(5))})
+    assert found["b_minus_first"] == pytest.approx(0.102) and found["b_minus_first_half_width"] < 0.003
+    assert found["b_deviation"] > 0.3
+    alone = sweep.summary({"a": [0.5], "b": [0.75]})
+    assert alone["b_minus_first"] == 0.25 and alone["b_minus_first_half_width"] is None and alone["a_deviation"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"vary": ()}, "--vary is needed"),
+        ({"vary": ("model",)}, "'model' is no flag with values"),
+        ({"vary": ("=lr",)}, "'=lr' is no flag with values"),
+        ({"vary": ("seed=0,1",)}, "gives --seed itself"),
+        ({"vary": ("model=lr,lr",)}, "has a value twice"),
+        ({"vary": ("model=lr,fm", "model=dnn")}, "model is given twice"),
+        ({"fixed": ("workdir=a",)}, "gives --workdir itself"),
+        ({"fixed": ("--preset=smoke",)}, "gives --preset itself"),
+        ({"fixed": ("shuffle",)}, "--fixed 'shuffle' is no flag"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_is_trained(tmp_path, flags, words):
+    with pytest.raises(ValueError, match=words):
+        sweep.main(sweep.Config(workdir=tmp_path / "s", **(FLAGS | flags)))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_compares_and_is_not_trained_again(tmp_path, capsys):
+    config = sweep.Config(workdir=tmp_path, **FLAGS)
+    found = sweep.main(config)
+    runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")}
+    assert sorted(runs) == [f"row-learning-rate={rate}_{seed}" for rate in ("0.02", "0.5") for seed in (0, 1)]
+    of = lambda rate: np.array([runs[f"row-learning-rate={rate}_{seed}"]["test_auc"] for seed in (0, 1)])
+    assert found["row-learning-rate=0.5_mean"] == pytest.approx(of("0.5").mean())
+    assert found["row-learning-rate=0.5_minus_first"] == pytest.approx((of("0.5") - of("0.02")).mean())
+    assert "minus the first" in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")}
+    (tmp_path / "results.json").unlink()
+    assert sweep.main(sweep.Config(workdir=tmp_path, resume=True, **FLAGS)) == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")} == before
+
+
+@pytest.mark.slow
+def test_a_flag_that_train_refuses_and_a_metric_that_there_is_not_are_named(tmp_path):
+    with pytest.raises(OSError, match=r"model=none, seed 0, ended with code \d+, see .*model=none_0.log"):
+        sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("model=none",), "fixed": TINY[:-1]})))
+    with pytest.raises(ValueError, match="--metric gauc is no number in .*: give one of .*test_auc"):
+        sweep.main(sweep.Config(workdir=tmp_path / "b", metric="gauc", **FLAGS))
+
+
+@pytest.mark.parametrize(("module", "flags"), [(sweep, FLAGS), (models, {}), (demo, {}), (all_three_quality, {})])
+def test_a_signal_before_a_run_has_begun_says_how_to_go_on_too(tmp_path, monkeypatch, module, flags):
+    its = sweep if module is models else module
+    monkeypatch.setattr(its, "run_child", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped, match=f"SIGTERM: go on with .*{tmp_path}.* --resume"):
+        module.main(module.Config(**{"preset": "smoke", "workdir": tmp_path / "a"} | flags))
+
+
+@pytest.mark.slow
+def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
+    words = [
+        "--preset",
+        "smoke",
+        "--vary",
+        *FLAGS["vary"],
+        "--fixed",
+        *TINY,
+        "--seeds",
+        "1",
+        "--workdir",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *words], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "row-learning-rate=0.02_0.log"
+    while not log.exists():  # by then the first run has begun
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and "--resume" in error
+    assert not [line for line in os.popen("ps -eo args") if str(tmp_path) in line and "train.py" in line]
+    done = subprocess.run([sys.executable, str(SCRIPT), *words, "--resume"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*/results.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"models": ("lr", "gpt")}, "--models gpt are none of lr, fm"),
+        ({"models": ()}, "--models is empty"),
+        ({"models": ("lr", "lr")}, "has one twice"),
+        ({"data": "criteo"}, "--data criteo needs --path"),
+        ({"data": "criteo", "path": Path("/nowhere")}, "--data criteo needs --path"),
+    ],
+)
+def test_models_that_cannot_be_compared_are_refused(tmp_path, flags, words):
+    with pytest.raises(ValueError, match=words):
+        models.main(models.Config(workdir=tmp_path / "m", **flags))
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.slow
+def test_models_are_compared_on_the_same_rows(tmp_path, capsys):
+    sizes = {"preset": "smoke", "rows": 500, "steps": 4, "curved": 0.5}
+    found = models.main(models.Config(models=("lr", "deepfm"), seeds=1, workdir=tmp_path, **sizes))
+    runs = {name: json.loads((tmp_path / f"{name}_0" / "results.json").read_text()) for name in ("lr", "deepfm")}
+    assert {name: run["test_auc"] for name, run in runs.items()} == {n: found[f"{n}_0_auc"] for n in runs}
+    assert runs["lr"]["teacher_auc"] == runs["deepfm"]["teacher_auc"]  # the same clicks
+    assert found["shallow_below_deep"] == (found["lr_mean"] < found["deepfm_mean"])
+    assert "LR and FM below every deep model" in capsys.readouterr().out
