@@ -17,13 +17,14 @@ interval of the paired differences lies above -0.0005 AUC.
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from children import run_child
 from contract import Flags, Run, command_line, listing, paired_interval, refuse, say
 from demo import environment
+from stopping import stop_on_signals
 
 MARGIN_AUC = -0.0005
 REPLICAS = "--tables host --pipeline oac --window 8 --trainers 2 --cpr mfu --shadowsync "
@@ -50,6 +51,11 @@ class Config(Flags):
     """Go on with the comparison in --workdir."""
 
 
+def again_in(run: Run) -> str:
+    """How a person goes on with the comparison in a directory."""
+    return f"python experiments/all_three_quality.py --workdir {run.directory} --resume, and the same flags"
+
+
 def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
     """The results of one arm and seed; trained now, unless it is complete."""
     directory = run.directory / f"{arm}_{seed}"
@@ -58,7 +64,8 @@ def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).parent / "train.py"), "--preset", config.preset]
         command += ["--seed", str(seed), "--workdir", str(directory), "--resume", *flags]
         say(f"{arm}, seed {seed}")
-        subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL)
+        with open(run.directory / f"{arm}_{seed}.log", "a") as output:
+            run_child(command, f"{arm} of seed {seed}", again_in(run), environment(), output)
     return json.loads((directory / "results.json").read_text())
 
 
@@ -66,7 +73,10 @@ def main(config: Config) -> dict:
     """Trains what is missing; returns what results.json holds."""
     wrong = [arm for arm in config.arms if arm not in ARMS]
     refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
-    with Run("all_three_quality", config, config.workdir, config.resume) as run:
+    with (
+        Run("all_three_quality", config, config.workdir, config.resume) as run,
+        stop_on_signals(f"go on with {again_in(run)}"),
+    ):
         seeds = range(config.seed, config.seed + config.seeds)
         arms = [arm for arm in ARMS if arm == "none" or arm in config.arms]
         found = {arm: [trained(config, run, arm, seed) for seed in seeds] for arm in arms}

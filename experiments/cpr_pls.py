@@ -23,12 +23,14 @@ Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up
 
 import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from contract import Run, command_line, grid, paired_interval, plot
 from cpr_scalability import SETTINGS
 from cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
+from report import figures, number, said
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
@@ -82,6 +84,15 @@ def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
     return results
 
 
+def finding(results: Mapping[str, Any], schemes: Sequence[str]) -> str:
+    """What the picture shows: slopes, and how far the intervals let them be told from that of vanilla."""
+    found = figures(results)
+    slopes = ", ".join(f"{scheme} {number(results[f'{scheme}_slope'], 3)}" for scheme in schemes)
+    less = [f"{scheme} {said(found[f'{scheme}_slope_minus_vanilla'])}" for scheme in schemes
+            if f"{scheme}_slope_minus_vanilla" in found]  # fmt: skip
+    return f"AUC lost for a unit of PLS: {slopes}" + (f". Minus vanilla's: {', '.join(less)}" if less else "")
+
+
 def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
     """Loss over realised PLS, each run a point, and the fitted lines."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
@@ -92,8 +103,8 @@ def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
         for panel, name, sign, short in zip(panels, ("auc", "normalized_entropy"), (1, -1), ("", "_ne"), strict=True):
             lost = [sign * (base[row["seed"]][f"test_{name}"] - row[f"test_{name}"]) for row in mine]
             panels[panel][scheme] = pls, lost, results[f"{scheme}_slope{short}"] * pls
-    slopes = ", ".join(f"{scheme} {results[f'{scheme}_slope']:.4f}" for scheme in schemes)
-    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", f"AUC lost per unit of PLS: {slopes}")
+    levels = {label: {"no failure": 0.0} for label in panels}
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", finding(results, schemes), levels=levels)
 
 
 def table(results: dict[str, Any], schemes) -> str:

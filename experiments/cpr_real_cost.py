@@ -35,7 +35,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ import orbax.checkpoint as ocp
 import reference
 from accelerator.measure import interval
 from contract import Figure, Flags, Run, bars, command_line, grid, listing
+from report import figures, said
 from tqdm import tqdm
 
 from jaxrec.checkpoint import (
@@ -282,6 +283,15 @@ def table(results: dict[str, Any]) -> str:
     return grid(results, "way", words, columns) + "\n\n" + listing(rest, groups)
 
 
+def finding(results: Mapping[str, Any]) -> str:
+    """What the picture shows."""
+    found = figures(results)
+    return (
+        f"Saving the most used rows takes {said(found['rows_over_fastest_orbax_save'])} of the time of Orbax's fastest "
+        f"full save; restoring one shard {said(found['one_shard_over_full_restore'])} of that of a full restore"
+    )
+
+
 def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
     """How long each way saves and keeps training waiting: medians over the rounds, with their
     intervals."""
@@ -295,11 +305,7 @@ def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> Non
         words: {name.replace("_", " "): figure(f"{name}_{what}_s") for name in names}
         for words, what in (("until saved", "save"), ("training waits", "stall"))
     }
-    title = (
-        f"Saving the most used rows takes {results['rows_over_fastest_orbax_save']:.2f} of the time of the fastest "
-        "full save of Orbax"
-    )
-    bars(run.directory / "saves.png", {"seconds": series}, title)
+    bars(run.directory / "saves.png", {"seconds": series}, finding(results))
 
 
 def main(config: Config) -> dict:

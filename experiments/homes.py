@@ -53,6 +53,7 @@ class ServerHome(Home):
         self._supervisor = Supervisor(
             self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
             directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
+            spares=self._config.spares,
         )  # fmt: skip
         return self._supervisor.tables
 

@@ -29,7 +29,14 @@ class Part:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         block = self._blocks[index]
         rows = self._chosen(block)
-        return {key: column[rows] for key, column in self._source[block].items()}
+        return {key: _chosen(column, rows) for key, column in self._source[block].items()}
+
+
+def _chosen(column, rows):
+    """Rows of a column, or of each of several, such as the ids of several lookups."""
+    if isinstance(column, Mapping):
+        return {key: each[rows] for key, each in column.items()}
+    return column[rows]
 
 
 def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[Part, Part]:

@@ -17,11 +17,13 @@ and gaps stand in pairs: both of one way.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line, command_of, grid, plot
+from contract import Flags, Run, bars, command_line, command_of, grid
 from reference import Job, ratio
+from report import figures, said
 from shadow_work import RULES, TimedTrainer, trainer_turn
 from tqdm import tqdm
 
@@ -85,6 +87,32 @@ def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return results
 
 
+def rates_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """{way: its rate over that without synchronisation, with the interval}."""
+    ends = "_over_no_sync"
+    return {key.removesuffix(ends): each for key, each in figures(results).items() if key.endswith(ends)}
+
+
+def finding(results: Mapping[str, Any]) -> str:
+    """What the picture shows."""
+    rates = rates_of(results)
+    shadows = [each.value for way, each in rates.items() if way.startswith("shadow")]
+    return (
+        f"Beside a shadow training keeps {min(shadows):.2f} to {max(shadows):.2f} of its rate without "
+        f"sync, beside a blocked one {said(rates['blocked'])}, with sync in the foreground every "
+        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}"
+    )
+
+
+def draw(run: Run, results: Mapping[str, Any]) -> None:
+    """Rate and sync gap of each way."""
+    words = lambda way: way.replace("_", " ")
+    rate, gap = "step rate over that without sync", "average sync gap, steps"
+    gaps = {words(way): results[f"average_sync_gap_{way}"] for way in rates_of(results)}
+    panels = {rate: {"": {words(way): each for way, each in rates_of(results).items()}}, gap: {"": gaps}}
+    bars(run.directory / "rates_and_gaps.png", panels, finding(results), {rate: {"no sync": 1.0}})
+
+
 def main(config: Config) -> dict:
     """All ways in turns; returns what results.json holds."""
     run = Run("shadowsync_isolation", config, config.workdir)
@@ -93,13 +121,7 @@ def main(config: Config) -> dict:
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     first = {"command": command, "regime": "free-running", "rule": config.rule}
     results = first | rates_over_none(run_in_turns(config, run))
-    gap = lambda name: results[f"average_sync_gap_{name}"]
-    rate = lambda name: results[f"{name}_over_no_sync"]
-    curve = sorted(
-        (gap(name), rate(name)) for name in synchronisers_of(config) if name.startswith("shadow") and gap(name)
-    )
-    lines = {"shadow": ([gap for gap, _ in curve], [rate for _, rate in curve])}
-    plot(run.directory / "rate_over_gap.png", {"step rate over that without sync": lines}, "average sync gap, steps")
+    draw(run, results)
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
     run.close(results, grid(results, "way", synchronisers_of(config), columns))

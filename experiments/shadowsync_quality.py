@@ -30,9 +30,10 @@ interval of s_RULE minus its best foreground counterpart, of any form, lies abov
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +41,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, command_of, grid, paired_interval, plot
+from contract import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot
+from report import figures, number, scaled
 from shadow_work import FORMS
 from tqdm import tqdm
 
@@ -231,6 +233,15 @@ class QualityJob:
         }
 
 
+def rule_of(arm: str) -> str:
+    """The rule of an arm that has one.
+
+    >>> rule_of("fr_easgd-symmetric_5"), rule_of("s_ma"), rule_of("none")
+    ('easgd', 'ma', '')
+    """
+    return arm.split("_")[1].partition("-")[0] if arm.startswith(("s_", "fr_")) else ""
+
+
 def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     """What results.json holds, from the arms of all seeds."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
@@ -257,7 +268,6 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
         for key in ("average_sync_gap", "example_level_parallelism"):
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
-    rule_of = lambda arm: arm.split("_")[1].partition("-")[0]
     for arm, n in (key for key in whole if key[0].startswith("s_")):
         twins = [key for key in whole if key[0].startswith("fr_") and rule_of(key[0]) == rule_of(arm) and key[1] == n]
         if twins:
@@ -282,17 +292,61 @@ def table(results: dict[str, Any]) -> str:
     return grid(results, "arm", rows, columns | {"gap": "average_sync_gap_{}", "spread": "spread_{}"})
 
 
+def changes(results: Mapping[str, Any], what: str) -> dict[int, dict[str, Any]]:
+    """{trainers: {arm: Figure}} of a figure of the arms, such as auc_change; one replica alone is left out.
+
+    >>> changes({"auc_change_none_trainers_8": -0.5, "auc_change_one_replica_trainers_1": 0.0}, "auc_change")
+    {8: {'none': Figure(value=-0.5, low=None, high=None)}}
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, figure in figures(results).items():
+        match = re.fullmatch(rf"{what}_(.+)_trainers_(\d+)", key)
+        if match and match[1] != "one_replica":
+            found.setdefault(int(match[2]), {})[match[1]] = figure
+    return found
+
+
+def finding(results: Mapping[str, Any]) -> str:
+    """What the pictures show, of the most trainers."""
+    n, arms = max(changes(results, "auc_change").items())
+    said = [f"without sync {number(arms['none'].value, 3)}"] if "none" in arms else []
+    for words, beginning in (("shadow", "s_"), ("in the foreground", "fr_")):
+        mine = {arm: figure.value for arm, figure in arms.items() if arm.startswith(beginning)}
+        if mine:
+            best = max(mine, key=mine.__getitem__)
+            said.append(f"with {best}, the best {words}, {number(mine[best], 3)}")
+    return f"{n} trainers, {results['seeds']} seeds, test AUC over that of one replica: {', '.join(said)}"
+
+
 def draw(run: Run, results: dict[str, Any]) -> None:
-    """Change of AUC and of normalised entropy over the number of trainers."""
-    panels: dict[str, dict[str, tuple]] = {"change of test AUC": {}, "relative change of NE, %": {}}
-    for label, name in zip(panels, ("auc_change_", "relative_ne_percent_"), strict=True):
-        keys = [
-            key for key in results if key.startswith(name) and "half_interval" not in key and "one_replica" not in key
-        ]
-        for arm in dict.fromkeys(key.removeprefix(name).rpartition("_trainers_")[0] for key in keys):
-            mine = [key for key in keys if key.startswith(f"{name}{arm}_trainers_")]
-            panels[label][arm] = [int(key.rpartition("_")[2]) for key in mine], [results[key] for key in mine]
-    plot(run.directory / "quality_over_trainers.png", panels, "trainers")
+    """Change of AUC and of normalised entropy of all arms; and over the trainers, where there are several numbers of
+    them, for each rule."""
+    auc, entropy = "change of test AUC, 1e-4", "relative change of NE, %"
+    found = {auc: changes(results, "auc_change"), entropy: changes(results, "relative_ne_percent")}
+    found[auc] = {n: {arm: scaled(each, 1e4) for arm, each in arms.items()} for n, arms in found[auc].items()}
+    over = changes(results, "auc_over_foreground")
+    title, most = finding(results), max(found[auc])
+    panels = {label: {"": of[most]} for label, of in found.items()}
+    levels = {auc: {"one replica": 0.0}, entropy: {"one replica": 0.0}}
+    if over:
+        label = "test AUC minus that of the best foreground of the rule, 1e-4"
+        panels[label] = {"": {arm: scaled(each, 1e4) for arm, each in over[most].items()}}
+        levels[label] = {"margin": -1e4 * MARGIN}
+    bars(run.directory / "quality.png", panels, title, levels)
+    if len(found[auc]) > 1:
+        lines: dict[str, dict[str, tuple]] = {}
+        for rule in FORMS:
+            of_rule = lambda arm, rule=rule: arm in ("none", "all_reduce") or rule_of(arm) == rule
+            arms = [arm for arm in found[auc][most] if of_rule(arm)]
+            lines[f"{rule}: {auc}"] = {arm: curve(found[auc], arm) for arm in arms}
+        levels = {label: {"one replica": 0.0} for label in lines}
+        plot(run.directory / "quality_over_trainers.png", lines, "trainers", title, True, levels=levels)
+
+
+def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]:
+    """An arm over the trainers."""
+    numbers = [n for n in sorted(found) if arm in found[n]]
+    return numbers, [found[n][arm] for n in numbers]
 
 
 def main(config: Config) -> dict:

@@ -3,6 +3,7 @@ sync gap grows.
 
     python experiments/shadowsync_scaling.py                 10 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
+    python experiments/shadowsync_scaling.py --where processes   trainers, servers and places in processes; 10 minutes
 
 Regime: free-running. Three parts, whose figures never share a key:
 
@@ -30,6 +31,11 @@ this part has one line for each rule.
 `simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to
 1,000 trainers.
 
+`measured_processes_*`, with `--where processes` alone: one trainer, and one for each core, as processes
+that are held to a core each, over rows at two servers (`crew_work.py`): none, and shadows back to back
+and `_paced`. `efficiency` is over so many times one trainer of the same way, `over_no_sync` over as
+many trainers that do not synchronise. Servers share the trainers' cores, where there are no others.
+
 `measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
 n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
 cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers`
@@ -38,21 +44,26 @@ is its highest rate over that of one such trainer. Its sync gap is k; a shadow's
 
 import dataclasses
 import functools
+import importlib.util
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from contract import Flags, Run, command_line, command_of, plot
+from contract import Flags, Run, bars, command_line, command_of, plot, refuse
+from crew_work import measured_processes
 from reference import Job, ratio, reference_work
+from report import figures, said
 from shadow_protocol import WAYS, Point, emulate, simulate
 from shadow_work import FORMS_OF_RULES, Trainers
 from sides import Side
 from tqdm import tqdm
 
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer: two cores wake 64 of them
+KINDS = {"emulated_sleep": "Emulated, with trainers that sleep", "simulated": "Simulated"}
 LINES = [("s_easgd", 2), ("s_easgd", 4), ("fr_easgd_5", 2), ("fr_easgd_5", 4), ("fr_easgd_30", 2), ("s_ma", 0)]
 
 
@@ -76,6 +87,13 @@ PRESETS = {
     ),
 }
 
+# Ways, rounds and steps of trainers in processes.
+OF_PROCESSES: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "smoke": (("s_easgd_paced",), 1, 300),
+    "default": (("s_easgd", "s_easgd_paced", "s_ma_paced"), 5, 100),
+    "paper": (("s_easgd", "s_easgd_paced", "s_ma", "s_ma_paced"), 24, 200),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
@@ -84,6 +102,8 @@ class Config(Flags):
     resume: bool = False
     rows: int = 1_000_000
     batch_size: int = 2048
+    where: Literal["threads", "processes"] = "threads"
+    """Of the trainers that are measured; with processes they are all that is run."""
     tensors: Literal["equal", "dlrm"] = "equal"
     """What servers divide among them: four equal tensors, or those of DLRM-Kaggle."""
     saturation: float = 14.0
@@ -184,16 +204,77 @@ def largest_error(emulated: dict[Point, dict], simulated: dict[Point, dict], fig
     return max(abs(simulated[p][figure] / emulated[p][figure] - 1) for p in emulated if p in simulated)
 
 
+def finding(results: Mapping[str, Any], kind: str) -> str:
+    """What the picture of a part shows."""
+    rates = [results[f"{kind}_flattens_at_trainers_fr_easgd_5_servers_{n}"] for n in (2, 4)]
+    gap = re.compile(rf"{kind}_average_sync_gap_s_easgd_trainers_(\d+)_servers_2")
+    gaps = {int(found[1]): results[key] for key in results if (found := gap.fullmatch(key))}
+    return (
+        f"{KINDS[kind]}: FR-EASGD-5 gets to the rate of {rates[0]:.1f} trainers with 2 servers, and of {rates[1]:.1f} "
+        f"with 4. In the background the sync gap is {gaps[max(gaps)]:.1f} steps with {max(gaps)} trainers"
+    )
+
+
+def finding_measured(results: Mapping[str, Any]) -> str:
+    """What the picture of the trainers that really train shows."""
+    efficiency = efficiencies(results)
+    n, ways = next(reversed(efficiency.items()))
+    best = max((way for way in ways if way != "none"), key=lambda way: ways[way].value)
+    beside = f"; those that do not synchronise {said(ways['none'])}" if "none" in ways else ""
+    return f"Measured: {n} trainers with {best} reach {said(ways[best])} of {n} times the rate of one{beside}"
+
+
+def efficiencies(results: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Rates over so many times that of one trainer: {trainers: {way: Figure}}, the most trainers last.
+
+    >>> efficiencies({"measured_efficiency_s_ma-delta_trainers_2": 0.8})
+    {2: {'s_ma-delta': Figure(value=0.8, low=None, high=None)}}
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, figure in figures(results).items():
+        if match := re.fullmatch(r"measured(?:_processes)?_efficiency_(.+)_trainers_(\d+)", key):
+            found.setdefault(int(match[2]), {})[match[1]] = figure
+    return dict(sorted(found.items()))
+
+
+def draw(run: Run, results: dict[str, Any], kind: str, rows: dict[Point, dict]) -> None:
+    """Rate and sync gap over the trainers, beside trainers that never wait."""
+    ideal = {point.trainers: row["examples_per_s"] / row["of_ideal"] for point, row in rows.items()}
+    panels = {
+        "examples/s": lines(rows, "examples_per_s") | {"ideal": (list(ideal), list(ideal.values()))},
+        "average sync gap, steps": lines(rows, "average_sync_gap"),
+    }
+    plot(run.directory / f"{kind}.png", panels, "trainers", finding(results, kind), log_x=True, log_y=True)
+
+
+def draw_measured(run: Run, results: dict[str, Any]) -> None:
+    """What each way leaves of the rate of trainers that are alone."""
+    label = "measured rate, over so many times that of one trainer"
+    series = {f"{n} trainers": ways for n, ways in efficiencies(results).items()}
+    if series:
+        bars(run.directory / "measured.png", {label: series}, finding_measured(results), {label: {"no cost": 1.0}})
+
+
 def main(config: Config) -> dict:
     """The three parts; returns what results.json holds."""
     if config.saturation <= 1:
         raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
+    if config.where == "processes":
+        installed = importlib.util.find_spec("ray") is not None
+        refuse({"this needs Ray, which is not installed: pip install -e '.[cluster]'.": not installed})
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
     preset, command = PRESETS[config.preset], command_of("shadowsync_scaling", config)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    results: dict[str, Any] = {"command": command, "regime": "free-running"} | measured(config, run)
+    results: dict[str, Any] = {"command": command, "regime": "free-running"}
+    if config.where == "processes":
+        job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
+        results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
+        draw_measured(run, results)
+        run.close(results)
+        return results
+    results |= measured(config, run)
     step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
     common, more = (
         points_of_protocol(config, step_s, preset.emulated),
@@ -208,11 +289,8 @@ def main(config: Config) -> dict:
     for figure, name in (("examples_per_s", ""), ("average_sync_gap", "_sync_gap")):
         results[f"simulated_over_emulated_sleep{name}_error_max"] = largest_error(emulated, simulated, figure)
     for kind, rows in (("emulated_sleep", emulated), ("simulated", simulated)):
-        panels = {
-            f"examples/s ({kind})": lines(rows, "examples_per_s"),
-            f"average sync gap, steps ({kind})": lines(rows, "average_sync_gap"),
-        }
-        plot(run.directory / f"{kind}.png", panels, "trainers")
+        draw(run, results, kind, rows)
+    draw_measured(run, results)
     run.close(results)
     return results
 

@@ -1,9 +1,10 @@
 """Processes that measure the reference work when they are asked to: jaxrec in one, each way of
 PyTorch in another.
 
-They take turns, a round of steps each, so that a slow minute hits all of them. A process that is
-not asked computes nothing; each has its own tables, on the same device. Times are of whole turns:
-the device is waited for at the end of each, never between two steps.
+They take turns, a round of steps each, so that a slow minute hits all of them. All of them keep the
+memory that they free, as jaxrec does by `keep_memory`. A process that is not asked computes
+nothing; each has its own tables, on the same device. Times are of whole turns: the device is waited
+for at the end of each, never between two steps.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from reference import BATCHES, Job, reference_work, synthetic
+from reference import BATCHES, Job, in_bags, reference_work, synthetic
 
 
 class JaxSide:
@@ -36,8 +37,8 @@ class JaxSide:
         if job.precision != "default":
             jax.config.update("jax_default_matmul_precision", job.precision)
         keep_memory()
-        clicks, self.batches = synthetic(job)
         self.spec, loss, params, optimizer, rows = reference_work(job)
+        self.batches = [in_bags(job, self.spec, batch) for batch in synthetic(job)[1]]
         mesh = make_mesh()
         tables = (
             HostTables.create(self.spec, rows) if job.tables == "host" else DeviceTables.create(self.spec, rows, mesh)
@@ -45,7 +46,7 @@ class JaxSide:
         self.state = init_state(params, optimizer, tables, mesh)
         self.step = make_train_step(self.spec, loss, optimizer, rows, mesh)
         self.update = jax.jit(make_update(self.spec, loss, optimizer, rows, mesh))
-        self.gemm = matrix_products(params, job, len(clicks.cardinalities))
+        self.gemm = matrix_products(params, job)
         self.capacity: dict[str, int] | None = None
         self.table_bytes = sum(
             4 * s.rows * (s.width + sum(slot.width for slot in rows.init(s.width).values()))
@@ -137,6 +138,24 @@ class JaxSide:
         a, b = matrices(size)
         return relative_error(np.asarray(jnp.asarray(a) @ jnp.asarray(b)), a, b)
 
+    def allocated_mb(self, _=None) -> float | None:
+        """MB that a step makes anew: rows read, what `update` gives back, and what it holds meanwhile.
+
+        As XLA planned it: the same at each step, on a loaded machine too. None where XLA does not tell.
+        """
+        import jax
+
+        from jaxrec.embedding import plan
+
+        batch = self.batches[0]
+        plans = plan(self.spec, batch.ids, self._capacity_of_all)
+        rows = self.state.tables.read(plans)
+        planned = self.update.lower(self.state.dense, rows, plans, batch).compile().memory_analysis()
+        if planned is None:
+            return None
+        read = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
+        return (read + planned.output_size_in_bytes + planned.temp_size_in_bytes) / 2**20
+
     def parts(self, repeats: int) -> dict[str, float]:
         """Median milliseconds of plan, read, update and put, each waited for, on the same
         batches."""
@@ -169,8 +188,11 @@ class JaxSide:
         return {f"{name}_ms": 1e3 * float(np.median(values[1:])) for name, values in times.items()}
 
 
-def matrix_products(params, job, fields):
-    """A function that runs the matrix products of one step and nothing else; returns seconds."""
+def matrix_products(params, job):
+    """A function that runs the matrix products of one step and nothing else; returns seconds.
+
+    Those of DLRM's interaction are in the layout of `dot_interaction`, the best that was found.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -181,12 +203,14 @@ def matrix_products(params, job, fields):
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
     operands = [(random(job.batch_size, k.shape[0]), k, random(job.batch_size, k.shape[1])) for k in kernels]
-    vectors = random(job.batch_size, fields + 1, job.width)
-    square = random(job.batch_size, fields + 1, fields + 1)
+    fields = len(job.cardinalities) if job.model == "dlrm" else 0
+    bottom, vectors = random(job.batch_size, job.width), random(job.batch_size, fields, job.width)
+    edge, square = random(job.batch_size, fields), random(job.batch_size, fields, fields)
 
     @jax.jit
-    def products(operands, vectors, square):
+    def products(operands, bottom, vectors, edge, square):
         result = [jnp.einsum("bie,bje->bij", vectors, vectors), jnp.einsum("bij,bje->bie", square, vectors)]
+        result += [jnp.einsum("be,bje->bj", bottom, vectors), jnp.einsum("bj,bje->be", edge, vectors)]
         for x, kernel, gradient in operands:
             result += [x @ kernel, x.T @ gradient]
             if x.shape[1] != 13:  # the dense features need no gradient
@@ -196,7 +220,7 @@ def matrix_products(params, job, fields):
     def run(steps):
         start = time.perf_counter()
         for _ in range(steps):
-            jax.block_until_ready(products(operands, vectors, square))
+            jax.block_until_ready(products(operands, bottom, vectors, edge, square))
         return (time.perf_counter() - start) / steps
 
     return run
@@ -227,8 +251,8 @@ class TorchSide:
             torch.set_float32_matmul_precision("high" if job.precision == "default" else "highest")
         self.wait: Callable = (lambda: None) if device == "cpu" else torch.cuda.synchronize
         self.torch, self.device, self.index = torch, device, 0
-        clicks, batches = synthetic(job)
-        work = torch_dlrm.TorchWork(clicks.cardinalities, job.width, batches, job.model, device)
+        batches = synthetic(job)[1]
+        work = torch_dlrm.TorchWork(job.cardinalities, job.width, batches, job.model, device, job.field_hots)
         self.step = torch_dlrm.VARIANTS[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:
@@ -276,6 +300,14 @@ def serve(pipe, make):
         pipe.send((None, traceback.format_exc()))
 
 
+# What `jaxrec.loop.keep_memory` does, for processes of any kind: glibc looks for these when one starts.
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
 class Side:
     """A process that measures when it is asked to.
 
@@ -286,6 +318,7 @@ class Side:
 
     def __init__(self, make: Callable, start: bool = True):
         context = multiprocessing.get_context("spawn")
+        os.environ |= KEPT_MEMORY  # who is spawned inherits it
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=serve, args=(other, make), daemon=True)
         self.process.start()

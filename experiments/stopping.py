@@ -12,6 +12,7 @@ from typing import NoReturn, TextIO
 from tqdm import tqdm
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTHING_NEW = "stopped before there was anything new to save"
 
 
 class Stopped(KeyboardInterrupt):
@@ -22,7 +23,7 @@ class Stopped(KeyboardInterrupt):
       words: what was done about it.
     """
 
-    def __init__(self, number: int, words: str = "stopped before there was anything new to save"):
+    def __init__(self, number: int, words: str = NOTHING_NEW):
         self.signal = signal.Signals(number)
         super().__init__(f"{self.signal.name}: {words}")
 
@@ -33,10 +34,14 @@ class Asked:
     Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a
     request: the loop looks at it between two steps, and saves. Further signals change nothing, but
     the third Ctrl-C kills.
+
+    Args:
+      words: of what is raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, words: str = NOTHING_NEW) -> None:
         self.signal: int | None = None
+        self.words = words
         self._held, self._to_raise, self._ctrl_c = False, False, 0
         self._again: threading.Timer | None = None
 
@@ -46,7 +51,7 @@ class Asked:
     def check(self) -> None:
         """Raises `Stopped` if a signal has come."""
         if self.signal is not None:
-            raise Stopped(self.signal)
+            raise Stopped(self.signal, self.words)
 
     def each(self, items: Iterable) -> Iterator:
         """Iterates until a signal comes, then raises `Stopped`."""
@@ -79,7 +84,7 @@ class Asked:
         self._answer(number)
         if not self._held and self._to_raise:
             self._to_raise = False
-            raise Stopped(number)
+            raise Stopped(number, self.words)
 
     def on_dropped(self, number: int) -> None:
         """What was raised came in a callback whose exceptions Python drops: the signal comes again in
@@ -124,11 +129,14 @@ def _told_of_dropped(asked: Asked) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[Asked]:
+def stop_on_signals(words: str = NOTHING_NEW) -> Iterator[Asked]:
     """Takes SIGINT, SIGTERM and SIGHUP as requests to stop; gives the handlers back on leaving.
 
     A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's
     SIGINT) stays ignored.
+
+    Args:
+      words: of `Stopped`: what was done, or how a person goes on.
 
     Raises:
       ValueError: not called from the main thread, the only one that Python tells of signals.
@@ -136,7 +144,7 @@ def stop_on_signals() -> Iterator[Asked]:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
-    asked, before = Asked(), {}
+    asked, before = Asked(words), {}
     try:  # from the first handler on: a signal may come before the second one is set
         with _told_of_dropped(asked):
             for number in STOPPING:

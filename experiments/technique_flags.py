@@ -24,6 +24,8 @@ class TechniqueFlags(Flags):
     """On the devices, in the memory of this process, or at servers in other processes, on Ray."""
     servers: int | None = None
     """Of remote tables: how many processes have the rows, 2 unless given."""
+    spares: int = 0
+    """Of remote tables with --cpr: processes that wait to take the place of a server that dies."""
     ray_address: str | None = None
     """Of remote tables: a Ray cluster that runs, as host:port or auto; without it Ray is started on this machine."""
     table_directory: Path | None = None
@@ -168,6 +170,9 @@ def _rules_of_servers(config):
     return {
         f"--servers {config.servers} are of --tables remote: add it, or leave them out.": (
             config.servers is not None and not remote
+        ),
+        f"--spares {config.spares} are of --tables remote with --cpr: add them, or leave the spares out.": (
+            config.spares > 0 and not (remote and config.cpr != "none")
         ),
         f"--ray-address {config.ray_address} is of --tables remote: add it, or leave it out.": (
             config.ray_address is not None and not remote

@@ -2,6 +2,7 @@
 
     python experiments/train.py                                   synthetic clicks, DLRM, none of the techniques
     python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
+    python experiments/train.py --data tabular --path DIR         a table of one's own, see prepare.py --schema
     python experiments/train.py --tables host --pipeline oac      tables in host memory, batches in flight
     python experiments/train.py --tables remote --servers 2       tables in other processes, on Ray
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
@@ -30,6 +31,7 @@ from learning import LearningFlags, optimizers
 from recording import Past, Recorder, check_seeds, resumed
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
+from table_data import table_job
 from table_files import own
 from technique_flags import TechniqueFlags
 from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of, saves_every
@@ -67,9 +69,10 @@ def make_job(config: Config, data) -> ClickJob:
     model = make_model(config.model, config.embedding_width)
     steps = -(-data.steps // config.replicas) if config.free else data.steps  # those that one trainer makes
     how = optimizers(config, steps)
-    return job_of(
-        config, click_job(data.cardinalities, model, *how, config.embedding_width, config.shards, config.seed)
-    )
+    size = config.embedding_width, config.shards, config.seed
+    if data.table is not None:
+        return job_of(config, table_job(data.table, model, *how, *size))
+    return job_of(config, click_job(data.cardinalities, model, *how, *size))
 
 
 def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict:
@@ -171,8 +174,8 @@ def go_on_with(run: Run) -> str:
 def main(config: Config) -> dict:
     """Runs one training job, or one for each seed; returns what results.json holds."""
     refuse(rules(config))
+    keep_memory()  # before JAX starts its threads
     claim_devices(config)
-    keep_memory()
     with stop_on_signals() as asked:
         return one(config, asked) if config.seeds == 1 else each_seed(config, asked)
 
@@ -211,6 +214,9 @@ def each_seed(config: Config, asked: Asked) -> dict:
 def rules(config: Config) -> dict[str, object]:
     """{what is wrong, and the remedy: whether it is} of all flags of this job."""
     of_this_job = {
+        "--model din weighs a history by a candidate: give --data tabular, with a Sequence, or another model.": (
+            config.model == "din" and config.data != "tabular"
+        ),
         "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
             config.requeue and not (config.workdir and config.resume)
         ),

@@ -57,3 +57,6 @@ class Engine(Protocol):
 
     def enter(self, watcher: AbstractContextManager) -> Any:
         """Enters a context manager that is left when this one is, and behind it."""
+
+    def replace_lost(self, shards: Iterable[int], but: Any) -> None:
+        """Has the watchers before one recover shards that were lost while that one restores all rows."""

@@ -104,3 +104,27 @@ def device_index():
 def replicate(tree, replicas: int):
     """Gives every leaf a leading axis of R equal replicas."""
     return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (replicas, *np.shape(leaf))), tree)
+
+
+def mean_replica(leaf) -> np.ndarray:
+    """The mean of R replicas of one leaf, which is the leaf of the model that they are together.
+
+    Summed in their order, in float32 or wider. What is no float, such as a counter, is the first replica's.
+
+    Args:
+      leaf: [R, ...].
+
+    Returns:
+      [...], of the same dtype, on the host.
+
+    >>> mean_replica(np.array([[1.0, 2.0], [3.0, 6.0]])), mean_replica(np.array([[7], [9]]))
+    (array([2., 4.]), array([7]))
+    """
+    replicas = np.asarray(leaf)
+    if not jax.numpy.issubdtype(replicas.dtype, np.floating):
+        return replicas[0]
+    wide = np.dtype(np.float64 if replicas.dtype == np.float64 else np.float32)
+    total = replicas[0].astype(wide)
+    for replica in replicas[1:]:
+        total = total + replica.astype(wide)
+    return np.asarray(total / wide.type(len(replicas))).astype(replicas.dtype)

@@ -137,3 +137,20 @@ class Watched:
         # Counted per step: a home that loses again what was just brought back would go on for ever.
         self._tries.count(step, shards, again)
         return watchers
+
+    def replace_lost(self, shards: Iterable[int], but: Any) -> None:
+        """Has the watchers before one recover shards that were lost while that one restores all rows, between two runs.
+
+        Args:
+          shards: the lost ones.
+          but: the watcher that restores; those behind it are not asked.
+
+        Raises:
+          ShardsLost: nobody is before it, or it is one time too many at this step.
+        """
+        watchers = self._who_recovers(self.step, shards, "the servers that restore them die")
+        before = watchers[: watchers.index(but)] if but in watchers else watchers
+        if not before:
+            raise ShardsLost(shards, f"while all were restored: {self._name}.enter(...) what replaces them first")
+        for watcher in before:
+            watcher.recover(tuple(sorted(shards)))

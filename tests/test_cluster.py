@@ -18,6 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import server_kills
+from server_kills import Killing
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 from watching import Process, differences
@@ -134,52 +136,26 @@ def test_what_was_read_stays_what_it_was_and_nothing_spills(start):
 # ---- deaths
 
 
-class Killing:
-    """Gate and way that kill a server once, at an instant: before a batch, or when a message of a verb is sent.
-
-    Args:
-      servers: a Supervisor, whose calls are seen from here on.
-      verb, number: of the message that is not answered any more; `read`, say.
-      incarnation: of the server.
-    """
-
-    def __init__(self, servers, verb, number=0, incarnation=1, place=1):
-        self.servers, self.left, self.verb, self.wanted = servers, number, verb, (place, incarnation)
-        self.dead = threading.Event()
-
-    def sees(self, server, verb):
-        """Called as a message is sent."""
-        if (verb, (server.place, server.incarnation)) != (self.verb, self.wanted) or self.dead.is_set():
-            return
-        self.left -= 1
-        if self.left < 0:
-            self.dead.set()
-            os.kill(server.process, signal.SIGKILL)
-
-
 @pytest.fixture
-def killing(monkeypatch):
-    """Kills a server as soon as a message is on its way to it."""
-    plans, call = [], RayServer.call
-
-    def seen(self, verb, sender, *args):
-        answer = call(self, verb, sender, *args)
-        for plan in plans:
-            plan.sees(self, verb)
-        return answer
-
-    monkeypatch.setattr(RayServer, "call", seen)
+def killing():
+    """Kills a server as soon as a message is on its way to it: takes what `Killing` takes."""
+    plans = []
 
     def add(*args, **options):
         plans.append(Killing(*args, **options))
         return plans[-1]
 
-    return add
+    with server_kills.killing(plans):
+        yield add
 
 
-@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("death", ["read", "put", "save", "restore"])
-def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step(make, death, start, killing, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "death"), [("serial", "read"), ("pipeline", "put"), ("pipeline", "save"), ("serial", "restore")]
+)
+def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step(
+    engine, death, start, killing, tmp_path
+):
+    """The other pairs are those of cluster_soak.py."""
     scheme = "vanilla" if death == "put" else "mfu"
     servers = start()
     verb, number = {"read": ("read", 9), "put": ("put", 9), "save": ("take", 2), "restore": ("put", 9)}[death]
@@ -190,8 +166,8 @@ def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step
     gate = lambda index: (
         index in (EVERY, 3 * EVERY // 2) and death == "save" and first.dead.wait(1 if index == EVERY else 60)
     )
-    engine = make(fresh("host")._replace(tables=servers.tables))
-    found, log, recovery = run(engine, tmp_path / "found", scheme, servers, gate)
+    made = ENGINES[engine](fresh("host")._replace(tables=servers.tables))
+    found, log, recovery = run(made, tmp_path / "found", scheme, servers, gate)
     assert [death.server for death in servers.deaths] == [1] * (2 if death == "restore" else 1)
     assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
@@ -219,6 +195,28 @@ def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_th
     (death,) = servers.deaths
     assert death.why == f"its process {first} on {servers.addresses[1]} has ended" and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", "vanilla", {10: ((1, 3), ())}))
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, killing, tmp_path):
+    servers = start(spares=1)
+    (spare,) = servers.spares
+    killing(servers, "put", 9)
+    engine = ENGINES["pipeline"](fresh("host")._replace(tables=servers.tables))
+    found, log, _ = run(engine, tmp_path / "found", "mfu", servers)
+    assert servers.processes[1] == spare and servers.spares not in ([], [spare])
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+    (dead,), before = servers.spares, servers.processes[0]
+    os.kill(dead, signal.SIGKILL)  # a spare that is dead is passed over
+    until(lambda: not is_alive(dead))
+    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+        engine.enter(servers)
+        recovery = engine.enter(Recovery(engine, tmp_path / "again", EVERY, LENGTH))
+        kill(servers, 0)
+        list(engine.run(map(batch_at, range(3)), [recovery.hook]))
+    assert servers.processes[0] not in (before, dead) and servers.addresses[0]
+    waiting = servers.spares
+    servers.close()
+    until(lambda: not any(map(is_alive, waiting)))
 
 
 def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, tmp_path):

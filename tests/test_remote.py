@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from deaths import Late, Log, NotingPipeline, NotingSerial, of_losses
 from fleets import Fleet, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -299,77 +300,6 @@ SCHEMES = {"vanilla": {}, "mfu": {"scheme": mfu(), "fraction": 0.5}, "ssu": {"sc
 SCHEMES |= {"scar": {"scheme": scar(), "fraction": 0.5}}
 
 
-class Noting:
-    """An engine that notes which of its cuts are saved; those of the steps in `missed` are kept for `Late`."""
-
-    missed: tuple = ()
-
-    def cut(self, step, save, unreached="warn"):
-        notes = self.__dict__.setdefault("notes", {})  # {step of a cut: whether it was saved}
-
-        def noted(state):
-            if step in self.missed and not notes[step]:
-                self.__dict__.setdefault("late", []).append(save)
-                return
-            save(state)
-            notes[step] = True
-
-        notes[step] = False
-        super().cut(step, noted, unreached)
-
-
-class NotingSerial(Noting, Serial):
-    pass
-
-
-class NotingPipeline(Noting, Pipeline):
-    pass
-
-
-class Watcher:
-    def __init__(self, engine):
-        self.engine, self.losses = engine, {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-
-class Log(Watcher):
-    """Notes, before the recovery, at which step which shards were lost, and which saves were not made by then; `more`
-    says whether others were lost at such a step when those were back, which no run that is told of failures can do."""
-
-    more = False
-
-    def recover(self, shards):
-        step = self.engine.step
-        notes = self.engine.__dict__.get("notes", {})
-        missed = tuple(at for at, saved in notes.items() if at <= step and not saved)
-        if step:  # before the first step there is nothing to lose
-            first, _ = self.losses.setdefault(step, (shards, missed))
-            self.more = self.more or not set(shards) <= set(first)
-
-
-class Late(Watcher):
-    """Makes, behind the recovery, the saves that lost shards have kept from being made."""
-
-    def recover(self, shards):
-        for save in self.engine.__dict__.pop("late", []):
-            save(self.engine.state)
-
-
-class Dying(HostTables):
-    """Host tables that lose shards in the put of some steps: they come back before the cut of that step."""
-
-    def put(self, plans, rows, shards=None):
-        super().put(plans, rows, shards)
-        if lost := self.deaths.pop(self.step, None):
-            raise ShardsLost(lost)
-        return self
-
-
 def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None):
     """(bits at the end, Log, recovery) of a run with saves."""
 
@@ -394,18 +324,11 @@ def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures
 
 
 def serially(directory, scheme, losses):
-    """What Serial over host tables ends with, which loses the same shards at the same steps.
-
-    That is `failures=`, but where a real loss has kept saves from being made: these are made behind the recovery, and
-    one of the very step comes behind it, too.
-    """
-    tables = HostTables.create(SPEC, ROWS)
-    tables = Dying(tables.spec, tables.layout, tables.shards)
-    tables.__dict__["deaths"] = {step: shards for step, (shards, missed) in losses.items() if step in missed}
+    """What Serial over host tables ends with, which loses the same shards at the same steps."""
+    tables, missed, failures = of_losses(losses, HostTables.create(SPEC, ROWS))
     engine = NotingSerial(fresh("host")._replace(tables=tables), STEP)
-    engine.missed = tuple(at for step, (_, missed) in losses.items() for at in missed if at != step)
-    behind = {step: shards for step, (shards, missed) in losses.items() if step not in missed}
-    return run(engine, directory, scheme, failures=behind)[0]
+    engine.missed = missed
+    return run(engine, directory, scheme, failures=failures)[0]
 
 
 ENGINES = {"serial": lambda state: NotingSerial(state, STEP)}
@@ -510,6 +433,33 @@ def test_full_recovery_over_servers_ends_as_a_run_without_failures(make, verb, t
         train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
         assert fleet.died == [0] and recovery.failed == 2 and recovery.lost_steps > 0
         assert same(bits(engine.state), plain(LENGTH)[0])
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("also", [(0, 2), (1, 1)], ids=["its successor", "another server"])
+def test_full_recovery_survives_a_death_while_all_rows_go_back(make, also, tmp_path):
+    """The second one dies within the restore, where no run goes on that could tell of it."""
+    deaths = {(0, 1, "put", 15), (*also, "change", 1)}
+    with (
+        Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet,
+        make(fresh("host")._replace(tables=fleet.tables)) as engine,
+    ):
+        engine.enter(fleet)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
+        train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        assert fleet.died == [0, also[0]] and recovery.failed == 4
+        assert same(bits(engine.state), plain(LENGTH)[0])
+
+
+def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
+    deaths = {(0, 1, "put", 15), *((0, 2, "change", number) for number in range(2))}
+    fate = lambda *message: "die" if message in deaths else ""
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
+        engine.enter(fleet)  # behind it: too late
+        with pytest.raises(ShardsLost, match=r"while all were restored: engine.enter\(...\) what replaces them first"):
+            train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        assert recovery.failed == 0
 
 
 def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path):

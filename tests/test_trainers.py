@@ -1,216 +1,188 @@
-"""Free-running trainers: one alone is plain training, no update is lost, every end is reached."""
+"""A trainer of a crew without its process: what counts as trained, rows that are gone, and how it begins and ends."""
 
-import itertools
+import queue
 import threading
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from free_trainers import (
-    PARAMS,
-    SPEC,
-    WAYS,
-    counting,
-    freely,
-    stream,
-    synchronisers,
+from test_places import InThread
+
+from jaxrec.cluster.places import MeetingPlace
+from jaxrec.cluster.trainers import PatientTables, Stream, TrainerProcess, Work
+from jaxrec.data.synthetic import SyntheticClicks
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.embedding.in_process import InProcess
+from jaxrec.embedding.planning import plan
+from jaxrec.embedding.servers import ShardServer, deal
+from jaxrec.shadowsync import FreeStep, model_averaging, train_stretch
+from jaxrec.step import init_state
+from jaxrec.types import ShardsLost
+
+ROWS = {"user": 60, "item": 40}
+SPEC = EmbeddingSpec({name: Table(rows, 4) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
+CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=3)
+PARAMS = {"dense": np.zeros(3, np.float32), "bias": np.float32(0)}
+OWN = optax.adam(0.01), adagrad(0.1)
+PATIENCE_S = 60.0
+
+
+def loss(params, activations, batch):
+    logit = batch.dense @ params["dense"] + activations["sparse"].sum((1, 2)) + params["bias"]
+    return optax.sigmoid_binary_cross_entropy(logit, batch.label)
+
+
+def batches(trainer, trainers, steps=12):
+    return lambda start: (CLICKS.batch(i * trainers + trainer, 16) for i in range(start, steps))
+
+
+def work(**changes):
+    return Work(SPEC, loss, *OWN, PARAMS, batches)._replace(**changes)
+
+
+def servers_of(incarnation=1):
+    return [InProcess(ShardServer(SPEC, SPEC.layout(OWN[1]), shards, incarnation)) for shards in deal(SPEC.shards, 2)]
+
+
+def patient(servers, **more):
+    return PatientTables(SPEC, OWN[1], servers, 20.0, **more)
+
+
+def parts(tables):
+    return {(name, part): np.concatenate([np.asarray(shard) for shard in shards])
+            for name in SPEC.stacks for part, shards in tables.parts(name).items()}  # fmt: skip
+
+
+def wait(trainer, state, seconds=60):
+    for _ in range(int(seconds / 0.02)):
+        assert state == "failed" or trainer.progress().state != "failed", trainer.progress()
+        if trainer.progress().state == state:
+            return trainer.progress()
+        threading.Event().wait(0.02)
+    raise AssertionError(f"waited in vain for {state}: {trainer.progress()}")
+
+
+def begun(work, servers, places=(), number=0, trainers=1, incarnation=1, start=0, params=None, timeout_s=20.0):
+    trainer = TrainerProcess()
+    trainer.begin(work, number, trainers, incarnation, start, params, servers, places, "a", timeout_s, None)
+    return trainer
+
+
+def test_what_counts_as_trained_is_what_has_no_gap_whoever_ends_first():
+    """Workers at random: at every instant the position is that of the first batch that is not trained."""
+    rng, sizes = np.random.default_rng(0), np.random.default_rng(1).integers(1, 50, 200)
+    stream, taken, trained = Stream(iter(range(200)), 0, examples_of=lambda batch: int(sizes[batch])), [], set()
+    while len(trained) < 200:
+        if len(taken) < 5 and (batch := next(stream, None)) is not None:
+            taken.append(batch)
+        if rng.random() < 0.5 and taken:
+            trained.add(done := taken.pop(int(rng.integers(len(taken)))))
+            stream.trained(done)
+        first = min(set(range(201)) - trained)
+        assert (stream.position, stream.examples) == (first, int(sizes[:first].sum()))
+
+
+def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
+    host = HostTables.create(SPEC, OWN[1])
+    state = init_state(PARAMS, OWN[0], host).dense
+    (wanted,), _ = train_stretch(FreeStep(SPEC, loss, *OWN), [state], host, [batches(0, 1)(0)])
+    servers = servers_of()
+    trainer = begun(work(), servers)
+    progress = wait(trainer, "done")
+    assert (progress.position, progress.examples, progress.steps) == (12, 12 * 16, 12)
+    params, _ = trainer.result()
+    assert all(np.array_equal(params[name], wanted.params[name]) for name in PARAMS)
+    found, of_host = parts(patient(servers, client="b")), parts(host)
+    assert all(np.array_equal(found[key], of_host[key]) for key in of_host)
+
+
+def test_a_successor_goes_on_at_the_position_with_the_parameters_given():
+    servers, given = servers_of(), [np.float32(0.5), np.array([1, 2, 3], np.float32)]
+    trainer = begun(work(), servers, incarnation=2, start=9, params=given)
+    progress = wait(trainer, "done")
+    assert (progress.position, progress.examples, progress.steps) == (12, 3 * 16, 3)
+    assert np.abs(trainer.result()[0]["dense"][0] - [1, 2, 3]).max() < 0.1
+    assert begun(work(), servers, start=12, incarnation=3).progress().examples == 0
+
+
+def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():
+    assert TrainerProcess().progress().state == "waits"
+    released = threading.Event()
+
+    def slow(trainer, trainers):
+        released.wait(20)
+        return batches(trainer, trainers)
+
+    trainer = begun(work(batches=slow), servers_of(), start=9)
+    assert trainer.progress().state == "begins" and trainer.progress().position == 9
+    released.set()
+    assert wait(trainer, "done").position == 12
+
+
+def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_counted():
+    servers = servers_of()
+    tables = patient(servers, patience_s=PATIENCE_S)
+    plans = plan(SPEC, CLICKS.batch(0, 16).ids)
+    rows = tables.read(plans)
+    more = {name: rows[name]._replace(value=rows[name].value + 1) for name in rows}
+    servers[1].kill()
+    tables.add(plans, more, rows)
+    gone = deal(SPEC.shards, 2)[1]
+    assert tables.rows_lost == plans["width_4"].count[gone].sum() > 0
+    found = queue.Queue()
+    reader = threading.Thread(target=lambda: found.put(tables.read(plans)), daemon=True)
+    reader.start()
+    with pytest.raises(queue.Empty):
+        found.get(timeout=0.5)
+    tables.take_over(servers_of(incarnation=2)[1], gone, "killed")
+    now = found.get(timeout=20)["width_4"].value
+    kept = [shard for shard in range(SPEC.shards) if shard not in gone]
+    used = np.arange(now.shape[1]) < plans["width_4"].count[:, None]  # [S, U]
+    for shards, wanted in ((kept, more), (gone, rows)):  # initial ones are back: nobody has restored others
+        mine = [shard in shards for shard in range(SPEC.shards)] & used.T
+        assert np.array_equal(now[mine.T], wanted["width_4"].value[mine.T])
+    assert tables.waited_s > 0.3
+
+
+def test_patience_ends():
+    servers = servers_of()
+    tables = patient(servers, patience_s=0.2)
+    servers[0].kill()
+    with pytest.raises(ShardsLost):
+        tables.read(plan(SPEC, CLICKS.batch(0, 16).ids))
+
+
+def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
+    rule, entered, released = model_averaging(), threading.Event(), threading.Event()
+    leaves = [np.asarray(PARAMS["bias"]), PARAMS["dense"]]
+    old, new = (InThread(MeetingPlace(rule, leaves, 1, 20.0)) for _ in range(2))
+    servers = servers_of()
+
+    def slow(trainer, trainers):  # called when the servers have been greeted, and the places have not
+        entered.set()
+        released.wait(20)
+        return batches(trainer, trainers)
+
+    trainer = begun(work(batches=slow, rule=rule), servers, [old])
+    assert entered.wait(60)
+    old.kill()
+    trainer.take_place(0, new)
+    servers[0].kill()
+    trainer.take_over(servers_of(incarnation=2)[0], deal(SPEC.shards, 2)[0], "killed")
+    released.set()
+    assert wait(trainer, "done").position == 12 and trainer.newest() is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batches": lambda trainer, trainers: lambda start: iter([None])}, "Batch after Batch"),
+        ({"batches": lambda trainer, trainers: 1 / 0}, "ZeroDivisionError"),
+        ({"loss": lambda params, activations, batch: jnp.zeros(3)}, "Error"),
+        ({"every_steps": 0, "rule": model_averaging()}, "every_steps=0"),
+    ],
 )
-from world import loss, no_threads_left
-
-from jaxrec import init_state, make_train_step
-from jaxrec.embedding import HostTables, adagrad, plan, sgd
-from jaxrec.shadowsync import AllToAll, Foreground, Shadow, model_averaging, train_freely
-
-
-def alone_in(transport, rule):
-    return transport(rule, PARAMS, 1)
-
-
-def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeypatch):
-    """A thread that has told that it is done is still there until the system has ended it."""
-    run = threading.Thread.run
-    monkeypatch.setattr(threading.Thread, "run", lambda thread: (run(thread), threading.Event().wait(0.2)))
-    freely(HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
-    assert no_threads_left()
-
-
-def test_one_trainer_with_one_worker_is_plain_training():
-    dense, rows = optax.adam(0.01), adagrad(0.1)
-    tables = HostTables.create(SPEC, rows)
-    (found,), figures = train_freely(SPEC, loss, dense, rows, PARAMS, tables, [stream(0, 30)])
-    state, step = (
-        init_state(PARAMS, dense, HostTables.create(SPEC, rows)),
-        make_train_step(SPEC, loss, dense, rows),
-    )
-    for batch in stream(0, 30):
-        state, _ = step(state, plan(SPEC, batch.ids), batch)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, found.params, state.dense.params)
-    jax.tree.map(close, tables.shards, state.tables.shards)
-    assert figures.steps == [30] and figures.examples == 240 and figures.replica_spread == 0
-
-
-def counted(trainers, workers, synchroniser=None):
-    """(what row 0 has gained, steps) after trainers x 40 batches that each add 1."""
-    rows = sgd(1.0)
-    tables = HostTables.create(SPEC, rows)
-    before = tables.shards["width_4"][0]["value"][0].copy()
-    streams = [stream(i, 40, rows=1) for i in range(trainers)]
-    dense, figures = train_freely(
-        SPEC, counting, optax.sgd(1.0), rows, PARAMS, tables, streams, synchroniser, workers_per_trainer=workers
-    )
-    return tables.shards["width_4"][0]["value"][0] - before, dense, figures
-
-
-def test_no_update_of_rows_or_parameters_is_lost_with_hogwild_workers():
-    gained, dense, figures = counted(trainers=2, workers=4)
-    np.testing.assert_allclose(gained, 80, rtol=0.02)  # adds take no lock: two at the same instant may count as one
-    assert figures.steps == [40, 40] and figures.example_level_parallelism == 8 * 4 * 2
-    for state in dense:
-        np.testing.assert_array_equal(state.params["w"], 41)  # exact: the newest version is stepped under the lock
-
-
-@pytest.mark.parametrize(("verb", "gained"), [("add", 80), ("put", 40)])
-def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained):
-    """Two writers in a script: both read, one writes, the other writes, and so again for each of 40 batches."""
-    add, both, one = HostTables.add, threading.Barrier(2), threading.Lock()
-
-    def in_turns(self, plans, new, old):
-        both.wait(60)
-        with one:
-            add(self, plans, new, old) if verb == "add" else self.put(plans, new)
-        both.wait(60)
-
-    monkeypatch.setattr(HostTables, "add", in_turns)
-    found, _, figures = counted(trainers=2, workers=1)
-    np.testing.assert_allclose(found, gained, rtol=1e-6)
-    assert figures.steps == [40, 40]
-
-
-def until_a_round(seed, batches, synchroniser):
-    """So many batches, and more until the trainer's synchroniser has folded a result in, but not for ever."""
-    for number, batch in enumerate(stream(seed, 20_000)):
-        if number >= batches and synchroniser.rounds:
-            return
-        yield batch
-
-
-class Far(AllToAll):
-    """Rounds whose result lies 1000 beyond the mean, until a trainer is done."""
-
-    def meet(self, trainer, before, done):
-        target, last = super().meet(trainer, before, done)
-        return (target if done else jax.tree.map(lambda x: x + 1000, target)), last
-
-
-@pytest.mark.parametrize("kind", [Shadow, Foreground])
-def test_what_a_round_gives_is_what_the_workers_train_on(kind):
-    """No rate moves anything here, so a loss that falls below -1000 is that of parameters which a round has given."""
-    rule, losses = model_averaging(alpha=1.0), []
-    more = {"every_steps": 3} if kind is Foreground else {}
-    make = synchronisers(kind, rule, 1, Far, **more)
-
-    def until_seen():
-        return itertools.takewhile(lambda _: min(losses, default=0) > -1000, stream(0, 20_000))
-
-    train_freely(
-        SPEC,
-        counting,
-        optax.sgd(0.0),
-        sgd(0.0),
-        PARAMS,
-        HostTables.create(SPEC, sgd(0.0)),
-        [until_seen()],
-        make,
-        hook=lambda trainer, step, metrics: losses.append(float(metrics["loss"])),
-    )
-    assert losses[0] > -1000 > losses[-1]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_uneven_trainers_reach_their_end_together(way):
-    kind, rule, more = WAYS[way]
-    make = synchronisers(kind, rule, 3, **more)
-    made = [make(number) for number in range(3)]
-    tables, batches = HostTables.create(SPEC, sgd(0.1)), (5, 20, 33)
-    streams = [until_a_round(i, batches[i], made[i]) if kind is Shadow else stream(i, batches[i]) for i in range(3)]
-    dense, figures = freely(tables, streams, made.__getitem__, workers=2)
-    assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
-    if kind is Foreground:
-        assert figures.steps == [5, 20, 33]
-        assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats to and fro
-        assert figures.average_sync_gap[2] == 3 and figures.average_sync_gap_per_worker[2] == 1.5
-    # Negative control: what synchronises brings the replicas nearer to each other.
-    streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
-    alone, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams)
-    assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
-    distance = lambda states: float(np.abs(np.asarray(states[0].params["w"]) - np.asarray(states[2].params["w"])).max())
-    assert distance(dense) < distance(alone)
-    assert no_threads_left()
-
-
-class Gated(AllToAll):
-    """Rounds before the end wait for the test, and find each weight 100 above what was brought."""
-
-    def __init__(self, *given, **more):
-        super().__init__(*given, **more)
-        self.entered, self.open = threading.Event(), threading.Event()
-
-    def meet(self, trainer, before, done):
-        target, last = super().meet(trainer, before, done)
-        if done:
-            return target, last
-        self.entered.set()
-        assert self.open.wait(30), "nobody stepped during the round"
-        return [x + 100 for x in target], last
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(workers):
-    rule = model_averaging(alpha=1.0, form="delta")
-    transport, opened_at = alone_in(Gated, rule), []
-
-    def hook(trainer, step, metrics):
-        """Once the round of step 4 has begun, step 7 is made, and lets it go; at step 8 the next is due."""
-        if step in (5, 6):
-            assert transport.entered.wait(30)
-        if step == 7:
-            opened_at.append(step)
-            transport.open.set()
-
-    (found,), figures = train_freely(
-        SPEC,
-        counting,
-        optax.sgd(1.0),
-        sgd(0.0),
-        PARAMS,
-        HostTables.create(SPEC, sgd(0.0)),
-        [stream(0, 15)],
-        lambda i: Foreground(transport, i, every_steps=4),
-        workers,
-        hook=hook,
-    )
-    assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
-    # Every step adds 1 and every round 100: those of the steps during a round are kept, and no round counts twice.
-    np.testing.assert_array_equal(found.params["w"], 1 + 15 + 300)
-
-
-def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
-    devices = jax.local_devices()
-    dense, figures = freely(
-        HostTables.create(SPEC, sgd(0.1)),
-        [stream(i, 2) for i in range(3)],
-        devices=devices[:2],
-    )
-    assert [next(iter(state.params["w"].devices())) for state in dense] == [devices[i] for i in (0, 1, 0)]
-    assert figures.average_sync_gap_per_worker == [float("inf")] * 3 and figures.failures == {}
-
-
-def test_bad_input_is_refused():
-    tables = HostTables.create(SPEC, sgd(0.1))
-    with pytest.raises(ValueError, match="leave_timeout_s=-1"):
-        freely(tables, [stream(0, 1)], leave_timeout_s=-1)
-    for streams, workers in (([], 1), ([stream(0, 1)], 0)):
-        with pytest.raises(ValueError, match="must be (1 or more|a whole number from 1)"):
-            freely(tables, streams, workers=workers)
+def test_what_a_trainer_fails_by_is_told(changes, words):
+    place = InThread(MeetingPlace(model_averaging(), [np.zeros(3, np.float32), np.float32(0)], 1, 20.0))
+    assert words in wait(begun(work(**changes), servers_of(), [place]), "failed").why

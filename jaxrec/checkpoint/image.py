@@ -16,6 +16,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
 _ARRAYS, CHAIN = "arrays", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
+_READERS = 4  # threads that verify files: a checksum lets other threads run
 # Of a file system: a leaf has a directory and a file beside its own.
 _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
 
@@ -260,18 +262,26 @@ def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_imag
     Raises:
       DamagedImage: a file is missing or differs; names it, and the newest older image.
     """
-    for name, (size, crc) in image.files.items():
-        if leaves is not None and name.count("/") > 1 and name.split("/")[1] not in leaves:
-            continue  # a file of another leaf; Orbax' own metadata are always checked
-        file = image.path / name
-        if not file.is_file():
-            raise DamagedImage(f"{file} is missing. {advise(image.path)}")
-        try:
-            found = _checksum(file)
-        except OSError as error:
-            raise DamagedImage(f"{file} cannot be read ({error.strerror}). {advise(image.path)}") from error
-        if found != [size, crc]:
-            raise DamagedImage(f"{file} is damaged: size or checksum differ from the manifest. {advise(image.path)}")
+    # A file of another leaf is left out; Orbax' own metadata are always checked.
+    mine = [name for name in image.files if leaves is None or name.count("/") < 2 or name.split("/")[1] in leaves]
+    with ThreadPoolExecutor(_READERS) as pool:
+        for name, found in zip(mine, pool.map(lambda name: _found(image.path / name), mine), strict=True):
+            if isinstance(found, OSError):
+                missing = not (image.path / name).is_file()
+                what = "is missing" if missing else f"cannot be read ({found.strerror})"
+                raise DamagedImage(f"{image.path / name} {what}. {advise(image.path)}") from found
+            if found != image.files[name]:
+                raise DamagedImage(
+                    f"{image.path / name} is damaged: size or checksum differ from the manifest. {advise(image.path)}"
+                )
+
+
+def _found(file):
+    """Size and checksum of a file, or why there are none."""
+    try:
+        return _checksum(file)
+    except OSError as error:
+        return error
 
 
 def is_whole(path: Path) -> bool:

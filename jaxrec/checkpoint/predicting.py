@@ -5,6 +5,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def restore_for_prediction(
     path: str | Path,
     spec: EmbeddingSpec,
     params: PyTree,
-    replica: int = 0,
+    replica: int | Literal["mean"] = "mean",
     home: type[HostTables] | type[DeviceTables] = HostTables,
     mesh: jax.sharding.Mesh | None = None,
     cast: bool = False,
@@ -36,7 +37,8 @@ def restore_for_prediction(
       spec: of the run; shards and lookups may be others.
       params: any dense parameters of the model, without a replica axis; their shapes are enough, as
         from `jax.eval_shape(model.init, ...)`.
-      replica: whose parameters to take, from 0 to R - 1; the rows are shared by all.
+      replica: whose parameters to take, from 0 to R - 1, or "mean" for the mean of all, the model that
+        they are together (`jaxrec.shadowsync.with_mean_replica`); the rows are shared by all.
       home: where the rows go, `HostTables` or `DeviceTables`.
       mesh: as for `make_eval_step`; one device if None.
       cast: accept parameters of another dtype, and cast them to those of `params`.

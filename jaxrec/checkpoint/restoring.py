@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
 
 
 def fill(
-    found: list[Image], template: TrainState, cast: bool = False, replica: int | None = None
+    found: list[Image], template: TrainState, cast: bool = False, replica: int | Literal["mean"] | None = None
 ) -> tuple[TrainState, Image]:
     """The state of a verified chain; the template changes only when all of it is read.
 
@@ -266,10 +266,13 @@ def restore_shard(
         loaded = list(pool.map(load, found))
     with tables.overwriting([shard]):
         for name, stack in spec.stacks.items():
-            parts = empty_parts(stack, tables.layout[name])
             if not found or is_delta(found[0].path.name):
+                parts, over = empty_parts(stack, tables.layout[name]), loaded
                 fill_initial(spec, tables.layout, name, shard, parts)
-            _overlay(spec, name, shard, parts, loaded)
+            else:  # all rows are there: another buffer for them would cost as much as reading them
+                leaves, over = {part: leaf_name(name, shard, part) for part in tables.layout[name]}, loaded[1:]
+                parts = {part: np.require(loaded[0].pop(leaf), requirements="W") for part, leaf in leaves.items()}
+            _overlay(spec, name, shard, parts, over)
             tables = tables.with_shard(name, shard, parts)
     return tables, found
 

@@ -7,7 +7,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.elsewhere import live_elsewhere, write_there
 from jaxrec.checkpoint.image import Image, Snapshot
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
+from jaxrec.sharding import mean_replica
 from jaxrec.types import DenseState, TrainState
 
 ROW_IDS = "row_ids"
@@ -149,13 +150,15 @@ def check_saved_dense(image: Image, template: DenseState, cast: bool = False) ->
         )
 
 
-def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> tuple[Image, dict[str, np.ndarray]]:
+def of_replica(
+    image: Image, arrays: Mapping[str, np.ndarray], replica: int | Literal["mean"]
+) -> tuple[Image, dict[str, np.ndarray]]:
     """The dense state of an image as one replica would have saved it, without optimizers.
 
     Args:
       image: of a whole state.
       arrays: its dense leaves, what `load_arrays` gave.
-      replica: from 0 to R - 1.
+      replica: from 0 to R - 1, or "mean" for the mean of all.
 
     Returns:
       The image with the leaves of the step and the parameters alone, and their arrays.
@@ -163,7 +166,8 @@ def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> 
     Raises:
       ValueError: there is no such replica.
     """
-    whole_number("replica", replica, 0)
+    if replica != "mean":
+        whole_number("replica", replica, 0, why=', or "mean"')
     kept: list[list] = []
     chosen: dict[str, np.ndarray] = {}
     for number, (path, shape, dtype) in enumerate(image.dense):
@@ -171,12 +175,14 @@ def of_replica(image: Image, arrays: Mapping[str, np.ndarray], replica: int) -> 
             continue
         saved = arrays.get(dense_name(number))
         if path.startswith(".params"):
-            if replica >= shape[0]:
+            if replica != "mean" and replica >= shape[0]:
                 raise ValueError(
                     f"replica={replica}, but {image.path} holds {shape[0]} of them: give a number from 0 to "
-                    f"{shape[0] - 1}."
+                    f'{shape[0] - 1}, or "mean".'
                 )
-            shape, saved = [1, *shape[1:]], None if saved is None else saved[replica : replica + 1]
+            shape = [1, *shape[1:]]
+            if saved is not None:
+                saved = mean_replica(saved)[None] if replica == "mean" else saved[replica : replica + 1]
         if saved is not None:
             chosen[dense_name(len(kept))] = saved
         kept.append([path, shape, dtype])

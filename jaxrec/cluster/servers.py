@@ -17,7 +17,7 @@ from jaxrec.embedding.messages import Sender, ServerGone
 from jaxrec.embedding.servers import ShardServer
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 
-_OPTIONS: dict[str, Any] = {
+ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,  # an actor without its resources would wait for ever
     "max_restarts": 0,
     "max_concurrency": 4,  # so that reads go on while rows are written to the disk
@@ -111,6 +111,42 @@ class RayAnswer:
             raise ServerGone(f"{self._who} is not to be reached: {_short(error)}") from None
 
 
+class Process:
+    """A process in which a server can begin, now or later; it has none of its own yet.
+
+    Args:
+      resources: of Ray that it needs, to choose a machine, as {'rows': 1}; none if None.
+    """
+
+    def __init__(self, resources: dict[str, float] | None = None):
+        made = import_ray().remote(**ACTOR_OPTIONS, resources=resources or {})(Actor)
+        self.actor = made.remote()
+        self.life = self.actor.life.options(concurrency_group="life").remote()  # ready when the process has ended
+        self.where = self.actor.where.remote()
+
+    def number(self, timeout_s: float) -> int:
+        """Its number on its machine, when it is there.
+
+        Args:
+          timeout_s: seconds.
+
+        Raises:
+          TimeoutError: it is not there by then.
+          ServerGone: it has died.
+        """
+        return RayAnswer(self.where).result(timeout_s).process
+
+    def why(self) -> str:
+        """Why it has ended; '' if it lives or is being started."""
+        return _why(self.life, "the process")
+
+    def kill(self) -> None:
+        """Ends it, some seconds later if it is stopped."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.actor, no_restart=True)
+
+
 class RayServer:
     """A server in a process of its own, and the way to it, see `Server`.
 
@@ -122,24 +158,27 @@ class RayServer:
       shards: that it has.
       incarnation: one more than that of the server whose place it takes.
       resources: of Ray that it needs, to choose a machine, as {'rows': 1}; none if None.
+      started: the process in which it begins; a new one if None.
     """
 
     def __init__(
         self, served: Served, place: int, shards: Sequence[int], incarnation: int,
-        resources: dict[str, float] | None = None,
+        resources: dict[str, float] | None = None, started: Process | None = None,
     ):  # fmt: skip
-        ray = import_ray()
         self.place, self.shards, self.incarnation = place, tuple(shards), incarnation
-        made = ray.remote(**_OPTIONS, resources=resources or {})(Actor)
-        self._actor = made.remote()
-        self.life = self._actor.life.options(concurrency_group="life").remote()  # ready when the process has ended
-        self._where = self._actor.where.remote()
+        self._process = started or Process(resources)
+        self._actor, self.life, self._where = self._process.actor, self._process.life, self._process.where
         self._begun = self._actor.begin.remote(served, self.shards, incarnation)
         self.process: int | None = None
         self.address = ""
 
     def __str__(self) -> str:
         return f"server {self.place} (incarnation {self.incarnation}, shards {list(self.shards)})"
+
+    @property
+    def actor(self) -> Any:
+        """Ray's handle of it, for others that send messages there."""
+        return self._actor
 
     @property
     def _who(self):
@@ -165,19 +204,11 @@ class RayServer:
 
     def why(self) -> str:
         """Why it has ended; '' if it lives."""
-        try:
-            RayAnswer(self.life, self._who).result(0)
-        except TimeoutError:
-            return ""
-        except Exception as error:
-            return str(error)
-        return "its process has ended"
+        return _why(self.life, self._who)
 
     def kill(self) -> None:
         """Ends the process, some seconds later if it is stopped; its rows are gone."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._actor, no_restart=True)
+        self._process.kill()
 
     def _awaited(self, reference, timeout_s, what):
         try:
@@ -196,6 +227,17 @@ class RayServer:
             raise ValueError(
                 f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install the same everywhere."
             )
+
+
+def _why(life, who):
+    """Why a process has ended; '' if it has not."""
+    try:
+        RayAnswer(life, who).result(0)
+    except TimeoutError:
+        return ""
+    except Exception as error:
+        return str(error)
+    return f"{who} has ended"
 
 
 def _short(error):

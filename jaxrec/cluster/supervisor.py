@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
-from jaxrec.cluster.servers import RayServer, Served
+from jaxrec.cluster.servers import Process, RayServer, Served
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.messages import ServerGone
 from jaxrec.embedding.servers import deal
@@ -71,6 +71,7 @@ class Supervisor:
       within_minutes: as it says.
       client: who this is for the servers, the id of the run; a name of its own if None.
       resources: of Ray that each server needs, to choose its machine, as {'rows': 1}; none if None.
+      spares: processes that wait, so that a successor need not be started first; each has about 300 MB.
 
     Attributes:
       tables: `RemoteTables` over the servers.
@@ -86,8 +87,9 @@ class Supervisor:
         self, cluster: Cluster, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: int = 2,
         directory: str | Path | None = None, timeout_s: float = 60.0, start_timeout_s: float = 60.0,
         most_deaths: int = 8, within_minutes: float = 10.0, client: str | None = None,
-        resources: dict[str, float] | None = None,
+        resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
+        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
         self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
         self.deaths: list[Death] = []
         self._resources, self._lock = resources, threading.RLock()
@@ -104,6 +106,7 @@ class Supervisor:
                     self._servers.append(RayServer(served, place, shards, 1, resources))
                 for server in self._servers:
                     server.wait(start_timeout_s)
+            self._start_spares()
             self.tables = RemoteTables(spec, row_optimizer, self._servers, timeout_s, client)
         except BaseException:
             self._kill_all()
@@ -128,9 +131,19 @@ class Supervisor:
         return [server.process for server in self._servers]
 
     @property
+    def spares(self) -> list[int]:
+        """The number of each process that waits, when all of them are there."""
+        return [spare.number(self._start_timeout_s) for spare in self._spares]
+
+    @property
     def addresses(self) -> list[str]:
         """The address of each server's machine."""
         return [server.address for server in self._in_use]
+
+    @property
+    def in_use(self) -> list[RayServer]:
+        """The servers that the tables use, in the order of their places."""
+        return [*self._in_use]
 
     @property
     def lost(self) -> str:
@@ -180,6 +193,23 @@ class Supervisor:
     def _kill_all(self):
         for server in self._servers:
             server.kill()
+        for spare in self._spares:
+            spare.kill()
+
+    # ---- spares
+
+    def _start_spares(self):
+        with self._lock:
+            living = [spare for spare in self._spares if not spare.why()]
+            more = 0 if self._closed.is_set() else self._number_of_spares - len(living)
+            self._spares = living + [Process(self._resources) for _ in range(more)]
+
+    def _spare(self):
+        """A process that waits, if one lives; with the lock."""
+        while self._spares:
+            if not (spare := self._spares.pop(0)).why():
+                return spare
+        return None
 
     # ---- deaths
 
@@ -199,6 +229,7 @@ class Supervisor:
                         self._dies(place, str(error))
                 continue
             self._in_use[place] = successor
+            self._start_spares()  # only now: it would take its time from the successor
             warnings.warn(f"{why}; {successor} has taken its place", stacklevel=6)
             return
 
@@ -211,7 +242,9 @@ class Supervisor:
             self._given_up = self._too_many()
         if self._given_up is not None:
             raise self._given_up
-        self._servers[place] = RayServer(self._served, place, dead.shards, dead.incarnation + 1, self._resources)
+        self._servers[place] = RayServer(
+            self._served, place, dead.shards, dead.incarnation + 1, self._resources, self._spare()
+        )
 
     def _too_many(self):
         recent = [death for death in self.deaths if death.at > time.monotonic() - self._within_s]

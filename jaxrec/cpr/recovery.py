@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrec.checkpoint import Image, restore
+from jaxrec.checkpoint import Image
 from jaxrec.cpr.arguments import (
     check_alone,
     check_image,
@@ -44,7 +44,7 @@ from jaxrec.cpr.arguments import (
 from jaxrec.cpr.beginning import begin_watch, wants_base
 from jaxrec.cpr.figures import Figures
 from jaxrec.cpr.priority import Priority
-from jaxrec.cpr.returning import bring_back, settle
+from jaxrec.cpr.returning import bring_back, restored_whole, settle
 from jaxrec.cpr.saves import Clock, Cuts, Saves, at_step
 from jaxrec.cpr.schedule import Mode
 from jaxrec.cpr.watch import Watch, ranges_of
@@ -288,8 +288,8 @@ class Recovery(Figures):
         """All goes back to the newest whole image; the engine's run has ended by now."""
         step = self._engine.step
         settle(self._saves, self._watch, step)
-        state, image = restore(self.directory, self._engine.state)
-        self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
+        state, image, more = restored_whole(self._engine, self.directory, self)
+        self.failed, self.lost_steps = self.failed + lost + more, self.lost_steps + step - image.step
         # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
         # The first cut is announced again behind the reset.

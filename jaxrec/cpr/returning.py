@@ -5,14 +5,15 @@ Legend: S shards.
 
 import warnings
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
-from jaxrec.checkpoint import chain, restore_shard, shard_source
+from jaxrec.checkpoint import Image, chain, restore, restore_shard, shard_source
 from jaxrec.checkpoint.image import warn_skipped
 from jaxrec.checkpoint.names import set_aside
 from jaxrec.cpr.saves import Saves
 from jaxrec.cpr.watch import Watch
 from jaxrec.embedding import Tables
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
 def settle(saves: Saves, watch: Watch | None, step: int) -> None:
@@ -25,6 +26,30 @@ def settle(saves: Saves, watch: Watch | None, step: int) -> None:
         saves.settle()
     except Exception as error:
         warnings.warn(f"a save failed: {error}", stacklevel=6)
+
+
+def restored_whole(engine, directory: Path, watcher) -> tuple[TrainState, Image, int]:
+    """The newest whole image in the tables of an engine between two runs, however many servers die meanwhile.
+
+    Args:
+      engine: whose other watchers replace what is lost.
+      directory: of the images.
+      watcher: the recovery that restores.
+
+    Returns:
+      The state, its image, and how many shards were lost on the way.
+
+    Raises:
+      DamagedImage: no image is whole.
+      ShardsLost: nobody replaces them, or they are lost again and again.
+    """
+    lost = 0
+    while True:
+        try:
+            return (*restore(directory, engine.state), lost)
+        except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
+            engine.replace_lost(gone.shards, watcher)
+            lost += len(gone.shards)
 
 
 def bring_back(

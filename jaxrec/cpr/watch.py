@@ -210,7 +210,7 @@ def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
     """
     shards, padded = gone.shape
     keep = ~gone & (np.arange(padded) < np.asarray(plan.count)[:, None])
-    kept, _, place = without_gaps(plan, keep, padded, absent)
+    kept, place = without_gaps(plan, keep, padded, absent)
     missing = shards * padded
     place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
     place = np.append(place.reshape(-1), missing).astype(np.int32)

@@ -14,7 +14,7 @@ the equations, then `shadow`. `Shadow` and `Foreground` are what a group hands o
 
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
-from jaxrec.shadowsync.leaves import replica_spread
+from jaxrec.shadowsync.leaves import replica_spread, with_mean_replica
 from jaxrec.shadowsync.meeting import Left, Transport
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.shadow import Shadow
@@ -44,4 +44,5 @@ __all__ = [
     "replica_spread",
     "train_freely",
     "train_stretch",
+    "with_mean_replica",
 ]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.shadowsync.rules import is_synchronised, wide
+from jaxrec.sharding import mean_replica
 from jaxrec.types import PyTree, TrainState
 
 REMEDY = (
@@ -183,6 +184,28 @@ def place(new: list, old: list[jax.Array]) -> list[jax.Array]:
 
 # A copy, as the trainer's next step may donate the leaves.
 copied = jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves])
+
+
+def with_mean_replica(state: TrainState) -> TrainState:
+    """The model that the replicas of a state are together: each of them is their mean.
+
+    What model averaging and BMUF train is the mean, which a run in the background never holds while it
+    goes on; predict with this state, and train on with the one that was given.
+
+    Args:
+      state: TrainState, whose parameters have a first axis of R replicas.
+
+    Returns:
+      The state with other floating parameters, where they were; all else is as it was.
+
+    Raises:
+      ValueError: it is no TrainState.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is a {type(state).__name__}, but the TrainState of a run is wanted.")
+    leaves = floating(state.dense.params)
+    means = [np.broadcast_to(mean_replica(leaf), leaf.shape) for leaf in leaves]
+    return with_leaves(state, place(means, leaves) if leaves else [])
 
 
 def replica_spread(params: PyTree) -> float:

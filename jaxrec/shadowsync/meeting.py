@@ -5,6 +5,8 @@ Who is awaited and has not been heard of for longer than `timeout_s` is overdue.
 of by its rounds, by each call of `exchange`, and while it is in a transfer. With
 on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each gets
 `Left` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
+With 'replace' they do so too, and a successor may join in its place: the end of all waits for one,
+until it is said that none will come.
 """
 
 import dataclasses
@@ -74,6 +76,7 @@ class Member:
     state: str = "expected"  # then "here", "done" (it waits for the others), "finished" or "gone"
     rounds: int = 0
     seen: float = -math.inf  # seconds of `time.monotonic`
+    given_up: bool = False  # it is gone, and nobody takes its place
     why: str = ""  # it is gone
 
 
@@ -111,13 +114,23 @@ class Meeting:
             member = self._member(trainer)
             if member.state in ("here", "done"):
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
-            if member.state != "expected":
+            if member.state != "expected" and not self._lacks(member):
                 raise ValueError(
                     f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a group or a "
                     "transport is for one training, make a new one."
                 )
             self._raise_failure(trainer)  # a place is not taken where no round will come
-            member.state, member.seen = "here", time.monotonic()
+            member.state, member.seen, member.why = "here", time.monotonic(), ""
+            self._changed.notify_all()
+
+    def give_up(self, trainer: int) -> None:
+        """Nobody will take the place of this trainer: it goes, if it is here, and the end of all waits no longer."""
+        with uninterrupted(), self._changed:
+            member = self._member(trainer)
+            member.given_up = member.state != "finished"
+            if member.state not in ("finished", "gone"):
+                self._lose({trainer: f"was given up after its round {member.rounds}"})
+            self._settle()
             self._changed.notify_all()
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
@@ -130,10 +143,10 @@ class Meeting:
                 without = "" if because or member.state == "expected" else " without `finish`"
                 self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
 
-    def alive(self, trainer: int) -> None:
-        """This trainer is heard of."""
+    def alive(self, trainer: int, ago_s: float = 0.0) -> None:
+        """This trainer is heard of, or was so many seconds ago."""
         # One write without the lock or a check, as it comes with every step of one who has joined.
-        self._members[trainer].seen = time.monotonic()
+        self._members[trainer].seen = time.monotonic() - ago_s
 
     def last_seen(self, trainer: int) -> float:
         """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
@@ -165,6 +178,10 @@ class Meeting:
     def _awaited(self) -> list[int]:
         """Who is still training, or has yet to come."""
         return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
+
+    def _lacks(self, member):
+        """Whether a successor may still come for a member."""
+        return self.on_failure == "replace" and member.state == "gone" and not member.given_up
 
     def _lose(self, whys: dict[int, str]):
         for trainer, why in whys.items():
@@ -251,5 +268,5 @@ def _check(rule, parameters, trainers, timeout_s, on_failure):
     whole_number("trainers", trainers)
     fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
     real_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
-    if on_failure not in ("raise", "drop"):
-        raise ValueError(f"on_failure={on_failure!r} must be 'raise' or 'drop'.")
+    if on_failure not in ("raise", "drop", "replace"):
+        raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")

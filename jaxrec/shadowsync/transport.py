@@ -28,8 +28,8 @@ class AllToAll(Meeting):
       trainers: n; a round waits for all of them, as long as not all are done.
       timeout_s: how long a round waits for a trainer that is not heard of: more than the longest
         time between two of its calls of `exchange`, compilation included. Rounds may be rarer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
-        'drop'.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
+        'drop', or 'replace' if successors take the places of the lost.
       last_round: whether trainers that are done make a last round, which brings them together.
       memory: of an earlier transport, whose rounds go on here; of the initial parameters if None.
 
@@ -64,6 +64,13 @@ class AllToAll(Meeting):
         momentum."""
         with uninterrupted(), self._changed:
             return jax.tree.map(np.array, self._shared)
+
+    @property
+    def parameters(self) -> list[np.ndarray]:
+        """The floating leaves of the newest target, in the dtypes of the initial parameters; those before any round."""
+        with uninterrupted(), self._changed:
+            newest = self._target or self._initial
+        return [x.astype(initial.dtype) for x, initial in zip(newest, self._initial, strict=True)]
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """One round: waits for all others; every replica gets the same target, in float32 or wider.
@@ -100,6 +107,9 @@ class AllToAll(Meeting):
         brought = [self._brought[i] for i in self._awaited() if i in self._brought]
         if not brought or len(brought) < len(self._awaited()) or self._failure:
             return
+        # The end waits for successors; rounds do not.
+        if all(done for _, done in brought) and any(map(self._lacks, self._members)):
+            return
         replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
         last = all(done for _, done in brought)
         # Nothing is kept before this line, so that a combine that raises leaves all as it was.
@@ -130,8 +140,8 @@ class Centre(Meeting):
       bytes_per_s: of each server, both directions together; None for no limit.
       timeout_s: how long a trainer that is done waits for one that is not heard of: more than the
         longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' or
-        'drop'.
+      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
+        'drop', or 'replace' if successors take the places of the lost.
       last_round: whether trainers that are done go to the centre once more, and get its parameters.
       memory: of an earlier transport, whose centre goes on here; of the initial parameters if None.
 
@@ -244,7 +254,7 @@ class Centre(Meeting):
             return member.state == "finished"
 
     def _settle(self):
-        if not self._awaited() and not self._failure:
+        if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
             for member in self._members:
                 member.state = "finished" if member.state == "done" else member.state
         self._changed.notify_all()

@@ -3,6 +3,8 @@
 import importlib.util
 import sys
 
+import oac_throughput
+
 from abuse import situation
 from abuse.flags import flags_that
 from jaxrec.cluster import Cluster, Supervisor
@@ -12,6 +14,12 @@ from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
 
 flags_that("servers without remote tables", "--servers 2 are of --tables remote: add it", "--servers", "2")
+flags_that(
+    "spares without a recovery", "--spares 1 are of --tables remote with --cpr", "--tables", "remote", "--spares", "1"
+)
+flags_that(
+    "fewer spares than none", "--spares -1 must be a number of at least 0", "--tables", "remote", "--spares", "-1"
+)
 flags_that("an address without remote tables", "--ray-address auto is of --tables remote", "--ray-address", "auto")
 flags_that("no servers", "--servers 0 must be a number of at least 1", "--tables", "remote", "--servers", "0")
 flags_that(
@@ -77,9 +85,24 @@ def _(directory):
 for name, value, match in (
     ("timeout_s", 0, "timeout_s=0 must be a number of seconds"),
     ("start_timeout_s", float("inf"), "start_timeout_s=inf must be a number of seconds"),
+    ("spares", -1, "spares=-1 must be a whole number"),
     ("most_deaths", -1, "most_deaths=-1 must be a whole number"),
     ("within_minutes", float("nan"), "within_minutes=nan must be a number of minutes"),
 ):
     situation(f"a supervisor with {name}={value}", ValueError, match)(
         lambda directory, name=name, value=value: Supervisor(Cluster(), SPEC, adagrad(0.1), **{name: value})
     )
+
+
+@situation("servers of a link that has none", ValueError, "--servers 3 are of --link remote: add it, or leave them out")
+def _(directory):
+    oac_throughput.check(oac_throughput.Config(servers=3))
+
+
+@situation("a remote link without Ray", ValueError, "--link remote needs Ray, which is not installed: pip install -e")
+def _(directory):
+    found, importlib.util.find_spec = importlib.util.find_spec, lambda name: None
+    try:
+        oac_throughput.check(oac_throughput.Config(link="remote"))
+    finally:
+        importlib.util.find_spec = found

@@ -121,7 +121,7 @@ def _(directory):
     meeting(EASGD, timeout_s=float("inf"))
 
 
-@situation("an unknown on_failure", ValueError, "on_failure='ignore' must be 'raise' or 'drop'")
+@situation("an unknown on_failure", ValueError, "on_failure='ignore' must be 'raise', 'drop' or 'replace'")
 def _(directory):
     meeting(on_failure="ignore")
 

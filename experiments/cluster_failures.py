@@ -1,0 +1,290 @@
+"""What failures of servers really cost: processes that are killed, CPR beside full recovery and beside no failure.
+
+    python experiments/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
+    python experiments/cluster_failures.py --preset smoke      small tables and one kill; two minutes
+    python experiments/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
+
+DLRM over synthetic clicks, rows at servers in processes of their own on this machine, which Ray starts
+(`jaxrec.cluster`), four batches in flight (OAC). Arms: `none` has no recovery and no failure; `full`
+goes back to the newest whole image; `vanilla` saves whole images and brings back lost shards alone;
+`mfu` and `ssu` save the rows first that these schemes pick. All save at the same steps, and servers
+are killed by `os.kill(pid, 9)` when the same steps are committed, by a seeded gamma law or a trace
+(InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one machine**: network and
+disk of a cluster are others.
+
+`seconds_kill_to_next_step` is the median over the kills of the partial arms, from the signal to the
+next step's hook. Its parts: noticing the death; starting the successor; restoring its shards; then
+resuming, as batches in flight are gathered anew; and, of full recovery, repeating what was lost.
+`saving` is how long saves held training or its writes. What is spent on comparing the rows of
+survivors before and behind a recovery (`survivors_bit_identical`) is left out. An overhead is the
+time of an arm over that of `none`, less one, from the first step to the last write; `cpr_overhead_percent`
+is that of mfu. `equal_to_serial`: rows, slots and dense state of each partial arm are bitwise those
+of `Serial` over tables in this process that loses the same shards at the same steps, and full
+recovery ends with the bits of `none`. `auc_lost` is of one seed: it says little.
+
+`*_modelled` is by equations (1) to (6) of jaxrec/cpr/schedule.py with these measured costs in the
+place of the assumed ones, and N_emb servers of which a failure takes one.
+"""
+
+import dataclasses
+import importlib.util
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cluster_work import ARMS, SCHEMES, ClusterJob, Killer
+from contract import Flags, Run, command_line, grid, listing, plot, refuse, stacked_bars
+from report import number
+
+from jaxrec.cluster import Cluster
+from jaxrec.cpr import schedule
+from jaxrec.cpr.traces import load_infinitehbd, load_lanl
+
+PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
+SMOOTHED = 8  # steps of a point in the picture
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"rows": 20_000, "steps": 64, "batch_size": 256, "kills": 1},
+    "default": {"rows": 14_700_000, "steps": 400, "batch_size": 2048, "kills": 3},
+    "paper": {"rows": 14_700_000, "steps": 4000, "batch_size": 2048, "kills": 16},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the experiment; what is not given follows from the preset."""
+
+    rows: int | None = None
+    """Of all tables together; each has 68 bytes with its slot."""
+    steps: int | None = None
+    batch_size: int | None = None
+    kills: int | None = None
+    servers: int = 2
+    spares: int = 1
+    """Processes that wait to take the place of one that is killed; without one a successor is started first."""
+    save_every_steps: float | None = None
+    """T_save of all arms; a fifth of the steps unless given."""
+    fail_shape: float = 0.5
+    """Of the gamma law of the gaps; below 1 failures come in bursts."""
+    trace: Path | None = None
+    """Gaps and servers are those of InfiniteHBD's fault trace (.json) or LANL's records (.csv), packed or not."""
+    lanl_system: int = 20
+    target_pls: float = 0.1
+    """Of equation (6)."""
+
+
+def sized(config: Config) -> Config:
+    """The flags with what follows from the preset."""
+    known = {name: value for name, value in SIZES[config.preset].items() if getattr(config, name) is None}
+    config = dataclasses.replace(config, **known)
+    return config if config.save_every_steps else dataclasses.replace(config, save_every_steps=(config.steps or 0) / 5)
+
+
+def kills_of(config: Config) -> dict[int, int]:
+    """{step: server} of the kills of all arms, by the seed.
+
+    The gaps between them, and before the first and behind the last, are drawn or taken from the trace from a place on
+    that the seed draws; then they are scaled so that all of them fill the run behind its first eighth.
+
+    Args:
+      config: sized.
+    """
+    rng, number, steps = np.random.default_rng(config.seed), config.kills or 0, config.steps or 0
+    if config.trace is None:
+        gaps = rng.gamma(config.fail_shape, 1.0, number + 1)
+        servers = rng.integers(config.servers, size=number)
+    else:
+        json = ".json" in config.trace.name
+        failures = load_infinitehbd(config.trace) if json else load_lanl(config.trace, config.lanl_system)
+        hours, places = np.unique(failures.hours, return_index=True)
+        if len(hours) < number + 2:
+            raise ValueError(f"{config.trace} has {len(hours)} failures: too few for --kills {number}.")
+        start = int(rng.integers(len(hours) - number - 1))
+        gaps = np.diff(hours[start : start + number + 2])
+        servers = failures.node[places[start + 1 : start + number + 1]] % config.servers
+    begin, end = steps // 8, steps - 1
+    share = np.cumsum(gaps)[:number] / gaps.sum()
+    found: dict[int, int] = {}
+    for place, server in zip(share, servers, strict=True):
+        step = begin + int(place * (end - begin))
+        while step in found:  # two in one step: one of them in the step before
+            step -= 1
+        found[step] = int(server)
+    return found
+
+
+def check(config: Config) -> None:
+    """Refuses flags that do not go together.
+
+    Raises:
+      ValueError: with the first rule that is broken.
+    """
+    steps, kills = config.steps or 0, config.kills or 0
+    refuse({
+        f"--kills {kills} are too many for --steps {steps}: give at least 16 steps, and 8 for each.": (
+            steps < max(16, 8 * kills)
+        ),
+        f"--kills {kills} must be at least 1.": kills < 1,
+        f"--servers {config.servers} must be at most 8, the number of shards.": config.servers > 8,
+        f"--save-every-steps {config.save_every_steps:g} must be at least 8 and at most --steps {steps}.": (
+            not 8 <= (config.save_every_steps or 0) <= steps
+        ),
+        f"--target-pls {config.target_pls:g} must be above 0 and at most 1.": not 0 < config.target_pls <= 1,
+        "this needs Ray, which is not installed: pip install -e '.[cluster]'.": importlib.util.find_spec("ray") is None,
+    })  # fmt: skip
+
+
+def of_kills(killers: dict[str, Killer]) -> dict[str, Any]:
+    """Seconds of the parts of recoveries: sums of each arm, medians of the partial ones."""
+    results: dict[str, Any] = {}
+    seconds = {arm: [kill.seconds() for kill in killer.kills if kill.next_step] for arm, killer in killers.items()}
+    for arm, each in seconds.items():
+        results |= {f"{arm}_{part}_s": sum(one[part] for one in each) for part in PARTS}
+        results |= {f"{arm}_{part}_s_median": statistics.median(one[part] for one in each) for part in PARTS if each}
+    partial = [one for arm in SCHEMES for one in seconds.get(arm, ())]
+    for key, part in (("kill_to_next_step", "to_next_step"), ("noticing", "noticing"), ("starting", "starting"),
+                      ("restoring", "restoring")):  # fmt: skip
+        values = [one[part] for one in partial]
+        results |= {f"seconds_{key}": statistics.median(values), f"seconds_{key}_max": max(values)}
+    return results
+
+
+def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[str, Any]:
+    """The overhead of each arm over none, and its parts, in percent of the time of none."""
+    useful, results = rows["none"]["seconds"], dict[str, Any]()
+    for arm, row in rows.items():
+        if arm == "none":
+            continue
+        results[f"{arm}_overhead_percent"] = 100 * (row["seconds"] / useful - 1)
+        results |= {f"{arm}_{part}_percent": 100 * parts[f"{arm}_{part}_s"] / useful for part in PARTS}
+        results[f"{arm}_saving_percent"] = 100 * row["saving_s"] / useful
+        results[f"auc_lost_{arm}"] = rows["none"]["test_auc"] - row["test_auc"]
+    return results | {"cpr_overhead_percent": results["mfu_overhead_percent"]}
+
+
+def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
+    """Equations (1) to (6) with measured costs.
+
+    Args:
+      config: sized.
+      rows: of the arms.
+      found: what `of_kills` gives.
+    """
+    useful, steps = rows["none"]["seconds"], config.steps or 1
+    every = (config.save_every_steps or 1) / steps * useful / 3600
+    costs = schedule.Costs(
+        save_hours=rows["full"]["saving_s"] / max(1, rows["full"]["saves"]) / 3600,
+        load_hours=found["full_restoring_s_median"] / 3600,
+        reschedule_hours=(found["seconds_noticing"] + found["seconds_starting"]) / 3600,
+        mtbf_hours=useful / (config.kills or 1) / 3600, total_hours=useful / 3600, nodes=config.servers,
+        partial_load_hours=found["seconds_restoring"] / 3600,
+    )  # fmt: skip
+    in_steps = lambda hours: hours * 3600 / useful * steps
+    return {
+        "full_overhead_percent_modelled": 100 * schedule.full_overhead(costs, every).total,
+        "partial_overhead_percent_modelled": 100 * schedule.partial_overhead(costs, every).total,
+        "full_save_every_steps_modelled": in_steps(schedule.full_interval(costs)),
+        "pls_of_a_kill_at_mid_interval_modelled": schedule.lost_portion(every / 2, 0.0, costs.total_hours, costs.nodes),
+        "pls_modelled": schedule.expected_pls(costs, every),
+        "partial_save_every_steps_modelled": in_steps(schedule.partial_interval(costs, config.target_pls)),
+    }
+
+
+def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool]:
+    """Whether each arm has the bits that it must have."""
+    same = {f"{arm}_equal_to_serial": known[arm]["digests"] == job.serially(arm, known[arm]["losses"], above)
+            for arm in SCHEMES}  # fmt: skip
+    same["full_equal_to_none"] = known["full"]["digests"] == known["none"]["digests"]
+    control = known["vanilla"]["digests"] != known["none"]["digests"]
+    return same | {"equal_to_serial": all(same.values()), "vanilla_differs_from_none": control}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Overheads and their parts, what a kill takes, then the equations beside."""
+    columns: dict[str, Any] = {"overhead, %": "{}_overhead_percent"}
+    columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in (*PARTS, "saving")}
+    columns |= {"PLS": "{}_pls", "AUC lost": "auc_lost_{}", "steps repeated": "{}_lost_steps"}
+    arms = [arm for arm in ARMS if arm != "none"]
+    rest = {key: value for key, value in results.items() if key.startswith("seconds_") or key.endswith("_modelled")}
+    rest |= {key: results[key] for key in ("kills", "survivors_bit_identical", "equal_to_serial")}
+    return grid(results, "arm", arms, columns) + "\n\n" + listing(rest, {"A kill, and the equations": [""]})
+
+
+def finding(results: Mapping[str, Any], arm: str) -> str:
+    """What the picture of an arm shows."""
+    to_next = sum(results[f"{arm}_{part}_s_median"] for part in PARTS if part != "repeating")
+    again = f", after which it repeats {results[f'{arm}_lost_steps']} steps" if results[f"{arm}_lost_steps"] else ""
+    kills = results[f"{arm}_kills"]
+    there = f"s there are {kills} kills" if kills > 1 else " there is one kill"
+    return (
+        f"{arm} takes {number(results[f'{arm}_overhead_percent'], 3)} % more time than none, and goes on "
+        f"{number(to_next, 3)} s after a server is killed (the sum of medians). At the dotted line{there}{again}"
+    )
+
+
+def finding_overheads(results: Mapping[str, Any]) -> str:
+    """What the picture of all arms shows, favourable or not."""
+    percent = {arm: results[f"{arm}_overhead_percent"] for arm in ARMS if arm != "none"}
+    each = ", ".join(f"{arm} {number(value, 3)} %" for arm, value in sorted(percent.items(), key=lambda one: one[1]))
+    return f"Measured overhead, kills in each arm: {results['full_kills']}. {each}"
+
+
+def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[str, Any]) -> None:
+    """New examples per second over wall time, a picture for each arm beside none, with its kills marked; and what
+    the overheads are made of."""
+    lines = {arm: rates(killer.times, config.batch_size or 0) for arm, killer in killers.items()}
+    for arm, killer in killers.items():
+        marks = [(kill.killed - killer.times[0][0], "") for kill in killer.kills]  # words would lie on each other
+        panels = {"new examples/s": {name: lines[name] for name in dict.fromkeys(("none", arm))}}
+        if arm != "none":
+            plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
+    parts = {
+        f"{arm}: {number(results[f'{arm}_overhead_percent'], 3)} % in all": {
+            part: results[f"{arm}_{part}_percent"] for part in (*PARTS, "saving")
+        }
+        for arm in killers if arm != "none"
+    }  # fmt: skip
+    stacked_bars(run.directory / "overheads.png", parts, "parts, % of the time of none", finding_overheads(results))
+
+
+def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:
+    """Seconds since the first step, and examples per second until then that were not trained before.
+
+    >>> rates([(0.0, 1), (8.0, 9), (16.0, 5), (24.0, 13)], batch_size=2, every=1)
+    ([8.0, 16.0, 24.0], [2.0, 0.0, 1.0])
+    """
+    points = times[::every]
+    furthest = np.maximum.accumulate([step for _, step in points])
+    seconds = np.array([at for at, _ in points]) - points[0][0]
+    return seconds[1:].tolist(), (np.diff(furthest) * batch_size / np.diff(seconds)).tolist()
+
+
+def main(config: Config) -> dict:
+    """Trains all arms, then looks at their bits; returns what results.json holds."""
+    config = sized(config)
+    check(config)
+    run, plan = Run("cluster_failures", config, config.workdir), kills_of(config)
+    job = ClusterJob(
+        config.rows or 0, config.steps or 0, config.batch_size or 0, config.save_every_steps or 0.0, config.servers,
+        config.seed, config.spares,
+    )  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {}
+    killers: dict[str, Killer] = {}
+    known: dict[str, dict] = {}
+    with Cluster() as cluster:
+        for arm in ARMS:
+            rows[arm], killers[arm], known[arm] = job.run(arm, plan, cluster, run.directory)
+            run.log(rows[arm] | {"kill": [kill.seconds() for kill in killers[arm].kills if kill.next_step]})
+    found = of_kills({arm: killer for arm, killer in killers.items() if arm != "none"})
+    results = {f"{arm}_{key}": value for arm, row in rows.items() for key, value in row.items() if key != "arm"}
+    results |= found | overheads(rows, found) | modelled(config, rows, found) | bits(job, known, run.directory)
+    results["kills"] = sum(len(killer.kills) for killer in killers.values())
+    results["survivors_bit_identical"] = not any(killers[arm].survivors_changed for arm in SCHEMES)
+    draw(run, config, killers, results)
+    run.close(results, table(results))
+    return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

@@ -1,0 +1,155 @@
+"""Trainers, servers and places on Ray that are killed or stopped at random: nothing hangs, every example counts once.
+
+    python experiments/cluster_trainers_soak.py --minutes 10    what `make soak` runs
+    python experiments/cluster_trainers_soak.py --preset smoke  two trainers and three deaths; two minutes
+
+Four trainers of two workers each run freely over two servers (`jaxrec.cluster.crew`), synchronised in the background
+by EASGD over two places. Every 20 seconds somebody is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP), by
+turns a trainer, a server and a place, each at random. The stream is so long that the run takes about the time given.
+`accounting_exact`: what was trained, each example once, and what was lost is the stream. `processes_left`: of the crew
+and of the servers when all is over. `longest_step_over_median` is of each trainer's newest incarnation, without what
+waited for rows of a dead server; all share the cores of this machine. Regime: free-running, all **measured**.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cluster_soak import END_S, alive_behind, of_its_own
+from contract import Flags, Run, command_line, refuse
+
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cluster.crew import Crew
+from jaxrec.cluster.trainers import Work
+from jaxrec.data.synthetic import SyntheticClicks
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
+from jaxrec.shadowsync import easgd
+
+KINDS = ("trainer", "server", "place")
+BATCH, SERVERS, PLACES, TIMEOUT_S = 64, 2, 2, 15.0
+PACE_S = 0.1  # of the batches of a trainer: the run takes as long as it is asked to
+ROWS = {"user": 3000, "item": 2000, "shop": 500}
+SPEC = EmbeddingSpec({name: Table(rows, 8) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
+CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=4)
+SIZES = {"smoke": (0.5, 2, 12.0), "default": (10.0, 4, 20.0), "paper": (60.0, 8, 20.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the soak; what is not given follows from the preset."""
+
+    minutes: float | None = None
+    trainers: int | None = None
+    every_seconds: float | None = None
+    """Somebody dies."""
+
+
+def loss(params, activations, batch):
+    """A factorisation machine."""
+    vectors = activations["sparse"]
+    pairs = jnp.sum(jnp.sum(vectors, axis=1) ** 2 - jnp.sum(vectors**2, axis=1), axis=1)
+    return optax.sigmoid_binary_cross_entropy(batch.dense @ params["dense"] + pairs + params["bias"], batch.label)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paced:
+    """The batches of each trainer, of which one comes every `PACE_S` seconds."""
+
+    steps: int
+
+    def __call__(self, trainer: int, trainers: int):
+        def stream(start: int):
+            for number in range(start, self.steps):
+                time.sleep(PACE_S)
+                yield CLICKS.batch(number * trainers + trainer, BATCH)
+
+        return stream
+
+
+class Killer:
+    """Kills or stops somebody every so often, for some time from the first step on."""
+
+    def __init__(self, servers: Supervisor, seed: int, every_s: float, minutes: float, run: Run):
+        self.servers, self.every_s, self.end_s, self.run = servers, every_s, 60 * minutes, run
+        self.rng, self.begun, self.next_at = np.random.default_rng(seed), 0.0, every_s / 2
+        self.done: list[dict[str, Any]] = []
+        self.seen: set[int] = set()  # processes
+
+    def __call__(self, crew: Any) -> None:
+        """Looks whether it is time."""
+        of = {"trainer": crew.processes, "server": self.servers.processes, "place": crew.place_processes}
+        processes = {kind: [number for number in each if number is not None] for kind, each in of.items()}
+        self.seen |= {number for each in processes.values() for number in each}
+        if not self.begun and any(one.steps for one in crew.reached):
+            self.begun = time.monotonic()
+        now = time.monotonic() - self.begun if self.begun else 0.0
+        if not self.next_at <= now <= self.end_s:
+            return
+        self.next_at = now + self.every_s
+        kind = KINDS[len(self.done) % len(KINDS)]
+        if not processes[kind]:
+            return
+        victim = int(self.rng.choice(processes[kind]))
+        how = signal.SIGSTOP if self.rng.random() < 0.3 else signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(victim, how)
+            self.done.append({"at_s": now, "kind": kind, "signal": how.name, "process": victim})
+            self.run.log(self.done[-1])
+
+
+def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float) -> dict[str, Any]:
+    """One run; what results.json holds."""
+    row_optimizer, steps = adagrad(0.05), int(60 * minutes / PACE_S)
+    params = {"dense": np.zeros(4, np.float32), "bias": np.float32(0)}
+    work = Work(SPEC, loss, optax.adam(3e-3), row_optimizer, params, Paced(steps), easgd(), pace_seconds=0.2, workers=2)
+    with Cluster() as cluster:
+        servers = Supervisor(
+            cluster, SPEC, row_optimizer, SERVERS, directory=run.directory, timeout_s=TIMEOUT_S, most_deaths=10**6
+        )
+        options: dict[str, Any] = {"places": PLACES, "timeout_s": TIMEOUT_S, "most_deaths": 10**6}
+        with Crew(
+            cluster, servers, work, trainers, directory=run.directory / "images", save_every_seconds=10.0, **options
+        ) as crew:
+            killer = Killer(servers, config.seed, every_s, minutes, run)
+            models, figures = crew.run(killer)
+        servers.close()
+        left = alive_behind([*killer.seen], END_S)
+    stream = trainers * steps * BATCH
+    falls = [fall.kind for fall in figures.falls]
+    return {
+        "trainers": trainers, "workers": 2, "servers": SERVERS, "places": PLACES,
+        "signals": len(killer.done), "stopped": sum(one["signal"] == "SIGSTOP" for one in killer.done),
+        **{f"{kind}s_replaced": falls.count(kind) for kind in KINDS},
+        "examples_of_the_stream": stream, "examples": figures.examples, "examples_lost": figures.examples_lost,
+        "accounting_exact": figures.examples + figures.examples_lost == stream,
+        "trainers_done": len(models), "processes_left": len(left), "seconds": figures.seconds,
+        "rows_lost": figures.rows_lost, "waited_for_rows_s": sum(figures.waited_for_rows_s),
+        "average_sync_gap": float(np.mean(figures.average_sync_gap)), "replica_spread": figures.replica_spread,
+        "longest_step_over_median": max(figures.longest_step_over_median),
+    }  # fmt: skip
+
+
+def main(config: Config) -> dict:
+    """Runs it; returns what results.json holds."""
+    installed = importlib.util.find_spec("ray") is not None
+    refuse({"this needs Ray, which is not installed: pip install -e '.[cluster]'.": not installed})
+    minutes, trainers, every_s = SIZES[config.preset]
+    sizes = config.minutes or minutes, config.trainers or trainers, config.every_seconds or every_s
+    with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of each death; metrics.jsonl has them
+        results = soak(config, run, *sizes)
+        results["directories_left"] = len(list(place.glob("jaxrec-*")))
+        run.close(results)
+    return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

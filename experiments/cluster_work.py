@@ -1,0 +1,236 @@
+"""A click job over rows at servers that are really killed: what cluster_failures.py trains, one arm after the other."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import optax
+from click_data import synthetic_clicks
+from clicks import click_job, make_model
+from deaths import Late, Log, Losses, NotingPipeline, NotingSerial, Watcher, digest_rows, digests, of_losses
+
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cpr import Recovery, mfu, ssu
+from jaxrec.data.synthetic import scaled_cardinalities
+from jaxrec.embedding import HostTables, rowwise_adagrad
+from jaxrec.loop import evaluate, keep_memory, planned, train
+from jaxrec.types import TrainState
+
+SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "mfu": mfu, "ssu": ssu}
+ARMS = ("none", "full", *SCHEMES)
+WINDOW, SHARDS, TIMEOUT_S = 4, 8, 120.0
+FRACTION = 0.125  # r of MFU and SSU
+
+
+@dataclasses.dataclass
+class Kill:
+    """A kill and what came of it, in seconds of one clock; None is what has not come yet."""
+
+    step: int
+    server: int
+    killed: float
+    deaths_before: int
+    noticed: float | None = None
+    started: float | None = None  # the successor is in the place of the dead
+    restored: float | None = None
+    next_step: float | None = None
+    caught_up: float | None = None  # of full recovery: where it was before
+    lost_at_step: int = 0
+    checking_s: float = 0.0  # spent on looking whether survivors keep their rows
+
+    def seconds(self) -> dict[str, float]:
+        """What its recovery has taken, by parts, and `to_next_step`; without what was spent on looking."""
+        assert self.noticed and self.started and self.restored and self.next_step
+        return {
+            "noticing": self.noticed - self.killed,
+            "starting": self.started - self.noticed,
+            "restoring": self.restored - self.started - self.checking_s,
+            "resuming": self.next_step - self.restored,
+            "repeating": max(0.0, (self.caught_up or self.next_step) - self.next_step),
+            "to_next_step": self.next_step - self.killed - self.checking_s,
+        }
+
+
+class Killer:
+    """Kills servers when steps are committed, and keeps the times of all that follows.
+
+    Args:
+      engine: of the run.
+      servers: whose processes are killed.
+      plan: {step: server} of the kills; one that is due while another is not over waits for that.
+
+    Attributes:
+      kills: those so far. times: (seconds, step) behind every step that was committed.
+      survivors_changed: how often rows of survivors were others behind a recovery than before.
+    """
+
+    def __init__(self, engine: Any, servers: Supervisor, plan: Mapping[int, int]):
+        self.engine, self.servers, self.kills, self.survivors_changed = engine, servers, list[Kill](), 0
+        self.times: list[tuple[float, int]] = []
+        self._due, self._before = sorted(plan.items()), dict[Any, Any]()
+
+    @property
+    def _open(self) -> Kill | None:
+        return self.kills[-1] if self.kills and self.kills[-1].next_step is None else None
+
+    def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
+        """Notes a step, and kills whom the plan names."""
+        now = time.monotonic()
+        self.times.append((now, step))
+        last = self.kills[-1] if self.kills else None
+        if last is not None and last.restored is not None:
+            last.next_step = last.next_step or now
+            if last.caught_up is None and step >= last.lost_at_step:
+                last.caught_up = now
+        if self._due and step >= self._due[0][0] and self._open is None:
+            self._kill(step, self._due[0][1])
+        return state
+
+    def _kill(self, step, server):
+        process = self.servers.processes[server]
+        if process is None:  # a successor that is just being started: at the next step
+            return
+        deaths = len(self.servers.deaths)
+        kill = Kill(step, server, time.monotonic(), deaths)
+        os.kill(process, signal.SIGKILL)
+        self.kills.append(kill)
+        self._due.pop(0)
+
+    def started(self, partial: bool) -> Watcher:
+        """A watcher behind the supervisor and before the recovery."""
+        return _Calling(self.engine, lambda shards: self._tell_started(shards, partial))
+
+    def _tell_started(self, shards, partial):
+        now, kill = time.monotonic(), self._open
+        if kill is None:
+            return
+        kill.noticed, kill.started = self.servers.deaths[kill.deaths_before].at, now
+        kill.lost_at_step = self.engine.step
+        if partial:
+            self._before = self._survivors(shards)
+            kill.checking_s += time.monotonic() - now
+
+    def restored(self) -> Watcher:
+        """A watcher behind the recovery."""
+        return _Calling(self.engine, self._tell_restored, self._tell_restarted)
+
+    def _tell_restored(self, shards):
+        now, kill = time.monotonic(), self._open
+        if kill is not None:
+            kill.restored = now
+            self.survivors_changed += self._survivors(shards) != self._before
+            after = time.monotonic() - now
+            kill.checking_s, kill.restored = kill.checking_s + after, now + after
+
+    def _tell_restarted(self, state):
+        if (kill := self._open) is not None:
+            kill.restored = time.monotonic()
+
+    def _survivors(self, shards):
+        found: dict[Any, Any] = {}
+
+        def look(tables):
+            found.update(tables.on_shards(digest_rows))
+            return tables
+
+        self.engine.exclusive(look)  # behind the writes that are under way
+        return {place: digest for place, digest in found.items() if place[1] not in shards}
+
+
+class _Calling(Watcher):
+    """A watcher that calls functions."""
+
+    def __init__(self, engine, recover, restarted=lambda state: None):
+        super().__init__(engine)
+        self.recover, self.restarted = recover, restarted
+
+
+class ClusterJob:
+    """The job, its programs and its data; servers, tables and dense state are fresh in each arm.
+
+    Args:
+      rows: of all tables.
+      steps: of a run.
+      batch_size: examples of a step.
+      save_every_steps: T_save of all arms.
+      servers: processes.
+      seed: of data and initial values.
+      spares: processes that wait to take the place of a dead one.
+    """
+
+    def __init__(
+        self, rows: int, steps: int, batch_size: int, save_every_steps: float, servers: int, seed: int, spares: int = 0
+    ):
+        keep_memory()
+        self.spares = spares
+        self.steps, self.every, self.servers, self.seed = steps, save_every_steps, servers, seed
+        cardinalities = scaled_cardinalities(rows)
+        self.data = synthetic_clicks(cardinalities, batch_size, steps, seed, max(4, min(50, steps // 8)))
+        self.job = click_job(
+            cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02), 16, SHARDS, seed
+        )
+        self.update, self.step, self.eval_step = self.job.update(), self.job.train_step(), self.job.eval_step()
+
+    def recovery(self, engine: Any, arm: str, directory: Path, **more: Any) -> Recovery:
+        """The recovery of an arm, to be entered."""
+        mode: dict[str, Any] = {"mode": "full"} if arm == "full" else {"scheme": SCHEMES[arm](), "fraction": FRACTION}
+        return Recovery(engine, directory, self.every, self.steps, copy="shards", **mode, **more)
+
+    def run(
+        self, arm: str, plan: Mapping[int, int], cluster: Cluster, above: Path
+    ) -> tuple[dict[str, Any], Killer, dict]:
+        """Trains an arm of ARMS over servers, which are killed by a plan {step: server} if it has a recovery.
+
+        Returns:
+          A row of figures; the killer; what `equal` needs to know.
+        """
+        with tempfile.TemporaryDirectory(dir=above) as directory, contextlib.ExitStack() as opened:
+            servers = opened.enter_context(contextlib.closing(Supervisor(
+                cluster, self.job.spec, self.job.row_optimizer, self.servers, directory=directory, timeout_s=TIMEOUT_S,
+                most_deaths=2 * len(plan) + 8, spares=self.spares if arm != "none" else 0,
+            )))  # fmt: skip
+            servers.tables.on_shards(digest_rows)  # else the first kill would wait for its compilation
+            state = self.job.state(servers.tables, self.seed)
+            engine = opened.enter_context(NotingPipeline(state, self.update, window=WINDOW))
+            killer = Killer(engine, servers, plan if arm != "none" else {})
+            log, recovery = engine.enter(Log(engine)), None
+            if arm != "none":
+                engine.enter(servers)
+                engine.enter(killer.started(arm != "full"))
+                recovery = engine.enter(self.recovery(engine, arm, Path(directory)))
+                engine.enter(Late(engine))
+                engine.enter(killer.restored())
+            hooks = [killer.hook] if recovery is None else [recovery.hook, killer.hook]
+            state = train(engine, self.data.train, hooks)
+            ended = time.monotonic()
+            row = {"arm": arm, "seconds": ended - killer.times[0][0]} | self._figures(recovery, killer)
+            test = evaluate(state, planned(self.job.spec, self.data.test()), self.eval_step)
+            return row | {"test_auc": test["auc"]}, killer, {"losses": log.losses, "digests": digests(state)}
+
+    def _figures(self, recovery, killer):
+        if recovery is None:
+            return {}
+        return {
+            "kills": len(killer.kills), "shards_failed": recovery.failed, "lost_steps": recovery.lost_steps,
+            "pls": recovery.pls, "saves": recovery.saves, "saving_s": recovery.stall_seconds,
+            "survivors_changed": killer.survivors_changed,
+        }  # fmt: skip
+
+    def serially(self, arm: str, losses: Losses, above: Path) -> dict[Any, Any]:
+        """The digests of `Serial` over tables in this process, which loses the same shards at the same steps."""
+        tables, missed, failures = of_losses(losses, HostTables.create(self.job.spec, self.job.row_optimizer))
+        with (
+            tempfile.TemporaryDirectory(dir=above) as directory,
+            NotingSerial(self.job.state(tables, self.seed), self.step) as engine,
+        ):
+            engine.missed = missed
+            recovery = engine.enter(self.recovery(engine, arm, Path(directory), failures=failures))
+            engine.enter(Late(engine))
+            found = digests(train(engine, self.data.train, [recovery.hook]))
+        return found

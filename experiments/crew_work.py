@@ -1,0 +1,118 @@
+"""Trainers in processes that train the reference work, each held to a core: what shadowsync_scaling.py measures with
+`--where processes`.
+
+Rows live at two servers, and trainers meet at a place, all of them processes of this machine that Ray starts. Only the
+trainers are held to cores: servers, places and Ray run wherever there is room, which on few cores is where a trainer
+runs. So a rate over that of one trainer says what a machine of so many cores gives, and not how the protocol scales.
+"""
+
+import dataclasses
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from cluster_soak import of_its_own
+from reference import Job, ratio, reference_work, synthetic
+
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cluster.crew import Crew
+from jaxrec.cluster.trainers import Work
+from jaxrec.shadowsync import Rule, easgd, model_averaging
+
+SERVERS, WARM_STEPS, TIMEOUT_S = 2, 20, 60.0
+WAYS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycled:
+    """The batches of the reference work, again and again; each trainer begins with another one."""
+
+    job: Job
+    steps: int
+
+    def __call__(self, trainer: int, trainers: int) -> Callable[[int], Iterator]:
+        _, batches = synthetic(self.job)
+        mine = batches[trainer % len(batches) :] + batches[: trainer % len(batches)]
+        return lambda start: itertools.islice(itertools.cycle(mine), start, self.steps)
+
+
+def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
+    """Steps per second of all trainers, while all of them train.
+
+    Args:
+      looks: (seconds, steps of each trainer) again and again.
+      warm: from when the last one has made so many steps, until the first one has ended.
+
+    Raises:
+      ValueError: the trainers were looked at too seldom.
+
+    >>> rate([(0.0, [9, 0]), (1.0, [20, 21]), (3.0, [40, 31]), (4.0, [40, 36])], warm=20)
+    15.0
+    """
+    last = max(max(steps) for _, steps in looks)
+    counted = [look for look in looks if min(look[1]) >= warm]
+    before_end = [look for look in counted if max(look[1]) < last]
+    end = counted[len(before_end)] if len(before_end) < len(counted) else counted[-1]
+    start = counted[0]
+    if end[0] <= start[0]:
+        raise ValueError(f"{last} steps end before the second look at them: train more of them.")
+    return (sum(end[1]) - sum(start[1])) / (end[0] - start[0])
+
+
+def turn(cluster: Cluster, servers: Supervisor, job: Job, way: str, trainers: int, steps: int, pace: float) -> dict:
+    """One crew: {steps_per_s, average_sync_gap}."""
+    spec, loss, params, optimizer, row_optimizer = reference_work(job)
+    cores, name = sorted(os.sched_getaffinity(0)), way.removesuffix("_paced")
+    rule = None if way == "none" else WAYS[name]()
+    work = Work(
+        spec, loss, optimizer, row_optimizer, params, Cycled(job, WARM_STEPS + steps), rule,
+        pace_seconds=pace if way.endswith("_paced") else 0.0,
+    )  # fmt: skip
+    looks: list[tuple[float, list[int]]] = []
+    mine = [[cores[number % len(cores)]] for number in range(trainers)]
+    with Crew(cluster, servers, work, trainers, cores=mine, timeout_s=TIMEOUT_S) as crew:
+        look = lambda crew: looks.append((time.perf_counter(), [one.steps for one in crew.reached]))
+        _, figures = crew.run(look)
+        look(crew)
+    return {"steps_per_s": rate(looks, WARM_STEPS), "average_sync_gap": float(np.mean(figures.average_sync_gap))}
+
+
+def measured_processes(job: Job, ways: tuple[str, ...], rounds: int, steps: int, pace: float) -> dict[str, Any]:
+    """All ways in turns, with one trainer and with one for each core.
+
+    Args:
+      job: the reference work.
+      ways: beside none: s_easgd, s_ma, or one of them with _paced behind it.
+      rounds: turns of each.
+      steps: of each trainer that count.
+      pace: seconds, of what is _paced.
+    """
+    cores = len(os.sched_getaffinity(0))
+    turns = [(way, n) for way in ("none", *ways) for n in sorted({1, cores})]
+    found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
+    spec, _, _, _, row_optimizer = reference_work(job)
+    with of_its_own(), tempfile.TemporaryDirectory() as directory, Cluster() as cluster:
+        servers = Supervisor(cluster, spec, row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S)
+        for number in range(rounds):
+            first = number % len(turns)
+            for way, n in turns[first:] + turns[:first]:
+                found[way, n].append(turn(cluster, servers, job, way, n, steps, pace))
+        servers.close()
+    of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
+    results: dict[str, Any] = {"measured_processes_cores": cores, "measured_processes_servers": SERVERS}
+    results["measured_processes_rounds"] = rounds
+    for way, n in turns:
+        end, rates = f"{way}_trainers_{n}", job.batch_size * of((way, n), "steps_per_s")
+        results[f"measured_processes_examples_per_s_{end}"] = float(np.median(rates))
+        if n > 1:
+            base = job.batch_size * of((way, 1), "steps_per_s")
+            results |= ratio(f"measured_processes_efficiency_{end}", rates / (n * base))
+        if way != "none":
+            alone = job.batch_size * of(("none", n), "steps_per_s")
+            results |= ratio(f"measured_processes_over_no_sync_{end}", rates / alone)
+            results[f"measured_processes_average_sync_gap_{end}"] = float(np.median(of((way, n), "average_sync_gap")))
+    return results

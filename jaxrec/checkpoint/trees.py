@@ -1,0 +1,283 @@
+"""Partial recovery for a pytree of one's own: some rows of some leaves saved over a base, and restored alone.
+
+What `RowCheckpointer` is for tables, for whoever keeps embeddings as plain leaves [V, ...] of a pytree, sharded over
+devices or not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.trackers` counts, `cpr.schedule` plans.
+
+    directory/step_00000010     a base: `save_tree`, all leaves
+    directory/delta_000003      `save_rows`: some rows of some leaves, over the base and all deltas before it
+
+The files are those of every image: whole or absent, flushed, renamed, verified before they are believed.
+
+Legend: V rows of a leaf, n rows of a delta.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrec.bounds import whole_number
+from jaxrec.checkpoint.deltas import chain
+from jaxrec.checkpoint.image import Image, Snapshot, leaves_of, load_arrays, read_manifest, verify, write_image
+from jaxrec.checkpoint.names import deltas, number_of
+from jaxrec.files import Lock, local_path, make_directory
+from jaxrec.types import PyTree
+
+RowsOf = Mapping[str, np.ndarray | None]
+_KIND = "tree"
+
+
+def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> Path:
+    """Saves all leaves, as a base for rows; waits until it is committed.
+
+    Args:
+      directory: of the images of one run.
+      tree: arrays; copied to the host leaf by leaf.
+      step: steps trained.
+      run: id of the run.
+
+    Returns:
+      The path of the image.
+
+    Raises:
+      ValueError: a leaf is no array of numbers; there is an image of this step.
+      OSError: the disk is full or read-only; older images are as they were.
+    """
+    directory, leaves = local_path(directory), _arrays_of(tree)
+    whole_number("step", step, 0)
+    with _writing(directory):
+        arrays = {_leaf(i, "whole"): np.array(leaf) for i, leaf in enumerate(leaves.values())}
+        return write_image(directory / f"step_{step:08d}", Snapshot(arrays, _manifest(leaves, step, run, {}))).path
+
+
+def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTree, step: int | None = None) -> Path:
+    """Saves some rows over a base or a delta; waits until it is committed.
+
+    Args:
+      directory: where the base is.
+      base: what the new delta goes over: the path of an image from `save_tree`, or of a delta.
+      rows: {leaf: i32[n], numbers of rows along its first axis, or None for all of it}; leaves are named as
+        `jax.tree_util.keystr` names them, such as "['item']".
+      tree: as the base was saved from; leaves that `rows` does not name are not looked at.
+      step: steps trained; that of the base if None.
+
+    Returns:
+      The path of the delta.
+
+    Raises:
+      ValueError: no such leaf, or no such row; leaves that are not those of the base.
+      DamagedImage: the base cannot be believed.
+      OSError: the disk is full or read-only; older images are as they were.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> directory, tree = tempfile.mkdtemp(), {"item": jnp.zeros((4, 2)), "bias": jnp.zeros(())}
+    >>> base = save_tree(directory, tree, step=10)
+    >>> tree["item"] = tree["item"].at[1].set(5.0)
+    >>> delta = save_rows(directory, base, {"['item']": np.array([1])}, tree, step=12)
+    >>> restore_rows(delta, {"item": jnp.ones((4, 2)), "bias": jnp.ones(())})["item"][:, 0].tolist()
+    [0.0, 5.0, 0.0, 0.0]
+    """
+    directory, base, leaves = local_path(directory), local_path(base), _arrays_of(tree)
+    if base.parent != directory:
+        raise ValueError(f"{base} is not in {directory}: rows are saved beside what they go over.")
+    below = chain(base)
+    _check_leaves(below[-1], leaves)
+    arrays: dict[str, np.ndarray] = {}
+    for name, ids in _checked(rows, leaves).items():
+        number, leaf = list(leaves).index(name), leaves[name]
+        if ids is None:
+            arrays[_leaf(number, "whole")] = np.array(leaf)
+        elif len(ids):
+            arrays[_leaf(number, "rows")] = ids
+            arrays[_leaf(number, "value")] = _take(leaf, ids)
+    step = below[-1].step if step is None else whole_number("step", step, 0)
+    with _writing(directory):
+        number = max((number_of(path) for path in deltas(directory)), default=-1) + 1
+        names = {image.path.name: image.digest for image in below}
+        manifest = _manifest(leaves, step, below[-1].run, names)
+        return write_image(directory / f"delta_{number:06d}", Snapshot(arrays, manifest)).path
+
+
+def restore_rows(path: str | Path, tree: PyTree, rows: RowsOf | None = None) -> PyTree:
+    """Restores a tree, or some rows of it alone: those that were lost.
+
+    Args:
+      path: an image or a delta; what lies below it is read too, and a row has its newest value.
+      tree: as it is now; shapes, dtypes and places are kept. Leaves of jax are replaced by new ones, arrays of numpy
+        too; nothing changes in place.
+      rows: {leaf: i32[n], or None for all of it}: only these are restored, and all else, in other rows and other
+        leaves, keeps its bits. Everything if None.
+
+    Returns:
+      The tree.
+
+    Raises:
+      ValueError: no such leaf, or no such row; leaves that are not those of the image.
+      DamagedImage: an image is missing, damaged or of another run.
+    """
+    leaves, found = _arrays_of(tree), chain(local_path(path))
+    for image in found:
+        _check_leaves(image, leaves)
+        verify(image)
+    wanted = dict.fromkeys(leaves) if rows is None else _checked(rows, leaves)
+    new = dict(leaves)
+    for number, name in enumerate(leaves):
+        if name in wanted:
+            value, ids = _value_of(found, number), wanted[name]
+            new[name] = _placed(value, leaves[name]) if ids is None else _with_rows(leaves[name], ids, value[ids])
+    return jax.tree.unflatten(jax.tree.structure(tree), list(new.values()))
+
+
+def rows_on(leaf: jax.Array, devices) -> np.ndarray:
+    """The rows of a leaf that lie on some devices, and are gone with them.
+
+    Args:
+      leaf: sharded along its first axis, whatever else.
+      devices: those that were lost.
+
+    Returns:
+      i32[n], in order. Rows that another device holds too are not lost, and not in it.
+
+    Raises:
+      ValueError: the leaf is no array of jax with a first axis.
+
+    >>> import jax.numpy as jnp
+    >>> rows_on(jnp.zeros((3, 2)), jax.devices()[:1]).tolist()
+    [0, 1, 2]
+    """
+    if not isinstance(leaf, jax.Array) or not leaf.ndim:
+        raise ValueError(f"the leaf is a {type(leaf).__name__} of shape {np.shape(leaf)}: an array of jax [V, ...] is "
+                         "wanted.")  # fmt: skip
+    lost, columns = set(devices), max(1, int(np.prod(leaf.shape[1:])))
+    held = np.zeros((leaf.shape[0], columns), bool)
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        if device not in lost:
+            part = np.zeros(leaf.shape, bool)
+            part[index] = True
+            held |= part.reshape(held.shape)
+    return np.flatnonzero(~held.all(axis=1)).astype(np.int32)
+
+
+def _value_of(found: list[Image], number: int) -> np.ndarray:
+    """A leaf by a chain, oldest image first."""
+    value: Any = None
+    for image in found:
+        names = {_leaf(number, part) for part in ("whole", "rows", "value")} & leaves_of(image)
+        arrays = load_arrays(image, names)
+        if _leaf(number, "whole") in arrays:
+            value = arrays[_leaf(number, "whole")]
+        elif names:
+            value[arrays[_leaf(number, "rows")]] = arrays[_leaf(number, "value")]
+    return value
+
+
+def _take(leaf, ids: np.ndarray) -> np.ndarray:
+    """A copy of some rows, from one shard after the other: a gather would want to know where its result lies."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf[ids])
+    taken = np.empty((len(ids), *leaf.shape[1:]), leaf.dtype)
+    for shard in leaf.addressable_shards:
+        first, end, _ = shard.index[0].indices(leaf.shape[0])
+        mine = (first <= ids) & (ids < end)
+        if mine.any():
+            taken[(slice(None), *shard.index[1:])][mine] = np.asarray(shard.data)[ids[mine] - first]
+    return taken
+
+
+def _with_rows(leaf, ids: np.ndarray, values: np.ndarray):
+    """A leaf with other rows; shards without any of them are shared with the old leaf."""
+    if not isinstance(leaf, jax.Array):
+        changed = np.array(leaf)
+        changed[ids] = values
+        return changed
+    parts = []
+    for shard in leaf.addressable_shards:
+        first, end, _ = shard.index[0].indices(leaf.shape[0])
+        mine, part = (first <= ids) & (ids < end), shard.data
+        if mine.any():
+            # Nothing is read of what is replaced as a whole: its device may be a new one.
+            part = np.empty(part.shape, part.dtype) if mine.sum() == len(part) else np.array(part)
+            part[ids[mine] - first] = values[mine][(slice(None), *shard.index[1:])]
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+
+def _placed(value: np.ndarray, like):
+    if isinstance(like, jax.Array):
+        return jax.device_put(value.astype(like.dtype), like.sharding)
+    return value
+
+
+def _arrays_of(tree: PyTree) -> dict[str, Any]:
+    """{name: leaf}, in the order of the tree."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, np.ndarray | jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(f"leaf {name} is a {type(leaf).__name__}: the leaves are arrays of numbers.")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(f"leaf {name} lies on other processes, too: each saves a tree of its own shards.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(f"leaf {name} has been donated: give the tree that the last step returned.")
+    if not leaves:
+        raise ValueError("the tree has no leaves: there is nothing to save or restore.")
+    return leaves
+
+
+def _checked(rows: RowsOf, leaves: Mapping[str, Any]) -> dict[str, np.ndarray | None]:
+    found: dict[str, np.ndarray | None] = {}
+    for name, ids in rows.items():
+        if name not in leaves:
+            raise ValueError(f"there is no leaf {name!r}, only {list(leaves)}.")
+        if ids is None:
+            found[name] = None
+            continue
+        ids, shape = np.asarray(ids), leaves[name].shape
+        if ids.ndim != 1 or (not np.issubdtype(ids.dtype, np.integer) and len(ids)):
+            raise ValueError(f"rows of {name} are {ids.dtype}{list(ids.shape)}: numbers of rows are wanted, i32[n].")
+        if len(ids) and (not shape or not (0 <= ids.min() and ids.max() < shape[0])):
+            raise ValueError(f"rows of {name} run from {ids.min()} to {ids.max()}, and its shape is "
+                             f"{list(shape)}.")  # fmt: skip
+        found[name] = np.unique(ids.astype(np.int64))
+    return found
+
+
+def _check_leaves(image: Image, leaves: Mapping[str, Any]) -> None:
+    if image.spec != _KIND:
+        raise ValueError(f"{image.path} holds a state with tables, and no plain tree: read it with `restore`.")
+    mine = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()]
+    differ = [f"{b} instead of {a}" for a, b in zip(image.dense, mine, strict=False) if a != b]
+    if differ or len(mine) != len(image.dense):
+        said = "; ".join(differ[:3]) or f"{len(mine)} leaves instead of {len(image.dense)}"
+        raise ValueError(f"the tree is not the one that {image.path} was saved from: {said}.")
+
+
+def _manifest(leaves, step, run, parents) -> dict[str, Any]:
+    described = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()]
+    return {
+        "run": run, "step": step, "tables": {}, "shards": 0, "layout": {}, "seed": 0, "scales": {}, "spec": _KIND,
+        "dense": described, "extra": {}, "parents": parents,
+    }  # fmt: skip
+
+
+def _leaf(number: int, part: str) -> str:
+    return f"tree.{number:05d}.{part}"
+
+
+def _writing(directory: Path) -> Lock:
+    make_directory(directory)
+    return Lock(directory / "tree.lock", "saving a tree in it")
+
+
+def newest_of(directory: str | Path) -> Path | None:
+    """The newest image or delta of a directory of trees, by step; of one step the delta.
+
+    >>> import tempfile
+    >>> newest_of(tempfile.mkdtemp()) is None
+    True
+    """
+    directory = local_path(directory)
+    found = [(read_manifest(path).step, path.name.startswith("delta_"), number_of(path), path)
+             for path in [*deltas(directory), *directory.glob("step_????????")]]  # fmt: skip
+    return max(found)[-1] if found else None

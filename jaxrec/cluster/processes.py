@@ -1,0 +1,132 @@
+"""Objects in processes of their own, that are asked again and again, and whose ends are noticed."""
+
+import contextlib
+import importlib
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxrec.cluster.runtime import import_ray
+from jaxrec.cluster.servers import ACTOR_OPTIONS, RayAnswer
+from jaxrec.embedding.messages import Sender, ServerGone
+
+START_TIMEOUT_S = 120.0  # of a process, until it answers for the first time
+
+
+class Ask(NamedTuple):
+    """A way to an object in a process of its own; pickled, it leads there too."""
+
+    actor: Any
+    who: str
+
+    def call(self, method: str, *args: Any) -> RayAnswer:
+        """Calls a method there, and returns at once."""
+        return RayAnswer(getattr(self.actor, method).remote(*args), self.who)
+
+
+class ServerWay(NamedTuple):
+    """A way to a shard server, see `jaxrec.embedding.messages.Server`."""
+
+    actor: Any
+    who: str
+
+    def call(self, verb: str, sender: Sender, *args: Any) -> RayAnswer:
+        """Sends a message, and returns at once."""
+        return RayAnswer(self.actor.answer.remote(verb, sender, *args), self.who)
+
+
+class Process:
+    """An object in a process of its own, and what is asked of it at the moment.
+
+    Args:
+      kind: the class of the object.
+      threads: that answer there.
+      resources: of Ray that it needs, to choose its machine; none if None.
+      who: it is, in words.
+      args: of the class.
+    """
+
+    def __init__(self, kind: type, threads: int, resources: dict[str, float] | None, who: str, *args: Any):
+        options = ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
+        made = import_ray().remote(**options)(_with_life(kind))
+        self.who, self.actor = who, made.remote(*args)
+        self.way = Ask(self.actor, who)
+        self.life = self.actor.life.options(concurrency_group="life").remote()
+        self._number = self.way.call("process")
+        self._asked: RayAnswer | None = None
+        self._made_at, self._heard_at = time.monotonic(), -math.inf
+
+    @property
+    def number(self) -> int | None:
+        """Of the process, on its machine; None while it is started."""
+        try:
+            return self._number.result(0)
+        except (TimeoutError, ServerGone):
+            return None
+
+    def why_dead(self, timeout_s: float) -> str:
+        """Why it is dead, '' if it lives; who has been silent for too long is.
+
+        Args:
+          timeout_s: seconds; a process that has not begun gets `START_TIMEOUT_S` instead.
+        """
+        now = time.monotonic()
+        if self._heard_at == -math.inf and now - self._made_at > max(START_TIMEOUT_S, timeout_s):
+            return f"{self.who} has not begun within {max(START_TIMEOUT_S, timeout_s):g} s"
+        if now - self._heard_at > timeout_s and self._heard_at > -math.inf:
+            return f"{self.who} has said nothing for {timeout_s:g} s"
+        try:
+            RayAnswer(self.life, self.who).result(0)
+        except TimeoutError:
+            return ""
+        except Exception as error:
+            return str(error)
+        return f"{self.who} has ended"
+
+    def kill(self) -> None:
+        """Ends it."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.actor, no_restart=True)
+
+    def look(self, method: str) -> Any:
+        """The newest answer to a question that is asked again and again; None if none has come since the last look."""
+        try:
+            self._asked = self._asked or self.way.call(method)
+            found = self._asked.result(0)
+        except TimeoutError:
+            return None
+        except Exception:  # it is dead, which `why_dead` says
+            self._asked = None
+            return None
+        self._asked, self._heard_at = None, time.monotonic()
+        return found
+
+
+def packed(*what: Any) -> tuple[list[str], bytes]:
+    """Objects and functions of the caller's, and where their modules are to be found, for `unpacked` elsewhere."""
+    return [path for path in sys.path if path], importlib.import_module("ray.cloudpickle").dumps(what)
+
+
+def unpacked(paths: Sequence[str], pickled: bytes) -> tuple:
+    """What was `packed` in another process, whose modules are looked for behind those of this one."""
+    sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
+    return pickle.loads(pickled)
+
+
+def _with_life(kind):
+    """A class whose objects can be waited for, and say which process they are in."""
+
+    class Living(kind):  # type: ignore[misc, valid-type]
+        def life(self):
+            threading.Event().wait()
+
+        def process(self):
+            return os.getpid()
+
+    return Living

@@ -1,0 +1,71 @@
+"""A driver on the first of two hosts, with its servers on the second: tests/test_two_hosts.py starts it.
+
+    python over_two_hosts.py ADDRESS DIRECTORY
+
+It trains undisturbed, and twice with saves. At step `AT` of each of those it says `at`, and goes on when it is told
+that the second host has lost its power. Its last line is what it has found, as JSON.
+"""
+
+import contextlib
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from test_engine import ROWS, SPEC, UPDATE, batch_at, bits, fresh, plain, same
+from test_remote import ENGINES, LENGTH, run, serially
+
+from jaxrec.cluster import Cluster, GivenUp, Supervisor
+from jaxrec.oac import Pipeline
+
+AT = 10
+
+
+def undisturbed(servers):
+    """Where the servers are, and whether a run has the bits of host tables."""
+    with Pipeline(fresh("host")._replace(tables=servers.tables), UPDATE, window=3) as engine:
+        losses = [float(metrics["loss"]) for _, metrics in engine.run(map(batch_at, range(LENGTH)))]
+        found = {"addresses": servers.addresses, "shorter_is_equal": same(bits(engine.state), plain(LENGTH - 1)[0])}
+        return found | {"equal_to_host": same(bits(engine.state), plain(LENGTH)[0]) and losses == plain(LENGTH)[1]}
+
+
+def without_power(servers, directory):
+    """The end of a run whose servers' host goes in the middle: (bits, what was lost, at which steps)."""
+
+    def gate(index):
+        if index == AT:
+            print("at", flush=True)
+            sys.stdin.readline()
+
+    engine = ENGINES["pipeline"](fresh("host")._replace(tables=servers.tables))
+    found, log, recovery = run(engine, directory, "mfu", servers, gate)
+    return found, recovery.failed, log.losses
+
+
+def main(address, directory):
+    """Prints what it has found."""
+    warnings.simplefilter("ignore")
+    runs = Path(directory)
+    with Cluster(address) as cluster:
+
+        def start(**options):  # the resource is the second host's alone
+            return contextlib.closing(Supervisor(cluster, SPEC, ROWS, 2, resources={"rows": 0.01}, **options))
+
+        with start() as servers:
+            found = undisturbed(servers)
+        with start(directory=runs / "returns") as servers:
+            state, failed, losses = without_power(servers, runs / "returns")
+            found |= {"deaths": [death.server for death in servers.deaths], "failed": failed}
+        found["equal_to_serial"] = same(state, serially(runs / "wanted", "mfu", losses))
+        found["equal_without_losses"] = same(state, serially(runs / "control", "mfu", {}))
+        # Two deaths are those of the host.
+        with start(directory=runs / "goes", start_timeout_s=20.0, most_deaths=2) as servers:
+            try:
+                without_power(servers, runs / "goes")
+            except GivenUp as error:
+                found["given_up"] = str(error)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

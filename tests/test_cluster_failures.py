@@ -1,0 +1,165 @@
+"""What is measured of servers that are killed: when they are, what of the time is whose, and what equations make of
+it. The experiment itself is slow, as it starts Ray."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import cluster_failures
+import numpy as np
+import pytest
+from cluster_failures import Config, check, kills_of, modelled, of_kills, overheads, sized
+from cluster_soak import alive_behind, drawn
+from cluster_work import ARMS, SCHEMES, Kill
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrec.cpr import schedule
+
+ROOT = Path(__file__).parent.parent
+
+
+@given(
+    seed=st.integers(0, 2**31), kills=st.integers(1, 40), more=st.integers(0, 400), servers=st.integers(1, 8),
+    shape=st.floats(0.01, 5),
+)  # fmt: skip
+def test_kills_fill_the_run_behind_its_beginning_and_follow_from_the_seed(seed, kills, more, servers, shape):
+    steps = max(16, 8 * kills) + more
+    config = sized(Config(seed=seed, kills=kills, steps=steps, servers=servers, fail_shape=shape))
+    plan = kills_of(config)
+    assert plan == kills_of(config) and len(plan) == kills
+    assert all(1 <= step < steps for step in plan) and set(plan.values()) <= set(range(servers))
+
+
+def test_a_trace_gives_gaps_in_their_proportions_and_the_servers(tmp_path):
+    days = [1.0, 2.0, 4.0, 5.0, 6.0, 9.0]
+    kind = {"event_type": "fault_start", "fault_type": {"Level": "a", "Class": "b"}}
+    events = [{"event_time": day, "node_id": f"n{index}"} | kind for index, day in enumerate(days)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(events))
+    found = set()
+    for seed in range(20):
+        plan = kills_of(sized(Config(seed=seed, kills=2, steps=808, trace=path, servers=2)))
+        found.add(tuple(sorted(plan)))
+    share = lambda *gaps: tuple(101 + int(sum(gaps[:n]) / sum(gaps) * 706) for n in (1, 2))
+    assert found <= {share(1, 2, 1), share(2, 1, 1), share(1, 1, 3)} and len(found) > 1
+    with pytest.raises(ValueError, match="has 6 failures: too few for --kills 5"):
+        kills_of(sized(Config(kills=5, steps=808, trace=path)))
+
+
+def of(step=10, start=100.0, repeating=None, checking=0.0):
+    """A kill whose parts take 1, 2, 3 and 4 seconds, and repeating."""
+    kill = Kill(
+        step, 0, start, 0, start + 1, start + 3, start + 6 + checking, start + 10 + checking, None, 20, checking
+    )
+    kill.caught_up = None if repeating is None else kill.next_step + repeating
+    return kill
+
+
+class Killed:
+    def __init__(self, *kills):
+        self.kills = list(kills)
+
+
+def test_the_parts_of_a_kill_add_up_and_what_looking_took_is_left_out():
+    parts = of(checking=50.0, repeating=5).seconds()
+    assert parts == {"noticing": 1, "starting": 2, "restoring": 3, "resuming": 4, "repeating": 5, "to_next_step": 10}
+    killers = {"full": Killed(of(repeating=7)), "vanilla": Killed(of(), of()), "mfu": Killed(of()), "ssu": Killed(of())}
+    found = of_kills(killers)
+    assert found["full_repeating_s"] == 7 and found["vanilla_restoring_s"] == 6 and found["mfu_starting_s"] == 2
+    assert found["seconds_kill_to_next_step"] == found["seconds_kill_to_next_step_max"] == 10
+
+
+def rows():
+    """Figures of all arms: none takes 100 s, the others what their names say."""
+    seconds = {"none": 100.0, "full": 150.0, "vanilla": 140.0, "mfu": 120.0, "ssu": 110.0}
+    more = {"saves": 5, "saving_s": 10.0, "pls": 0.1, "lost_steps": 0}
+    return {arm: {"seconds": at, "test_auc": 0.75 + at * 1e-5} | more for arm, at in seconds.items()}
+
+
+def test_overheads_are_over_the_run_without_failures_and_equations_take_measured_costs():
+    killers = {arm: Killed(of(repeating=7 if arm == "full" else None)) for arm in ARMS[1:]}
+    found = of_kills(killers)
+    measured = overheads(rows(), found)
+    assert measured["cpr_overhead_percent"] == measured["mfu_overhead_percent"] == pytest.approx(20)
+    assert measured["full_repeating_percent"] == pytest.approx(7) and measured["ssu_saving_percent"] == pytest.approx(
+        10
+    )
+    assert measured["auc_lost_full"] == pytest.approx(-0.0005)
+    config = sized(Config(kills=2, steps=400, save_every_steps=80, servers=2))
+    law = modelled(config, rows(), found)
+    # Saves of 2 s every 20 s; twice 3 s of load, 3 s to notice and start, and half an interval to repeat.
+    assert law["partial_overhead_percent_modelled"] == pytest.approx(10 + 2 * 6)
+    assert law["full_overhead_percent_modelled"] == pytest.approx(10 + 2 * (6 + 10))
+    assert law["full_save_every_steps_modelled"] == pytest.approx(4 * math.sqrt(2 * 2 * 50))
+    costs = schedule.Costs(2, 3, 3, 50, 100, 2)
+    assert law["pls_modelled"] == pytest.approx(schedule.expected_pls(costs, 20))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kills": 0}, "--kills 0 must be at least 1"),
+        ({"kills": 3, "steps": 20}, "--kills 3 are too many for --steps 20"),
+        ({"servers": 9}, "--servers 9 must be at most 8"),
+        ({"save_every_steps": 5}, "--save-every-steps 5 must be at least 8"),
+        ({"target_pls": 0.0}, "--target-pls 0 must be above 0"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags, words):
+    with pytest.raises(ValueError, match=words):
+        check(sized(Config(**flags)))
+
+
+def test_without_ray_it_says_so(monkeypatch):
+    monkeypatch.setattr(cluster_failures.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install -e '.\[cluster\]'"):
+        check(sized(Config()))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+    command = [sys.executable, ROOT / "experiments" / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["kills"] == 4 and found["survivors_bit_identical"] and found["equal_to_serial"]
+    assert found["vanilla_differs_from_none"]  # the control
+    assert all(found[f"{arm}_shards_failed"] == 4 for arm in ARMS[1:]) and found["full_lost_steps"] > 0
+    assert 0 < found["seconds_restoring"] < found["seconds_kill_to_next_step"]
+    assert all(f"auc_lost_{arm}" in found and f"{arm}_overhead_percent" in found for arm in SCHEMES)
+
+
+# ---- the soak
+
+
+@given(seed=st.integers(0, 2**31), number=st.integers(0, 100))
+def test_a_trial_of_the_soak_follows_from_its_seed_and_every_fourth_kills_a_successor_that_restores(seed, number):
+    trial = drawn(np.random.default_rng(seed), number)
+    assert trial == drawn(np.random.default_rng(seed), number) and trial.arm == ARMS[1:][number % 4]
+    restoring = [death for death in trial.deaths if death[0] == "change"]
+    assert bool(restoring) == (number % 4 == 3) and all(incarnation == 2 for _, _, incarnation, _ in restoring)
+    assert ("take" in {verb for verb, *_ in trial.deaths}) <= (trial.arm in ("mfu", "ssu"))
+
+
+def test_a_process_that_lives_on_is_named():
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    assert alive_behind([process.pid], 0.2) == [process.pid]
+    process.communicate()
+    assert alive_behind([process.pid], 10) == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_eight_random_kills_leave_nothing_wrong_and_nothing_behind(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+    command = [sys.executable, ROOT / "experiments" / "cluster_soak.py", "--kills", "8", "--workdir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["kills"] >= 8 and found["wrong"] == found["directories_left"] == 0 and found["runs"] >= 4
