@@ -265,9 +265,14 @@ class HeldBack:
         self.gathered: set[int] = set()
 
     def wait_for_gather(self, number: int):
-        """Until the rows of a batch, counted from 0, were gathered."""
+        """Until the rows of all batches up to this one, counted from 0, were gathered.
+
+        All of them, as of two loaders the one with the later batch may be the faster: what is written then is
+        seen by the earlier batch, which would be less stale than it may be.
+        """
+        expected = set(range(min(number, self.number - 1) + 1))
         with self.changed:
-            if not self.changed.wait_for(lambda: min(number, self.number - 1) in self.gathered, timeout=60):
+            if not self.changed.wait_for(lambda: expected <= self.gathered, timeout=60):
                 raise TimeoutError(f"batch {number} was not gathered within 60 s.")
 
     def send(self, tree, placement):

@@ -25,6 +25,7 @@ without; async is trained over it, as what it reads depends on the time.
 import dataclasses
 import itertools
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,9 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from contract import Flags, Run, command_line, paired_interval, plot
-from oac_throughput import EmulatedLink
+from emulated_link import EmulatedLink
 from oac_work import turn
 from reference import ratio
+from report import number
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks
@@ -119,7 +121,8 @@ class SkewJob:
             start = time.perf_counter()
             dense, _, _ = jax.block_until_ready(update(dense, rows, plans, batch))
             times.append(time.perf_counter() - start)
-        return EmulatedLink(nbytes((rows, plans, batch)) / float(np.median(times[5:])), 5e-5)
+        sent = rows, [p.inverse for p in plans.values()], batch._replace(ids={})  # the loss does not read ids
+        return EmulatedLink(nbytes(sent) / float(np.median(times[5:])), 5e-5)
 
     def pipeline(self, arm: Arm, seed: int, link: EmulatedLink | None) -> Pipeline:
         """A pipeline with tables and dense state of its own."""
@@ -262,6 +265,19 @@ def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
     return "\n".join(lines)
 
 
+def finding(results: Mapping[str, Any], arms: Sequence[str], exponent: float, what: str) -> str:
+    """What the pictures show: how long each arm takes to the target.
+
+    >>> found = {"steps_to_target_sync_exponent_1.2": 380.0, "steps_to_target_async_exponent_1.2": None}
+    >>> finding(found, ["sync", "async"], 1.2, "steps_to_target")
+    "Zipf exponent 1.2, steps to sync's target: sync 380, async never in some seed"
+    """
+    each = {arm: results[f"{what}_{arm}_exponent_{exponent}"] for arm in arms}
+    show = lambda figure: "never in some seed" if figure is None else number(figure, 3)
+    said = ", ".join(f"{arm} {show(figure)}" for arm, figure in each.items())
+    return f"Zipf exponent {exponent}, {what.partition('_')[0]} to sync's target: {said}"
+
+
 def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exponent: float) -> None:
     """Curves of a skew over steps and over modelled seconds, each the mean over the seeds as far as
     all of them go."""
@@ -273,9 +289,14 @@ def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exp
         steps, auc = zip(*np.mean(points, axis=1).tolist(), strict=True)
         by_time[arm] = [1e-3 * results[f"step_ms_{arm}"] * step for step in steps], auc
         by_step[arm] = steps, auc
-    title = f"test AUC, exponent {exponent}"
-    plot(run.directory / "auc_over_seconds.png", {title: by_time}, "seconds, modelled (link emulated)")
-    plot(run.directory / "auc_over_steps.png", {title: by_step}, "steps")
+    in_seconds, in_steps = (
+        finding(results, list(by_step), exponent, what) for what in ("seconds_to_target_modelled", "steps_to_target")
+    )
+    for name, lines, x_label, title in (
+        ("seconds", by_time, "seconds, modelled (link emulated)", in_seconds), ("steps", by_step, "steps", in_steps),
+    ):  # fmt: skip
+        levels = {"test AUC": {"target": results[f"target_auc_exponent_{exponent}"]}}
+        plot(run.directory / f"auc_over_{name}.png", {"test AUC": lines}, x_label, title, levels=levels)
 
 
 def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from reference import Job, reference_work, synthetic
 
-from jaxrec.embedding import HostTables, capacity_of, plan
+from jaxrec.embedding import HostTables, Tables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.stale import LastWriters
-from jaxrec.oac.ways import nbytes
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
 
@@ -45,11 +44,11 @@ class Work:
         self.create = functools.partial(create, self.spec, row_optimizer)
         self.tables = self.create()
 
-    def state(self, tables: HostTables | None = None) -> TrainState:
+    def state(self, tables: Tables | None = None) -> TrainState:
         """An initial state, over the shared tables or others."""
         return init_state(self.params, self.optimizer, tables or self.tables)
 
-    def pipeline(self, mode: str, tables: HostTables | None = None, **options) -> Pipeline:
+    def pipeline(self, mode: str, tables: Tables | None = None, **options) -> Pipeline:
         """A pipeline of one of MODES; all share the tables if none are given, each has a dense
         state."""
         options = MODES[mode] | options
@@ -57,8 +56,8 @@ class Work:
             options.setdefault("window", self.window)
         return Pipeline(self.state(tables), self.update, loaders=3, fetchers=2, **options)
 
-    def stages_ms(self, repeats: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Median milliseconds of every stage alone, and the bytes of a batch both ways."""
+    def stages_ms(self, repeats: int) -> dict[str, float]:
+        """Median milliseconds of every stage alone."""
         window, tables = self.window, self.tables
         last, held, capacity = LastWriters(tables.spec, window, window), None, None
         dense = self.state().dense
@@ -78,7 +77,6 @@ class Work:
             plans = plan(tables.spec, batch.ids, capacity)
             return plans, last.sources(plans, number)
 
-        size = {}
         for number, batch in enumerate(self.batches[:repeats]):
             plans, source = timed("plan", plan_batch, number, batch)
             capacity = capacity_of(plans)
@@ -89,8 +87,7 @@ class Work:
             dense, new, _ = timed("update", update, dense, right, *inputs)
             held = timed("append", append, held, {name: p.unique for name, p in plans.items()}, new, number)
             timed("write_back", tables.put, plans, new)
-            size = {"send": nbytes((plans, batch, read, source)), "fetch": nbytes(new)}
-        return {name: float(np.median(values[2:])) for name, values in times.items()}, size
+        return {name: float(np.median(values[2:])) for name, values in times.items()}
 
 
 def turn(pipeline: Pipeline, batches: list, skip: int) -> float:

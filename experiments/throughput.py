@@ -3,24 +3,30 @@
     python experiments/throughput.py --tables host
     python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where it is installed
     python experiments/throughput.py --sweep rows                   1M to 50M rows
+    python experiments/throughput.py --sweep width --against torch  width 16 to 128, 2M rows are enough
+    python experiments/throughput.py --hots mlperf --against torch  bags, 214 ids an example
+    python experiments/throughput.py --model dcnv2_mlperf --width 128
 
 The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
 rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
 f32, ids by a power law of exponent 1.05. Every side is a process of its own; they take turns, a
 round of steps each, so that a slow minute hits all of them. The ratios are of times: above 1 jaxrec
 is faster. `gemm_share_of_step` is the time of the step's matrix products alone in JAX, in the same
-turns, over that of the step. Expected: 6 minutes with `--against torch`, two cores; figures in
+turns, over that of the step. `allocated_mb_per_step` is what XLA plans to make anew in a step.
+Expected: 6 minutes with `--against torch`, two cores; figures in
 docs/measured.md.
 """
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 from accelerator.measure import last_line
-from contract import Flags, Run, command_line, grid, listing, say
+from contract import Figure, Flags, Run, bars, command_line, grid, listing, plot, say
 from reference import Job, ratio
+from report import figures, number, said
 from sides import Failed, JaxSide, Side, TorchSide
 
 
@@ -75,6 +81,8 @@ def measure_sides(config: Config, rounds: int, steps: int) -> dict:
     results |= {"plan_read_put_share_of_step": moved / ms["jaxrec"], "gemm_ms": ms["gemm"]}
     results["gemm_share_of_step"] = float(np.median(times["gemm"] / times["jaxrec"]))
     results |= {"peak_memory_mb": ours.ask("peak_mb"), "tables_and_slots_mb": ours.table_bytes / 2**20}
+    results["peak_over_tables_and_slots"] = results["peak_memory_mb"] / results["tables_and_slots_mb"]
+    results["allocated_mb_per_step"] = ours.ask("allocated_mb")
     for name in [name for name in sides if name != "jaxrec"]:
         results |= ratio(f"jaxrec_over_{name}", times[name] / times["jaxrec"]) | {f"{name}_step_ms": ms[name]}
     peers = [name for name in sides if name.startswith("torch")]
@@ -95,11 +103,12 @@ SWEEPS = {
 
 FIGURES = {"examples/s": "examples_per_s", "step, ms": "step_ms"}
 FIGURES |= {f"{part}, ms": f"{part}_ms" for part in ("plan", "read", "update", "put", "gemm")}
-FIGURES |= {"peak, MB": "peak_memory_mb", "PyTorch's time over ours": "jaxrec_over_torch"}
+FIGURES |= {"peak, MB": "peak_memory_mb", "made in a step, MB": "allocated_mb_per_step"}
+FIGURES |= {"PyTorch's time over ours": "jaxrec_over_torch", "FBGEMM's": "jaxrec_over_fbgemm"}
 GROUPS = {
     "Speed": ["examples_per_s", "step_ms"],
     "A step in parts, each waited for": ["plan", "read", "update", "put", "gemm"],
-    "Memory": ["peak", "tables"],
+    "Memory": ["peak", "tables", "allocated"],
     "Times of PyTorch over those of jaxrec": ["jaxrec_over", "torch", "fbgemm", "fastest"],
 }
 
@@ -111,6 +120,55 @@ def table(config: Config, results: dict[str, Any]) -> str:
     field, values = SWEEPS[config.sweep]
     columns = {head: f"{key}_at_{field}_{{}}" for head, key in FIGURES.items()}
     return grid(results, field, {f"{value:,}": str(value) for value in values}, columns)
+
+
+STEP_PARTS = ("plan", "read", "update", "put")
+
+
+def peers_of(results: Mapping[str, Any], end: str = "") -> dict[str, Figure]:
+    """{side: its time over that of jaxrec} of all sides that were measured beside it.
+
+    >>> peers_of({"jaxrec_over_torch_unique": 1.26, "jaxrec_over_torch": 1.26, "step_ms": 60.0})
+    {'torch_unique': Figure(value=1.26, low=None, high=None)}
+    """
+    found = {key: each for key, each in figures(results).items() if key.endswith(end)}
+    beginning = "jaxrec_over_"
+    names = [key.removesuffix(end) for key in found if key.startswith(beginning)]
+    # `torch` is the fastest of its ways once more.
+    return {name.removeprefix(beginning): found[name + end] for name in names if name != f"{beginning}torch"}
+
+
+def finding(results: Mapping[str, Any], end: str = "") -> str:
+    """What the picture of one configuration shows; `end` is that of its keys in a sweep."""
+    step, parts = (results[f"{key}{end}"] for key in ("step_ms", "plan_read_put_share_of_step"))
+    peers = peers_of(results, end)
+    said_of = f"A step takes {number(step, 3)} ms; its plan, read and put, each waited for, {parts:.1%} of that"
+    if not peers:
+        return said_of
+    name = min(peers, key=lambda one: peers[one].value)
+    return f"{said_of}. {name}, the fastest beside it, takes {said(peers[name])} times as long"
+
+
+def draw(run: Run, config: Config, results: Mapping[str, Any]) -> None:
+    """The parts of a step and the times of others; of a sweep the rates over what is swept."""
+    path, ratio_of = run.directory / "throughput.png", "its time over that of jaxrec"
+    if config.sweep == "none":
+        parts = {part: results[f"{part}_ms"] for part in STEP_PARTS}
+        parts |= {"whole step": results["step_ms"], "its matrix products": results["gemm_ms"]}
+        panels: dict[str, dict[str, dict[str, Any]]] = {"ms": {"": parts}}
+        if peers := peers_of(results):
+            panels[ratio_of] = {"": {name.replace("_", " "): each for name, each in peers.items()}}
+        bars(path, panels, finding(results), {ratio_of: {"jaxrec": 1.0}})
+        return
+    field, values = SWEEPS[config.sweep]
+    of = lambda key: [results[f"{key}_at_{field}_{value}"] for value in values]
+    lines: dict[str, dict[str, tuple]] = {"examples/s": {"jaxrec": (values, of("examples_per_s"))}}
+    last = f"_at_{field}_{values[-1]}"
+    if names := list(peers_of(results, last)):
+        each = {value: peers_of(results, f"_at_{field}_{value}") for value in values}
+        lines[ratio_of] = {name: (values, [each[v].get(name, Figure(None)) for v in values]) for name in names}
+    title = f"{field.replace('_', ' ')} {values[-1]:,}: {finding(results, last)}"
+    plot(path, lines, field.replace("_", " "), title, log_x=True, levels={ratio_of: {"jaxrec": 1.0}})
 
 
 def main(config: Config) -> dict:
@@ -131,6 +189,7 @@ def main(config: Config) -> dict:
             row = measure_sides(dataclasses.replace(config, **changed), rounds, steps)
             run.log({field: value} | row)
             results |= {f"{key}_at_{field}_{value}": row[key] for key in row}
+    draw(run, config, results)
     run.close(results, table(config, results))
     return results
 

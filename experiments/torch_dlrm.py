@@ -5,7 +5,7 @@ Every variant is a function of `TorchWork` -> step, where step(i, resident) trai
 returns its loss, on the device; batches are sent from pinned memory with the step, or lie on the
 device if `resident`. All do the same work as jaxrec: plain SGD on the dense part, duplicates
 reduced before a row optimizer with one accumulator per row (`adagrad`: one per element,
-torch.optim's own), one id per field.
+torch.optim's own), one id per field or bags of ids, summed.
 """
 
 import dataclasses
@@ -29,6 +29,32 @@ class TorchWork:
     batches: list
     model: str = "dlrm"
     device: str = "cpu"
+    field_hots: tuple[int, ...] = ()
+    """Ids of each field; one if empty."""
+
+    @property
+    def hots(self) -> tuple[int, ...]:
+        """Ids of each field."""
+        return self.field_hots or (1,) * len(self.cardinalities)
+
+    @property
+    def one_hot(self) -> bool:
+        """No field has a bag."""
+        return max(self.hots) == 1
+
+    @property
+    def bag_starts(self) -> torch.Tensor:
+        """Where each bag begins among the ids of a batch, example by example: i64[B F]."""
+        return self._starts(np.tile(self.hots, len(self.batches[0].label)))
+
+    @property
+    def bag_ends_by_field(self) -> torch.Tensor:
+        """The same field by field, with the end of the last: i64[F B + 1]."""
+        lengths = np.repeat(self.hots, len(self.batches[0].label))
+        return self._starts(np.append(lengths, 0))
+
+    def _starts(self, lengths):
+        return torch.as_tensor(np.cumsum(lengths) - lengths, device=self.device)
 
     @property
     def rows(self) -> int:
@@ -37,12 +63,17 @@ class TorchWork:
 
     @property
     def stacked_offsets(self) -> np.ndarray:
-        """Where each table begins in the stack of all."""
-        return np.concatenate([[0], np.cumsum(self.cardinalities)[:-1]])
+        """Where the table of each id of an example begins in the stack of all."""
+        return np.repeat(np.concatenate([[0], np.cumsum(self.cardinalities)[:-1]]), self.hots)
+
+    def by_field(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [B, ids of an example] field after field, in one row."""
+        return torch.cat([part.reshape(-1) for part in ids.split(self.hots, dim=1)])
 
     def dense_part(self, compiled: bool = False) -> nn.Module:
         """The dense network on the device."""
-        of_model = TorchDLRM if self.model == "dlrm" else TorchDCNv2
+        models: dict[str, Any] = {"dlrm": TorchDLRM, "dcnv2": TorchDCNv2, "dcnv2_mlperf": TorchMLPerf}
+        of_model = models[self.model]
         module = of_model(len(self.cardinalities), self.width).to(self.device)
         return torch.compile(module) if compiled else module
 
@@ -85,6 +116,25 @@ class TorchDCNv2(nn.Module):
         return self.last(torch.cat([crossed, self.tower(x0)], dim=1))[:, 0]
 
 
+class TorchMLPerf(nn.Module):
+    """DLRM-DCNv2 of MLPerf Training: bottom MLP, three cross layers of rank 4 E, a tower behind them."""
+
+    def __init__(self, fields: int, width: int):
+        super().__init__()
+        size, rank = (fields + 1) * width, 4 * width
+        self.bottom = mlp([13, 512, 256, width], last_relu=True)
+        self.low = nn.ModuleList(nn.Linear(size, rank, bias=False) for _ in range(3))
+        self.high = nn.ModuleList(nn.Linear(rank, size) for _ in range(3))
+        self.top = mlp([size, 1024, 1024, 512, 256, 1], last_relu=False)
+
+    def forward(self, dense, vectors):
+        x0 = torch.cat([self.bottom(dense), vectors.flatten(1)], dim=1)
+        crossed = x0
+        for low, high in zip(self.low, self.high, strict=True):
+            crossed = x0 * high(low(crossed)) + crossed
+        return self.top(crossed)[:, 0]
+
+
 def mlp(sizes, last_relu):
     """Linear layers with ReLU between them, and behind the last one if asked."""
     layers: list[nn.Module] = []
@@ -107,8 +157,8 @@ def rowwise_adagrad_(weight, accumulator):
 
 
 def tensors(work: TorchWork, offsets, arrange=lambda ids: ids):
-    """(dense, ids, label) of each batch; ids [B, F] within the stack if offsets are given, then
-    arranged."""
+    """(dense, ids, label) of each batch; ids [B, ids of an example] within the stack if offsets are given,
+    then arranged."""
     found = [
         (
             torch.as_tensor(b.dense),
@@ -147,10 +197,11 @@ def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
     """One EmbeddingBag for all fields."""
     fields = len(work.cardinalities)
     bag = nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=work.device)
-    data = tensors(work, work.stacked_offsets)
+    data, starts = tensors(work, work.stacked_offsets), work.bag_starts
 
     def lookup(ids):
-        return bag(ids.reshape(-1, 1)).reshape(-1, fields, work.width)
+        found = bag(ids.reshape(-1, 1)) if work.one_hot else bag(ids.reshape(-1), starts)
+        return found.reshape(-1, fields, work.width)
 
     return make_step(work, work.dense_part(compiled), lookup, _row_step([bag.weight], row_optimizer), data)
 
@@ -161,14 +212,16 @@ def unique(work: TorchWork, compiled=False):
     fields, rows = len(work.cardinalities), work.rows
     weight = torch.randn(rows, work.width, device=work.device).mul_(rows**-0.5)
     accumulator = torch.zeros(rows, device=work.device)
-    data = tensors(work, work.stacked_offsets)
+    data, starts = tensors(work, work.stacked_offsets), work.bag_starts
     touched: list[torch.Tensor] = []
 
     def lookup(ids):
         found, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
         leaf = weight.index_select(0, found).requires_grad_()
         touched[:] = found, leaf
-        return leaf.index_select(0, inverse).view(-1, fields, work.width)
+        one = work.one_hot
+        taken = leaf.index_select(0, inverse) if one else nn.functional.embedding_bag(inverse, leaf, starts, mode="sum")
+        return taken.view(-1, fields, work.width)
 
     @torch.no_grad()
     def step_rows():
@@ -184,10 +237,12 @@ def unique(work: TorchWork, compiled=False):
 def separate(work: TorchWork):
     """One EmbeddingBag a field, as in facebookresearch/dlrm."""
     bags = [nn.EmbeddingBag(n, work.width, mode="sum", sparse=True, device=work.device) for n in work.cardinalities]
-    data = tensors(work, 0, lambda ids: ids.T.contiguous())
+    data, examples = tensors(work, 0, work.by_field), len(work.batches[0].label)
+    sizes = [examples * hots for hots in work.hots]
 
     def lookup(ids):
-        return torch.stack([bag(row[:, None]) for bag, row in zip(bags, ids, strict=True)], dim=1)
+        parts = [part.reshape(examples, -1) for part in ids.split(sizes)]
+        return torch.stack([bag(part) for bag, part in zip(bags, parts, strict=True)], dim=1)
 
     return make_step(work, work.dense_part(), lookup, _row_step([bag.weight for bag in bags], "rowwise"), data)
 
@@ -230,8 +285,7 @@ def fbgemm(work: TorchWork):
         learning_rate=ROW_RATE,
         eps=EPS,
     )
-    data = tensors(work, 0, lambda ids: ids.T.contiguous().reshape(-1))
-    bags = torch.arange(len(data[0][1]) + 1, device=work.device)
+    data, bags = tensors(work, 0, work.by_field), work.bag_ends_by_field
 
     def lookup(ids):
         return tables(ids, bags).reshape(-1, len(work.cardinalities), work.width)

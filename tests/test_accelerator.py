@@ -1,6 +1,7 @@
 """The accelerator kit: its runner survives parts that fail or hang, and every part works in smoke form."""
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -365,7 +366,7 @@ def test_pytorch_has_the_same_work_to_do():
     from reference import Job, reference_work, synthetic
 
     torch_dlrm = importlib.import_module("torch_dlrm")
-    for model in ("dlrm", "dcnv2"):
+    for model in ("dlrm", "dcnv2", "dcnv2_mlperf"):
         job = Job(rows=5_000, batch_size=32, model=model)
         ours = sum(leaf.size for leaf in jax.tree.leaves(reference_work(job)[2]))
         work = torch_dlrm.TorchWork(job.cardinalities, 16, synthetic(job, 3)[1], model)
@@ -373,3 +374,23 @@ def test_pytorch_has_the_same_work_to_do():
         step = torch_dlrm.VARIANTS["torch_unique"](work)
         losses = [float(step(i % 3, resident=bool(i % 2))) for i in range(60)]
         assert np.mean(losses[-6:]) < np.mean(losses[:6]) and torch.is_tensor(step(0))
+
+
+def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
+    """By a loop over examples and fields; ids are in the stack of all tables where the variant has one."""
+    torch = pytest.importorskip("torch")
+    from reference import Job, in_bags, reference_work, synthetic
+
+    job = Job(rows=500, batch_size=3, hots="mlperf", hots_scale=0.2)
+    (batch,), work = synthetic(job, 1)[1], importlib.import_module("torch_dlrm").TorchWork
+    work = work(job.cardinalities, job.width, [batch], field_hots=job.field_hots)
+    bags = in_bags(job, reference_work(job)[0], batch).ids
+    bags = {field: ids.reshape(3, -1) for field, ids in bags.items()}
+    starts, ids = work.bag_starts.tolist(), (batch.ids["sparse"] + work.stacked_offsets).reshape(-1)
+    found = [part.tolist() for part in np.split(ids, starts[1:])]
+    first = np.cumsum((0, *job.cardinalities))
+    assert found == [(bags[f][b] + first[i]).tolist() for b in range(3) for i, f in enumerate(bags)]
+    flat = work.by_field(torch.as_tensor(batch.ids["sparse"])).numpy()
+    ends = work.bag_ends_by_field.tolist()
+    found = [flat[start:end].tolist() for start, end in itertools.pairwise(ends)]
+    assert found == [ids.tolist() for field in bags.values() for ids in field]

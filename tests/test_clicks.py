@@ -11,7 +11,9 @@ import clicks
 import numpy as np
 import optax
 import pytest
+from reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
 
+import jaxrec
 from jaxrec.data.criteo import prepare
 from jaxrec.embedding import HostTables, rowwise_adagrad
 from jaxrec.loop import fit, planned
@@ -102,7 +104,9 @@ def test_a_loop_a_pipeline_and_an_emulation_take_the_same_job():
 
 
 def test_an_unknown_model_is_refused():
-    with pytest.raises(ValueError, match="model='dcn' must be one of dlrm, dcnv2, small_dlrm"):
+    with pytest.raises(
+        ValueError, match="model='dcn' must be one of dlrm, dcnv2, dcnv2_mlperf, small_dlrm, lr, fm, dnn, "
+    ):
         clicks.make_model("dcn", 4)
 
 
@@ -115,3 +119,20 @@ def test_the_reference_work_wants_nothing_but_jaxrec():
     program = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(program, capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("hots", ["one", "mlperf"])
+def test_the_reference_work_trains_with_bags_of_mlperfs_sizes_and_without(hots):
+    job = Job(rows=2_000, batch_size=32, hots=hots, hots_scale=0.5)
+    spec, loss, params, optimizer, rows = reference_work(job)
+    batches = [in_bags(job, spec, batch) for batch in synthetic(job, 2)[1]]
+    shapes = {name: spec.lookups[name].hots for name in spec.lookups}
+    sizes = [max(1, round(size / 2)) for size in MLPERF_HOTS]
+    assert list(shapes.values()) == (sizes if hots == "mlperf" else [1]) and sum(MLPERF_HOTS) == 214
+    assert {name: len(spec.columns_of(name)[1]) for name in shapes} == dict.fromkeys(shapes, 26 if hots == "one" else 1)
+    state = jaxrec.init_state(params, optimizer, HostTables.create(spec, rows))
+    step, losses = jaxrec.make_train_step(spec, loss, optimizer, rows), []
+    for batch in batches * 10:
+        state, metrics = step(state, jaxrec.plan(spec, batch.ids), batch)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])

@@ -349,6 +349,7 @@ def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
 
 @pytest.mark.slow
 def test_fb15k_237_reaches_its_rank(real_data, tmp_path):
-    """About 0.338 with the defaults, in every mode."""
-    found = run_experiment(tmp_path, "--path", str(real_data / "kg" / "FB15k-237"), "--modes", "oac")
-    assert found["test_mrr_oac"] >= 0.33
+    """About 0.338 with the defaults, in every mode; 0.32 after less than half of their epochs."""
+    options = ["--path", str(real_data / "kg" / "FB15k-237"), "--modes", "oac", "--epochs", "4"]
+    found = run_experiment(tmp_path, *options)
+    assert found["test_mrr_oac"] >= 0.32

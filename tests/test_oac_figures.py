@@ -9,16 +9,31 @@ import time
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oac_equivalence import same
-from test_oac import SPEC, make_batches, make_state, pipeline_with, plain_loop, train, update_of
+from test_oac import (
+    OPTIMIZER,
+    ROWS,
+    SPEC,
+    loss,
+    make_batches,
+    make_state,
+    pipeline_with,
+    plain_loop,
+    train,
+    update_of,
+)  # fmt: skip
 
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
-from jaxrec.oac import Pipeline, memory_bytes
+from jaxrec.oac import Pipeline, memory_bytes, ring
 from jaxrec.oac.ways import nbytes
-from jaxrec.types import Batch
+from jaxrec.step import make_update
+from jaxrec.types import Batch, Rows
 
 SAVINGS = {
     "none": {},
@@ -69,6 +84,73 @@ def test_bytes_are_those_handed_to_send_and_fetch(way):
     off = {name: False for name in options if name.startswith("skip")}
     without, _, _ = bytes_of_run(batches, **options | off)
     assert counters["bytes_without_savings"] == sum(without.values())
+
+
+def looks_at_ids(params, activations, batch):
+    """As `loss`, of a model that takes a number of its own from the ids."""
+    return loss(params, activations, batch) + jnp.where(batch.ids["pair"][:, 0] % 2 == 0, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(("of", "unread"), [(loss, "ids"), (looks_at_ids, "")])
+@pytest.mark.parametrize("validation", ["planned", "device"])
+def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
+    """Counted by hand: row numbers where the host plans with them, ids unless the loss looks at them."""
+    batches, seen, update = make_batches(6), [], make_update(SPEC, of, OPTIMIZER, ROWS)
+
+    def send(tree, placement):
+        seen.append(tree)
+        return jax.device_put(tree, placement)
+
+    with Pipeline(make_state(), update, window=2, validation=validation, send=send) as pipeline:
+        losses = [float(metrics["loss"]) for _, metrics in pipeline.run(batches)]
+    inputs = [tree for tree in seen if isinstance(tree[1], Batch)]
+    assert len(inputs) == len(batches) and len(set(losses)) == len(losses)
+    for plans, batch in inputs:
+        assert batch.dense is not None and batch.label is not None and batch.weight is not None
+        assert (batch.ids["pair"] is None) is bool(unread) and batch.ids["bag"] is None
+        for p in plans.values():
+            assert (p.unique is None) is (p.count is None) is (validation == "planned")
+            assert all(each is not None for each in p.inverse.values())
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**31), width=st.sampled_from([1, 7, 24]), shards=st.sampled_from([1, 3]))
+def test_rows_travel_without_gaps_and_find_their_places(seed, width, shards):
+    """What is sent of a batch and patched from a ring, what is fetched of it: against numpy, padding or none."""
+    rng = np.random.default_rng(seed)
+    leaf = jnp.asarray(rng.normal(size=(shards, width, 2)), jnp.float32)
+    keep = rng.random((shards, width)) < rng.random()
+    size = int(rng.integers(max(1, keep.sum(1).max()), width + 1))
+    bits = {"t": np.packbits(keep, axis=1)}
+    some = ring.kept({"t": Rows(leaf, {})}, bits, {"t": size})["t"].value
+    source = np.where(keep, -1, rng.integers(0, 2 * width, keep.shape)).astype(np.int32)
+    held = jnp.asarray(rng.normal(size=(shards, 2, width, 2)), jnp.float32)
+    patched = np.stack([h.reshape(-1, 2)[s] for h, s in zip(np.asarray(held), source, strict=True)])
+    for shard in range(shards):
+        if size < width:
+            np.testing.assert_array_equal(some[shard, : keep[shard].sum()], np.asarray(leaf)[shard, keep[shard]])
+        else:
+            np.testing.assert_array_equal(some[shard], leaf[shard])
+    made = ring.Ring(np.zeros((shards, 2), np.int32), {}, {"t": Rows(held, {})})
+    right = np.where(keep[..., None], leaf, patched)
+    np.testing.assert_array_equal(ring.replay(made, {"t": Rows(some, {})}, {"t": source})["t"].value, right)
+
+
+def planned_late(pipeline, batches, window):
+    """Each batch is known only when the one of a window before it has its rows: so which of these will be rewritten."""
+    for number, batch in enumerate(batches):
+        flow = pipeline.flow
+        before = flow.first + number - window
+        assert number < window or flow.wait_until(lambda flow=flow, n=before: n in flow.loaded, seconds=60)
+        yield batch
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_which_rows_to_fetch_is_told_late_if_it_is_known_late(window):
+    batches = make_batches(14)
+    with Pipeline(make_state(), update_of(SPEC), window=window, **SAVINGS["both"]) as pipeline:
+        losses = [np.asarray(m["loss"]) for _, m in pipeline.run(planned_late(pipeline, batches, window))]
+    assert same((pipeline.state, losses), plain_loop(batches))
 
 
 def skewed_batches(number, spec, size=256):
@@ -360,9 +442,11 @@ def test_memory_is_what_the_formula_says(way, shape):
     found = Measured(spec, batches, **options)
     plans = jaxrec.plan(spec, batches[0].ids, found.capacity)
     (p,) = plans.values()
+    # The loss looks at no ids; row numbers are compared where the device validates.
+    unread = nbytes(batches[0].ids) + (way != "device") * nbytes((p.unique, p.count))
     expected = memory_bytes(
         window, p.unique.size, 2 * SHAPES[shape][3], mode=options.get("mode", "oac"),
-        validation=options.get("validation", "planned"), input_bytes=nbytes((plans, batches[0])),
+        validation=options.get("validation", "planned"), input_bytes=nbytes((plans, batches[0])), unread_bytes=unread,
         table_rows=SHAPES[shape][0],
     )  # fmt: skip
     assert 0.9 < (found.filled[0] - 2 * found.dense) / expected["device"] < 1.1, (found.filled, expected)

@@ -1,6 +1,7 @@
 """One harness over all homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
 
 import errno
+import functools
 import itertools
 import multiprocessing
 import os
@@ -201,6 +202,59 @@ def test_bags_pool_what_is_present():
         values = {"width_1": plans["width_1"].unique[..., None].astype(np.float32)}  # each row holds its number
         acts = activations(spec, values, plans)["t"]
         assert acts.tolist() == [[expected], [0.0]]
+
+
+def pooled_plainly(spec, values, plans):
+    """The reference: each bag's rows side by side, then their sum; autodiff makes its derivative."""
+    result = {}
+    for name, one in plans.items():
+        rows = jnp.concatenate(
+            [values[name].reshape(-1, values[name].shape[-1]), jnp.zeros((1, spec.stacks[name].width))]
+        )
+        for key, lookup in spec.lookups_of(name).items():
+            taken, here = rows[one.inverse[key]], one.inverse[key] < len(rows) - 1
+            if lookup.hots > 1:
+                divisor = jnp.maximum(here.sum(-1), 1)[..., None] if lookup.pooling == "mean" else 1
+                taken = taken.sum(-2) / divisor
+            result[key] = taken
+    return result
+
+
+def many_bags(hots, seed, batch_size=5):
+    """A spec of bags and single lookups in one stack, its plans and rows, and a weight for each activation."""
+    tables = {"a": Table(40, 6), "b": Table(7, 6)}
+    lookups = {"sum": Lookup("a", hots), "mean": Lookup(("b", "a"), hots, "mean"), "one": Lookup(("a", "b"))}
+    spec = EmbeddingSpec(tables, lookups, shards=2)
+    plans, rng = plan(spec, draw_ids(spec, batch_size, seed)), np.random.default_rng(seed)
+    values = {"width_6": rng.standard_normal((*plans["width_6"].unique.shape, 6), np.float32)}
+    weight = {
+        key: rng.standard_normal(one.shape, np.float32) for key, one in pooled_plainly(spec, values, plans).items()
+    }
+    return spec, plans, values, weight
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("hots", [2, 7, 8, 9, 24, 27])
+def test_pooling_and_its_derivative_are_those_of_a_plain_sum(hots, seed):
+    spec, plans, values, weight = many_bags(hots, seed)
+    found, wanted = (pool(spec, values, plans) for pool in (activations, pooled_plainly))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+    objective = lambda pool: lambda v: sum(jnp.vdot(one, weight[key]) for key, one in pool(spec, v, plans).items())
+    slopes = [jax.jit(jax.grad(objective(pool)))(values)["width_6"] for pool in (activations, pooled_plainly)]
+    np.testing.assert_allclose(*slopes, rtol=1e-5, atol=1e-5)
+
+
+def test_pooling_holds_no_row_for_every_id():
+    """Its memory goes by bags; the plain sum, whose goes by ids, is the control."""
+    spec, plans, values, weight = many_bags(64, seed=0, batch_size=300)
+
+    def temporary_bytes(pool):
+        objective = lambda v: sum(jnp.vdot(one, weight[key]) for key, one in pool(spec, v, plans).items())
+        compiled = jax.jit(jax.value_and_grad(objective)).lower(values).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    by_ids = 300 * 64 * 6 * 4
+    assert temporary_bytes(activations) < by_ids / 2 and temporary_bytes(pooled_plainly) > by_ids
 
 
 def test_a_full_disk_leaves_nothing_behind_and_other_tables_alone(tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np
     )  # fmt: skip
 
 
-def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray, np.ndarray]:
+def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray]:
     """A plan of some of a plan's rows alone.
 
     Args:
@@ -187,16 +187,15 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
       rows: V.
 
     Returns:
-      Plan of [S, C], without `inverse`; which row of U each of C is, i32[S, C]; which of C each row
-      of U is, i32[S, U], 0 if not kept.
+      Plan of [S, C], without `inverse`, of the kept rows in their order; which of C each row of U is, i32[S, U], 0
+      if not kept.
     """
-    rows_of = np.asarray(plan.unique)
-    unique, index = np.full((len(keep), size), rows, np.int32), np.zeros((len(keep), size), np.int32)
+    rows_of, unique = np.asarray(plan.unique), np.full((len(keep), size), rows, np.int32)
     for shard, row in enumerate(keep):
-        at = np.flatnonzero(row)
-        index[shard, : len(at)], unique[shard, : len(at)] = at, rows_of[shard, at]
+        found = rows_of[shard, row]
+        unique[shard, : len(found)] = found
     place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
-    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), index, place
+    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), place
 
 
 # ---- on the devices

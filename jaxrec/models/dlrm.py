@@ -45,8 +45,7 @@ class DLRM(nn.Module):
             )
         tower = functools.partial(Tower, kernel_init=nn.initializers.glorot_normal(), bias_deviation=1.0)
         bottom = tower(self.bottom, name="bottom_tower")(dense).T
-        vectors = jnp.concatenate([bottom[:, None], activations], axis=1)
-        features = jnp.concatenate([bottom, dot_interaction(vectors)], axis=1)
+        features = jnp.concatenate([bottom, dot_interaction(bottom, activations)], axis=1)
         x = tower(self.top[:-1], name="top_tower")(features)
         kernel = self.param("kernel", nn.initializers.glorot_normal(), (x.shape[0], 1))
         bias = self.param("bias", nn.initializers.normal(1.0), (1,))
@@ -54,42 +53,55 @@ class DLRM(nn.Module):
 
 
 @jax.custom_vjp
-def dot_interaction(vectors: jax.Array) -> jax.Array:
-    """All dot products between two different vectors of an example.
+def dot_interaction(bottom: jax.Array, activations: jax.Array) -> jax.Array:
+    """All dot products between two different vectors of an example, of which `bottom` is the first.
+
+    With x_0 the bottom vector and A the activations, A A^T and A x_0 hold all pairs. The two are never put
+    into one [B, F + 1, E]: at width 128 to write it and to read it again takes a CPU as long as the products.
 
     The derivative is written out: autodiff would scatter the P gradients into a [F + 1, F + 1]
     matrix, the slowest operation of the whole step on a CPU, where a gather of the symmetric matrix
     will do.
 
     Args:
-      vectors: f32[B, F + 1, E].
+      bottom: f32[B, E].
+      activations: f32[B, F, E].
 
     Returns:
-      f32[B, P]: row by row the lower triangle of vectors times their transpose, without the
+      f32[B, P]: row by row the lower triangle of all F + 1 vectors times their transpose, without the
       diagonal.
+
+    >>> one = lambda *rows: jnp.array([rows], jnp.float32)
+    >>> dot_interaction(one(1, 2), one((3, 4), (5, 6))).tolist()  # 1 3 + 2 4, 1 5 + 2 6, 3 5 + 4 6
+    [[11.0, 17.0, 39.0]]
     """
-    # In pieces: XLA:CPU runs one batched product on one core, but several of them side by side.
-    pieces = jnp.array_split(vectors, min(4, len(vectors)))
-    products = jnp.concatenate([jnp.einsum("bie,bje->bij", piece, piece) for piece in pieces])
-    size = vectors.shape[1]
-    row, column = np.tril_indices(size, -1)
-    return products.reshape(-1, size * size).at[:, row * size + column].get(mode="promise_in_bounds")
+    square = jnp.einsum("bie,bje->bij", activations, activations)
+    edge = jnp.einsum("be,bje->bj", bottom, activations)
+    fields = activations.shape[1]
+    row, column = np.tril_indices(fields + 1, -1)
+    place = np.where(column == 0, row - 1, fields + (row - 1) * fields + column - 1)
+    both = jnp.concatenate([edge, square.reshape(-1, fields * fields)], axis=1)
+    return both.at[:, place].get(mode="promise_in_bounds")
 
 
-def _interaction_forward(vectors):
-    return dot_interaction(vectors), vectors
+def _interaction_forward(bottom, activations):
+    return dot_interaction(bottom, activations), (bottom, activations)
 
 
-def _interaction_backward(vectors, gradient):
-    # With Z = X X^T, dX = (G + G^T) X; G has the gradients below its diagonal and zeros elsewhere.
-    size = vectors.shape[1]
+def _interaction_backward(saved, gradient):
+    # With Z = X X^T, dX = (G + G^T) X; G has the gradients below its diagonal and zeros elsewhere. Its first row and
+    # column belong to the bottom vector, all others to the activations.
+    bottom, activations = saved
+    size = activations.shape[1] + 1
     pairs = size * (size - 1) // 2
     place = np.full((size, size), pairs)
     place[np.tril_indices(size, -1)] = np.arange(pairs)
-    place = np.minimum(place, place.T).reshape(-1)
+    place = np.minimum(place, place.T)
+    edge = gradient.at[:, place[0, 1:]].get(mode="promise_in_bounds")
     padded = jnp.pad(gradient, ((0, 0), (0, 1)))
-    symmetric = padded.at[:, place].get(mode="promise_in_bounds").reshape(-1, size, size)
-    return (jnp.einsum("bij,bje->bie", symmetric, vectors),)
+    symmetric = padded.at[:, place[1:, 1:].reshape(-1)].get(mode="promise_in_bounds").reshape(-1, size - 1, size - 1)
+    by_bottom = jnp.einsum("bj,bje->be", edge, activations)
+    return by_bottom, jnp.einsum("bij,bje->bie", symmetric, activations) + edge[:, :, None] * bottom[:, None]
 
 
 dot_interaction.defvjp(_interaction_forward, _interaction_backward)

@@ -115,7 +115,7 @@ class Committing(Leaving):
         with uninterrupted():
             # Else it was written, and others may have trained over the tables since.
             if not self._left:
-                self._stages.write_rest(self._steps.ring, self.flow)
+                self._stages.write_rest(self._steps.whole_ring(), self.flow)
             self._standing.settle()
         return self.tables
 

@@ -114,7 +114,7 @@ class Leaving(Watched):
 
     def _write_rest(self):
         try:
-            self._stages.write_rest(self._steps.ring, self.flow)
+            self._stages.write_rest(self._steps.whole_ring(), self.flow)
         except Exception as error:
             error.add_note("in the last write of a run of the pipeline")
             self.flow.fail_behind(self.flow.committed, error)

@@ -40,10 +40,10 @@ from jaxrec.types import ShardsLost, TrainState
 class Pipeline(Committing):
     """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
-    with Pipeline(state, update, mode="oac", window=8) as pipeline:
-        for state, metrics in pipeline.run(batches):
-            ...
-    state = pipeline.state
+        with Pipeline(state, update, mode="oac", window=8) as pipeline:
+            for state, metrics in pipeline.run(batches):
+                ...
+        state = pipeline.state
 
     Modes: `sync` gathers a batch when the one before it is written; only rows wait, plans and
     inputs go ahead. `oac` gives bitwise the same results with W batches in flight. `async` repairs
@@ -113,7 +113,7 @@ class Pipeline(Committing):
         self.tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._steps = self.steps_type(update, way, spec, mesh, state.dense)
+        self._steps = self.steps_type(update, way, self.tables, mesh, state.dense)
         self._stages = Stages(
             self.tables,
             way,
@@ -121,7 +121,8 @@ class Pipeline(Committing):
             send or jax.device_put,
             fetch or fetch_whole,
             placement,
-            self._steps.take,
+            self._steps.kept,
+            self._steps.reads,
             None if capacity is None else checked_capacity(spec, capacity),
         )
         self.compilations, self._compiled_before = 0, 0

@@ -33,19 +33,21 @@ class Ring(NamedTuple):
     """The last W batches' rows after their update."""
 
     version: Array  # i32[S, W] the batch in each slot, -1 where there is none yet
-    unique: dict[str, Array]  # {stack: i32[S, W, U]} its rows, V behind them
+    # {stack: i32[S, W, U]} its rows, V behind them; {} where nobody looks for them on the device.
+    unique: dict[str, Array]
     rows: dict[str, Rows]  # {stack: f32[S, W, U, E] and slots f32[S, W, U, K]}, post-update
 
 
-def init(rows: dict[str, Rows], depth: int) -> Ring:
+def init(rows: dict[str, Rows], depth: int, numbers: bool = True) -> Ring:
     """Makes an empty ring.
 
     Args:
       rows: {stack: Rows} of the shapes of a batch, f32[S, U, E]; only shapes are used.
       depth: W, at least the window of the pipeline and at least 1.
+      numbers: whether it holds row numbers, for `validate`.
 
     Returns:
-      A Ring of 4 W S U (E + K + 1) bytes per stack.
+      A Ring of 4 W S U (E + K + 1) bytes per stack, 4 W S U (E + K) without numbers.
 
     Raises:
       ValueError: depth < 1.
@@ -55,7 +57,7 @@ def init(rows: dict[str, Rows], depth: int) -> Ring:
     shards = next(iter(rows.values())).value.shape[0]
     return Ring(
         jnp.full((shards, depth), -1, jnp.int32),
-        {name: jnp.full((shards, depth, r.value.shape[1]), -1, jnp.int32) for name, r in rows.items()},
+        {name: jnp.full((shards, depth, r.value.shape[1]), -1, jnp.int32) for name, r in rows.items() if numbers},
         jax.tree.map(slots, rows),
     )
 
@@ -68,18 +70,20 @@ def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
       capacity: {stack: U}.
     """
 
-    def widen(name, leaf, fill=0):
-        return jnp.pad(
-            leaf,
-            [(0, 0), (0, 0), (0, capacity[name] - leaf.shape[2])] + [(0, 0)] * (leaf.ndim - 3),
-            constant_values=fill,
-        )
-
     return Ring(
         ring.version,
-        {name: widen(name, leaf, -1) for name, leaf in ring.unique.items()},
-        {name: jax.tree.map(lambda leaf, name=name: widen(name, leaf), rows) for name, rows in ring.rows.items()},
+        {name: widened(leaf, capacity[name], -1) for name, leaf in ring.unique.items()},
+        {
+            name: jax.tree.map(lambda leaf, size=capacity[name]: widened(leaf, size, 0), rows)
+            for name, rows in ring.rows.items()
+        },
     )
+
+
+def widened(leaf, size: int, fill, numpy=jnp):
+    """[S, W, U, ...] -> [S, W, size, ...], of JAX or of numpy."""
+    before = [(0, 0), (0, 0), (0, size - leaf.shape[2])]
+    return numpy.pad(leaf, before + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
 
 
 def validate(ring: Ring, plans: dict[str, Plan], read_version) -> dict[str, Array]:
@@ -125,20 +129,23 @@ def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[
 
     Args:
       ring: after all batches before this one.
-      rows: {stack: Rows}, f32[S, U, E], as gathered.
+      rows: {stack: Rows}, f32[S, U, E], as gathered; or f32[S, C, E] with C < U, those rows alone that the ring
+        does not give, in their order.
       source: {stack: i32[S, U]}, from `validate` or planned on the host.
 
     Returns:
-      {stack: Rows}, the values of serial execution.
+      {stack: Rows}, f32[S, U, E], the values of serial execution.
     """
 
     def patch(name):
-        where = source[name]
-        shards, (depth, width) = where.shape[0], ring.unique[name].shape[1:]
-        flat = jnp.maximum(where, 0) + depth * width * jnp.arange(shards, dtype=jnp.int32)[:, None]
+        where, sent = source[name], rows[name].value.shape[1]
+        depth, width = ring.rows[name].value.shape[1:3]
+        # The n-th row that the ring does not give is the n-th that was sent: no list of them has to travel.
+        place = jnp.clip(jnp.cumsum(where < 0, axis=1, dtype=jnp.int32) - 1, 0, sent - 1)
 
         def one(gathered, held):
-            right = held.reshape(-1, held.shape[-1]).at[flat].get(mode="promise_in_bounds")
+            right = _rows_at(held.reshape(held.shape[0], depth * width, -1), jnp.maximum(where, 0))
+            gathered = gathered if sent == where.shape[1] else _rows_at(gathered, place)
             return jnp.where(where[..., None] >= 0, right, gathered)
 
         return jax.tree.map(one, rows[name], ring.rows[name])
@@ -185,20 +192,34 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
     return dense, append(ring, unique, new, number), new, {**metrics, "patched_rows": patched}
 
 
-def rows_at(rows: dict[str, Rows], place: dict[str, Array]) -> dict[str, Rows]:
-    """The rows at given places: of those that travelled without gaps, and of a batch those to
-    return.
+def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) -> dict[str, Rows]:
+    """Those rows of a batch that are to be written back, in their order.
 
     Args:
-      rows: {stack: Rows} of C rows per shard.
-      place: {stack: i32[S, U]}, which of the C each place takes; any where the ring will patch.
+      rows: {stack: Rows}, f32[S, U, E].
+      bits: {stack: u8[S, U / 8]}, from `numpy.packbits`: which rows.
+      size: {stack: C}, at least as many as there are in any shard; all rows stay where they are if it is U.
 
     Returns:
-      {stack: Rows}, f32[S, U, E].
+      {stack: Rows}, f32[S, C, E]; what is behind the kept ones is anything.
     """
-    return {name: jax.tree.map(lambda leaf, at=place[name]: _take(leaf, at), r) for name, r in rows.items()}
+
+    def some(name):
+        (shards, width), wanted = rows[name].value.shape[:2], size[name]
+        if wanted == width:
+            return rows[name]
+        keep = jnp.unpackbits(bits[name], axis=1, count=width)
+        behind = jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1
+        shard = jnp.broadcast_to(jnp.arange(shards, dtype=jnp.int32)[:, None], keep.shape)
+        number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), keep.shape)
+        at = jnp.where(keep > 0, behind, wanted)
+        place = jnp.zeros((shards, wanted), jnp.int32).at[shard, at].set(number, mode="drop")
+        return jax.tree.map(lambda leaf: _rows_at(leaf, place), rows[name])
+
+    return {name: some(name) for name in rows}
 
 
-def _take(leaf, place):
+def _rows_at(leaf, place):
+    """f32[S, N, E], i32[S, U] places below N -> f32[S, U, E]."""
     flat = place + leaf.shape[1] * jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.reshape(-1, leaf.shape[-1]).at[flat].get(mode="promise_in_bounds")

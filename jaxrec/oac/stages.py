@@ -5,6 +5,9 @@
 
 Nothing in here waits for another batch: `flow` says when a stage may begin, and `threads` ask it.
 
+What nothing on the device reads stays on the host: leaves of the batch that the loss does not look
+at (ids, often), row numbers, rows that the ring gives, rows that a later batch will write.
+
 Legend: W window, S shards, U padded unique rows per shard, C rows that travel.
 """
 
@@ -19,12 +22,12 @@ import jax
 import numpy as np
 
 from jaxrec import boundary
-from jaxrec.embedding import HostTables, capacity_of, plan
+from jaxrec.embedding import HostTables, bucket, capacity_of, plan
 from jaxrec.embedding.planning import without_gaps
 from jaxrec.oac.flow import Flow
 from jaxrec.oac.ring import Ring
 from jaxrec.oac.stale import LastWriters, found, mark_rewritten, newest_rows, written_since
-from jaxrec.oac.ways import Travelling, Way, nbytes
+from jaxrec.oac.ways import Way, nbytes
 from jaxrec.types import Array, Batch, Plan, Rows, ShardsLost
 
 
@@ -41,7 +44,7 @@ class Planned(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a batch brings along, on the device."""
+    """What a batch brings along: on the device what is read there, the rest as it is."""
 
     plans: dict[str, Plan]
     batch: Batch
@@ -50,10 +53,11 @@ class Inputs(NamedTuple):
 class Loaded(NamedTuple):
     """The rows of a batch as they were gathered, perhaps stale."""
 
-    rows: dict[str, Rows]  # f32[S, U, E] on the device; [S, C, E] if only some were sent
+    # f32[S, U, E] on the device; [S, C, E] if only those were sent that the ring does not give.
+    rows: dict[str, Rows]
     source: dict[str, Array]  # of `Planned`, on the device
-    # i32[S, U] which of the C rows each place takes; empty if all were sent.
-    place: dict[str, Array]
+    # u8[S, U / 8] which rows to write back, on the device, if it was known by then; else empty.
+    keep: dict[str, Array]
     watermark: int  # all batches before it were written when the gather began
     stale: int  # rows whose last writer was not written by then
     patched: int  # rows that the ring gives
@@ -67,6 +71,7 @@ class Committed(NamedTuple):
     stale: Any  # as in `Loaded`; i32[] on the device if the device validates
     patched: Any
     read: dict[str, Rows]
+    keep: dict[str, Array]
 
 
 class Fetched(NamedTuple):
@@ -99,22 +104,22 @@ class Stages:
       send: (tree of arrays, tree of shardings) -> tree on the device.
       fetch: (tree on the device) -> tree of numpy arrays.
       placement: {'inputs', 'rows': tree of shardings}.
-      take: (rows, {stack: places}) -> rows, on the device.
+      kept: `ring.kept`, on the device.
+      reads: Planned -> Inputs of bool, which leaves are read on the device.
       capacity: {stack: U} to begin with, or None.
     """
 
     def __init__(
         self, tables: HostTables, way: Way, devices: int, send: Callable, fetch: Callable, placement: Mapping,
-        take: Callable, capacity: dict[str, int] | None = None,
+        kept: Callable, reads: Callable[[Planned], Inputs], capacity: dict[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.way, self.devices = tables, way, devices
         self.last = LastWriters(tables.spec, way.window, way.depth) if way.plans_sources else None
         self.capacity = capacity  # U of each stack; it only grows
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
-        self._send, self._fetch, self._placement, self._take = send, fetch, placement, take
-        self._travelling: dict = collections.defaultdict(Travelling)  # (direction, stack) -> C
-        self._lock = threading.Lock()  # of the counters and of `_travelling`
+        self._send, self._fetch, self._placement, self._kept, self._reads = send, fetch, placement, kept, reads
+        self._lock = threading.Lock()  # of the counters, and of `reads`
 
     def plan(self, batch: Any, number: int) -> Planned:
         """Numbers the rows of a batch; call it in batch order.
@@ -155,32 +160,37 @@ class Stages:
             item.planned = planned._replace(source=source)
 
     def send_inputs(self, planned: Planned) -> Inputs:
-        """Sends plans and batch, which nothing can make stale."""
-        return Inputs(*self._send_counted((planned.plans, planned.batch), "inputs"))
+        """Sends of plans and batch, which nothing can make stale, what is read on the device."""
+        inputs = Inputs(planned.plans, planned.batch)
+        with self._lock:  # the first of several loaders traces the step, the others wait for what it finds
+            reads = self._reads(planned)
+        read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
+        sent = self._send_counted(tuple(read), "inputs")
+        # The rest is an argument of the step all the same, which drops it before anything is sent.
+        return jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, Inputs(*sent))
 
-    def load(self, planned: Planned, watermark: int, floor: int, tell_gathered: Callable[[int], None]) -> Loaded:
+    def load(self, planned: Planned, watermark: int, flow: Flow) -> Loaded:
         """Gathers the rows of a batch and sends them.
 
         Args:
           planned: the batch.
           watermark: all batches before it are written.
-          floor: what batches before it left in the ring is void.
-          tell_gathered: called with its number when the tables have been read.
+          flow: of the run, which is told when the tables have been read.
         """
-        number, window, source = planned.number, self.way.window, planned.source
-        plans, place = planned.plans, {}
+        number, window, source, plans = planned.number, self.way.window, planned.source, planned.plans
+        floor = flow.floor  # what batches before it left in the ring is void
         if self.way.skip_reads and number - window >= floor:  # before that, little is in the ring
-            fresh = {name: where < 0 for name, where in source.items()}
-            if (some := self._without_gaps("sent", plans, fresh)) is not None:
-                plans, _, place = some
+            plans = self._without_gaps(plans, {name: where < 0 for name, where in source.items()})
         read = self.tables.read(plans)
         # Before anything is sent: in semisync the write of the batch before waits for this gather.
-        tell_gathered(number)
+        flow.tell_gathered(number)
+        # All that will rewrite rows of this batch are planned: with the rows it costs no wait of its own.
+        keep = as_bits(planned.keep) if flow.planned > number + window else {}
         whole = self._rows_bytes(planned.plans) + nbytes(source)
-        rows, source_there, place_there = self._send_counted((read, source, place), "rows", whole)
+        rows, source_there, keep_there = self._send_counted((read, source, keep), "rows", whole)
         stale = found(written_since(source, number, window, max(watermark, floor)))
-        kept = read if self.way.adds else {}
-        return Loaded(rows, source_there, place_there, watermark, stale, found(source), kept)
+        before = read if self.way.adds else {}
+        return Loaded(rows, source_there, keep_there, watermark, stale, found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
         """Fetches the rows of a batch, or those of them that no later batch will write.
@@ -194,9 +204,9 @@ class Stages:
         plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
         # What nobody is known to rewrite: behind the last batches of a run none is planned.
         if self.way.skip_writes and (end is None or planned.number + self.way.window < end):
-            if (some := self._without_gaps("fetched", plans, planned.keep)) is not None:
-                plans, index, _ = some
-                rows = self._take(rows, self._send_counted(index, "rows", 0))
+            plans = self._without_gaps(plans, planned.keep)
+            keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
+            rows = self._kept(rows, keep, capacity_of(plans))
         self._count_bytes("bytes_fetched", nbytes(rows), whole)
         rows = self._fetch(rows)
         self._count(planned, committed)
@@ -225,21 +235,16 @@ class Stages:
         with self.tables.overwriting(there, step), telling_lost(flow):
             self.tables.put(*newest_rows(ring, self.tables.spec, flow.floor), there)
 
-    def _without_gaps(self, direction, plans, keep):
-        """`without_gaps` of every stack, in sizes C of few; None if that would save nothing."""
-        masks, size = {name: keep[name] & in_use(p) for name, p in plans.items()}, {}
+    def _without_gaps(self, plans, keep):
+        """The plans of some rows alone, in sizes C of few, so that few programs are compiled."""
+        found = {}
         for name, p in plans.items():
-            needed = int(masks[name].sum(axis=1).max(initial=1))
-            with self._lock:
-                size[name] = min(self._travelling[direction, name].fit(needed), p.unique.shape[1])
-        if size == capacity_of(plans):
-            return None
-        parts: tuple[dict, dict, dict] = {}, {}, {}
-        for name, p in plans.items():
-            made = without_gaps(p, masks[name], size[name], self.tables.spec.stacks[name].rows)
-            for tree, part in zip(parts, made, strict=True):
-                tree[name] = part
-        return parts
+            mask = keep[name] & in_use(p)
+            size = bucket(int(mask.sum(axis=1).max()))
+            # Rows of a stack that travel all but some stay where they are.
+            packed = size < p.unique.shape[1]
+            found[name] = without_gaps(p, mask, size, self.tables.spec.stacks[name].rows)[0] if packed else p
+        return found
 
     def _rows_bytes(self, plans):
         """The bytes of all rows of some plans, with padding and slots."""
@@ -284,3 +289,8 @@ def fetch_whole(tree: Any) -> Any:
 def in_use(plan: Plan) -> np.ndarray:
     """Which places of a plan hold a row, bool[S, U]."""
     return np.arange(plan.unique.shape[1]) < np.asarray(plan.count)[:, None]
+
+
+def as_bits(masks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """{stack: bool[S, U]} -> {stack: u8[S, U / 8]}."""
+    return {name: np.packbits(mask, axis=1) for name, mask in masks.items()}

@@ -77,8 +77,8 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
 
 
 def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
-    """The newest value of every row in a ring, from batches from the floor on, as plans and rows to
-    `put`."""
+    """The newest value of every row in a ring that holds row numbers, from batches from the floor
+    on, as plans and rows to `put`."""
     ring = jax.tree.map(np.asarray, ring)
     # Newest first.
     slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]

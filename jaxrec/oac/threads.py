@@ -203,7 +203,7 @@ class Workers:
         if watermark is None:
             return
         try:
-            loaded = [stages.load(item.planned, watermark, flow.floor, flow.tell_gathered)]
+            loaded = [stages.load(item.planned, watermark, flow)]
         except ShardsLost as lost:  # parked: when the shards are back, it is claimed and gathered anew
             flow.tell_not_loaded(lost.shards)
             return
@@ -293,7 +293,7 @@ class Cuts(Announced):
             # will be written.
             number = flow.hold_writes()
             try:
-                ring = self._steps.ring if self._stages.way.skip_writes else None
+                ring = self._steps.whole_ring() if self._stages.way.skip_writes else None
                 # Now, as the next step takes the dense state for good.
                 dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
                 workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, save))

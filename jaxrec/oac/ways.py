@@ -6,7 +6,6 @@ Legend: W window, S shards, U padded unique rows per shard, C rows that travel, 
 slot width.
 """
 
-import dataclasses
 import inspect
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import jax
 
 from jaxrec import boundary
 from jaxrec.bounds import whole_number
-from jaxrec.embedding import bucket
 from jaxrec.oac.view import LaggingTables
 from jaxrec.sharding import AXES, as_mesh, check_split
 from jaxrec.types import TrainState
@@ -41,6 +39,7 @@ def memory_bytes(
     mode: str = "oac",
     validation: str = "planned",
     input_bytes: int = 0,
+    unread_bytes: int = 0,
     table_rows: int = 0,
     loaders: int = 2,
     ahead: int = 2,
@@ -54,19 +53,20 @@ def memory_bytes(
     loader that waits for admission, are on the device too. With R = rows and F = row_floats, oac
     holds at most
 
-        device: 4 R (W (F + 1)             the ring and its row numbers
+        device: 4 R (W F                   the ring
                    + (W + 3) F             rows of batches; W + 2 in the other modes, which have no ring
-                   + W + 1)                where the ring holds each row; 1 instead of W + 1 if the device validates
-                + (W + 1 + min(loaders, ahead)) input_bytes
+                   + W + 1)                where the ring holds each row; if the device validates, the row numbers
+                                           of the ring, and where it holds those of one batch
+                + (W + 1 + min(loaders, ahead)) (input_bytes - unread_bytes)
         host:   4 R (W + 1) F              rows on their way; twice that in async and semisync, which keep what was read
                 + (2 W + 2 + ahead) (input_bytes + 4 R)      planned and not yet written; without 4 R if nothing is
                                                              planned about staleness: other modes, or 'device'
                 + 8 table_rows             the last writer of every row; nothing in those cases
 
     On a CPU both are the same memory, and what was fetched is a view of what is on the device.
-    `skip_stale_reads` needs at most one more batch of rows on the device, `skip_rewritten` W more
-    batches of inputs on the host. While the ring is widened, because a batch has more unique rows
-    than any before it, the old ring is there too.
+    `skip_rewritten` needs W more batches of inputs and 4 R W bytes of row numbers on the host. While
+    the ring is widened, because a batch has more unique rows than any before it, the old ring is
+    there too.
 
     Args:
       window: W.
@@ -75,6 +75,8 @@ def memory_bytes(
       mode: of the pipeline; `sync` has W = 0, `semisync` W = 1.
       validation: 'planned' or 'device'.
       input_bytes: of one batch and its plans; 0 leaves them out, as for all stacks but one.
+      unread_bytes: of these, what the step does not read, which stays on the host: ids, unless the loss looks at
+        them, and row numbers, unless the device validates.
       table_rows: V, rows of the stack.
       loaders, ahead: of the pipeline.
 
@@ -85,10 +87,11 @@ def memory_bytes(
       ValueError: an unknown mode or validation; a negative number.
 
     >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
-    {'device': 1134000, 'host': 8988000}
+    {'device': 1118000, 'host': 8988000}
     """
     numbers = {"window": window, "rows": rows, "row_floats": row_floats, "input_bytes": input_bytes}
-    for name, number in (numbers | {"table_rows": table_rows, "loaders": loaders, "ahead": ahead}).items():
+    numbers |= {"unread_bytes": unread_bytes, "table_rows": table_rows}
+    for name, number in (numbers | {"loaders": loaders, "ahead": ahead}).items():
         whole_number(name, number, 0)
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
@@ -98,41 +101,13 @@ def memory_bytes(
     in_flight = window + 1
     device = (in_flight + 1 + repairs) * row_floats
     if repairs:
-        device += window * (row_floats + 1) + (in_flight if planned else 1)
+        device += window * row_floats + window + 1
     host = in_flight * row_floats * (2 if mode in ("async", "semisync") else 1)
     items = 2 * in_flight + ahead
     return {
-        "device": 4 * rows * device + (in_flight + min(loaders, ahead)) * input_bytes,
+        "device": 4 * rows * device + (in_flight + min(loaders, ahead)) * (input_bytes - unread_bytes),
         "host": 4 * rows * (host + items * planned) + items * input_bytes + 8 * table_rows * planned,
     }
-
-
-@dataclasses.dataclass
-class Travelling:
-    """C: the most rows per shard that recent batches needed, rounded up to a size of few.
-
-    It grows when a batch needs more, and is reviewed every `review_every` batches: one odd batch
-    does not decide for ever. Sizes come from `bucket`, so that going back and forth compiles
-    nothing anew.
-    """
-
-    review_every: int = 256
-    size: int = 0
-    most: int = 0  # since the last review
-    batches: int = 0
-
-    def fit(self, needed: int) -> int:
-        """C for a batch that needs so many rows in its fullest shard.
-
-        >>> travelling = Travelling(review_every=3)
-        >>> [travelling.fit(needed) for needed in (100, 500, 90, 100, 90, 90, 90)]
-        [104, 512, 512, 512, 512, 104, 104]
-        """
-        self.most, self.batches = max(self.most, needed), self.batches + 1
-        self.size = max(self.size, bucket(needed))
-        if self.batches == self.review_every:
-            self.size, self.most, self.batches = bucket(self.most), needed, 0
-        return self.size
 
 
 class Way(NamedTuple):

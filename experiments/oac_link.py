@@ -1,0 +1,216 @@
+"""What OAC's two savings keep off the link between tables and device, beside an oracle.
+
+    python experiments/oac_link.py             exponents 0.6 to 1.3, windows 1 to 32; 15 minutes
+    python experiments/oac_link.py --rounds 0  bytes alone, no speed; 6 minutes
+
+`skip_stale_reads` does not send a row that the ring of the last W batches holds; `skip_rewritten`
+does not fetch a row that one of the next W batches will write. Ids are drawn by a power law of
+each exponent, over the reference work (DLRM-Kaggle of throughput.py).
+
+`link_bytes_saved_percent` is MEASURED: 100 (1 - with / without), where both are the sums of all
+bytes that pipelines hand to `send` and `fetch` on the same distinct batches, at least 48 and 4 W of
+them: rows with their padding, what comes with a batch (dense features, labels, the place of each
+id), where the ring holds rows, which rows are fetched. The first and the last W batches of a run
+travel whole, and count.
+
+`rows_saved_percent` and `oracle_rows_saved_percent` are COUNTED from the same ids: rows alone, both
+ways. The oracle is a cache on the device of as many rows as the ring has, W batches' unique rows,
+that knows all future ids and keeps what is needed soonest (Belady): BagPipe's, if it looked ahead
+for ever.
+
+The speed is over an EMULATED link (its time is slept) that is as slow as in the regime `link` of
+oac_throughput.py: each direction of plain `oac` takes 1.5 times as long as the compute. `async`,
+`oac` and `oac_skip_both` take turns; ratios are of rates within a round, with 95 % intervals. The
+unfavourable end is there: with few rows in common there is little to save, and lists travel all the
+same.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contract import Flags, Run, command_line, grid, plot
+from emulated_link import EmulatedLink, bytes_a_batch
+from oac_turns import PipelineWay, compare, compiled, in_turns
+from oac_work import Work
+from reference import Job
+
+MODES = ("async", "oac", "oac_skip_both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the experiment."""
+
+    exponents: tuple[float, ...] = (0.6, 0.8, 1.05, 1.3)
+    """Of the power law of the ids."""
+    windows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    rounds: int | None = None
+    """Turns of each mode; by the preset if None, 0 for bytes alone."""
+    rows: int = 1_000_000
+    batch_size: int = 2048
+    width: int = 16
+    latency_ms: float = 0.05
+    """Of the emulated link, each way."""
+
+
+def window_rows(batches: list[np.ndarray], window: int) -> int:
+    """Rows that travel both ways if a ring of the last W batches gives what it holds, and a row is
+    written back when no batch of the next W will write it.
+
+    Args:
+      batches: the distinct rows of each batch.
+      window: W.
+
+    >>> window_rows([np.array([1, 2]), np.array([1, 3]), np.array([2, 3])], 1)  # 1, 3 once; 2 twice
+    8
+    """
+    last: dict[int, int] = {}
+    sent = 0
+    for number, rows in enumerate(batches):
+        known = [last.get(row, -window - 1) for row in rows.tolist()]
+        sent += sum(number - before > window for before in known)
+        last.update(dict.fromkeys(rows.tolist(), number))
+    # A stretch of uses no more than W apart begins with a row that is sent, and ends with one that is fetched.
+    return 2 * sent
+
+
+def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
+    """Rows that travel both ways if a cache knows all future ids and keeps those needed soonest.
+
+    A batch's own rows are there while it is trained; behind it the cache keeps `capacity` rows. All
+    rows are changed: what leaves the cache is fetched, and so is what is left at the end.
+
+    Args:
+      batches: the distinct rows of each batch.
+      capacity: rows that stay between two batches.
+
+    >>> oracle_rows([np.array([1, 2]), np.array([3]), np.array([1])], capacity=1)  # 1 stays, 2 and 3 do not
+    6
+    """
+    coming: dict[int, int] = {}
+    following = []  # the next batch that needs each row of each batch
+    for number in range(len(batches) - 1, -1, -1):
+        following.append([coming.get(row, len(batches)) for row in batches[number].tolist()])
+        coming.update(dict.fromkeys(batches[number].tolist(), number))
+    held: dict[int, int] = {}
+    sent = 0
+    for rows, needed in zip(batches, reversed(following), strict=True):
+        sent += sum(row not in held for row in rows.tolist())
+        held.update(zip(rows.tolist(), needed, strict=True))
+        if (over := len(held) - capacity) > 0:
+            names = [*held]
+            for place in np.argpartition([-batch for batch in held.values()], over - 1)[:over].tolist():
+                del held[names[place]]
+    return 2 * sent
+
+
+def count_rows(work: Work, number: int, window: int) -> dict[str, float]:
+    """How many rows, of all that would travel, stay where they are: with the savings, by the
+    oracle."""
+    offsets = np.cumsum([0, *work.job.cardinalities[:-1]])
+    batches = [np.unique(batch.ids["sparse"] + offsets) for batch in work.batches[:number]]
+    whole = 2 * sum(map(len, batches))
+    moved = {"rows": window_rows(batches, window), "oracle_rows": oracle_rows(batches, window * whole // (2 * number))}
+    return {f"{name}_saved_percent": 100 * (1 - rows / whole) for name, rows in moved.items()}
+
+
+def count_bytes(work: Work, number: int, window: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The bytes that are handed over with the savings and without: (figures, those of plain `oac` by
+    direction)."""
+    results: dict[str, float] = {"distinct_batches": number}
+    moved = {}
+    for mode in ("oac", "oac_skip_both"):
+        moved[mode] = bytes_a_batch(work, mode, number, window=window)
+        results |= {f"{mode}_{way}_mb_a_batch": 1e-6 * size for way, size in moved[mode].items()}
+    with_savings, without = (sum(moved[mode].values()) for mode in ("oac_skip_both", "oac"))
+    return results | {"link_bytes_saved_percent": 100 * (1 - with_savings / without)}, moved["oac"]
+
+
+def speeds(work: Work, window: int, link: EmulatedLink, rounds: int, counted: int, words: str) -> dict[str, Any]:
+    """The modes in turns over one link: rates and their ratios."""
+    ways, options = [PipelineWay(mode) for mode in MODES], {"window": window, "send": link.send, "fetch": link.fetch}
+    times = in_turns(compiled(work, ways, **options), work.batches, rounds, counted, words)
+    return compare(times, ways, work.job.batch_size)
+
+
+def measure(run: Run, config: Config, exponent: float, rounds: int, counted: int, least: int) -> dict[str, Any]:
+    """All windows of an exponent."""
+    job = Job(rows=config.rows, batch_size=config.batch_size, width=config.width, exponent=exponent, seed=config.seed)
+    number = {window: max(least, 8 * window) for window in config.windows}
+    work = Work(job, max(*number.values(), max(config.windows) + 3 + counted), max(config.windows))
+    work.stages_ms(4)  # compiles
+    stages = work.stages_ms(12)
+    compute_s = 1e-3 * sum(stages[name] for name in ("replay", "update", "append"))
+    results: dict[str, Any] = {}
+    for window in config.windows:
+        found, whole = count_bytes(work, number[window], window)
+        found |= count_rows(work, number[window], window)
+        if rounds:
+            link = EmulatedLink(max(whole.values()) / (1.5 * compute_s), config.latency_ms / 1e3)
+            found |= speeds(work, window, link, rounds, counted, f"exponent {exponent:g}, window {window}")
+        run.log({"exponent": exponent, "window": window} | found)
+        results |= {f"{key}_{point(exponent, window)}": value for key, value in found.items()}
+    return results
+
+
+def point(exponent: float, window: int) -> str:
+    """The words of a point of the sweep.
+
+    >>> point(1.05, 8)
+    'exponent_1.05_window_8'
+    """
+    return f"exponent_{exponent:g}_window_{window}"
+
+
+COLUMNS = {
+    "bytes saved, % (measured)": "link_bytes_saved_percent",
+    "rows saved, % (counted)": "rows_saved_percent",
+    "by the oracle": "oracle_rows_saved_percent",
+    "oac over async (link emulated)": "oac_over_async",
+    "with both savings": "oac_skip_both_over_async",
+}
+
+
+def main(config: Config) -> dict:
+    """Runs all points; returns what results.json holds."""
+    run = Run("oac_link", config, config.workdir)
+    rounds, counted, least = {"smoke": (1, 4, 12), "default": (4, 8, 96), "paper": (24, 8, 192)}[config.preset]
+    rounds = rounds if config.rounds is None else config.rounds
+    if config.preset == "smoke":
+        config = dataclasses.replace(config, rows=20_000, batch_size=256, exponents=(1.05,), windows=(2, 4))
+    results: dict[str, Any] = {"rounds": rounds, "link": "emulated"}
+    for exponent in config.exponents:
+        results |= measure(run, config, exponent, rounds, counted, least)
+    draw(run.directory / "link.png", config, results)
+    points = {f"{e:g}, W = {w}": point(e, w) for e, w in itertools.product(config.exponents, config.windows)}
+    run.close(results, grid(results, "exponent", points, {head: f"{key}_{{}}" for head, key in COLUMNS.items()}))
+    return results
+
+
+def finding(config: Config, results: dict[str, Any]) -> str:
+    """What the picture says in its title."""
+    window = 8 if 8 in config.windows else max(config.windows)
+    saved = [results[f"link_bytes_saved_percent_{point(exponent, window)}"] for exponent in config.exponents]
+    return f"OAC's savings keep {min(saved):.0f} to {max(saved):.0f} % of all bytes off the link at W = {window}"
+
+
+def draw(path: Path, config: Config, results: dict[str, Any]) -> bool:
+    """Rows and bytes saved, and speed, over the window: a line for each exponent."""
+    panels: dict[str, dict] = {}
+    for label, key in [
+        ("rows saved, % (counted)", "rows_saved_percent"),
+        ("rows an oracle saves, % (counted)", "oracle_rows_saved_percent"),
+        ("bytes saved, % (measured)", "link_bytes_saved_percent"),
+        ("rate with savings over async (link emulated)", "oac_skip_both_over_async"),
+    ]:
+        found = {e: [results.get(f"{key}_{point(e, window)}") for window in config.windows] for e in config.exponents}
+        if None not in itertools.chain(*found.values()):
+            panels[label] = {f"exponent {e:g}": (list(config.windows), values) for e, values in found.items()}
+    return plot(path, panels, "window W, batches", finding(config, results), log_x=True)
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)
