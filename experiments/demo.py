@@ -13,23 +13,20 @@ Expected on two cores: two and a half minutes, and AUCs that differ by less than
 run behind the other differ by what else the machine does; docs/measured.md has rounds in turns.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from children import run_child
 from contract import Flags, Run, command_line, grid, say
 from curves import compare, rates
-from stopping import STOPPING, Stopped, stop_on_signals
+from stopping import stop_on_signals
 
 TRAIN = Path(__file__).with_name("train.py")
 ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read
@@ -73,38 +70,6 @@ def environment() -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count=2"}
 
 
-@contextlib.contextmanager
-def handing_on() -> Iterator:
-    """In this block signals go to a child process, once it is given to what this yields; so do those before.
-
-    Yields:
-      child -> the signals so far, which grow.
-    """
-    children: list[subprocess.Popen] = []
-    came: list[int] = []
-
-    def hand_on(number, frame):
-        came.append(number)
-        for child in children:
-            child.send_signal(number)
-
-    def give(child):
-        children.append(child)
-        for number in [*came]:
-            child.send_signal(number)
-        return came
-
-    before: dict[int, Any] = {}
-    try:
-        for number in STOPPING:  # one that the parent has told this process to ignore stays ignored, in the child too
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, hand_on)
-        yield give
-    finally:
-        for taken, handler in before.items():
-            signal.signal(taken, handler)
-
-
 def trained(arm: str, config: Config, run: Run) -> None:
     """Trains an arm in a process of its own, unless it is complete.
 
@@ -112,22 +77,19 @@ def trained(arm: str, config: Config, run: Run) -> None:
       Stopped: a signal came, and the arm has saved its state.
       OSError: the process failed.
     """
-    directory, again = run.directory / arm, f"make demo ARGS='--workdir {run.directory} --resume'"
+    directory = run.directory / arm
     if read(directory / "results.json").get("last_state_saved"):
         say(f"{ARMS[arm]}: {directory} is complete, and is not trained again.")
         return
     flags = [*flags_of(arm, config), "--workdir", str(directory), *(["--resume"] if directory.exists() else [])]
     say(f"\n{'All three techniques' if arm == 'all' else 'None of the techniques'}: train.py {shlex.join(flags)}")
-    with handing_on() as give:
-        # A session of its own: a Ctrl-C of the terminal comes here alone, and is handed on once.
-        child = subprocess.Popen([sys.executable, str(TRAIN), *flags], env=environment(), start_new_session=True)
-        came = give(child)
-        code = child.wait()
-    if came:
-        raise Stopped(came[0], f"go on with {again}")
-    if code:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, see above"
-        raise OSError(f"the training with {ARMS[arm]} of the techniques {how}; go on with {again}")
+    command = [sys.executable, str(TRAIN), *flags]
+    run_child(command, f"the training with {ARMS[arm]} of the techniques", again_in(run), env=environment())
+
+
+def again_in(run: Run) -> str:
+    """How a person goes on with the demonstration in a directory."""
+    return f"make demo ARGS='--workdir {run.directory} --resume'"
 
 
 def read(path: Path) -> dict:
@@ -160,7 +122,10 @@ def results_of(directory: Path) -> dict:
 
 def main(config: Config) -> dict:
     """Trains both arms, shows and draws them; returns what results.json holds."""
-    with Run("demo", config, config.workdir, config.resume) as run, stop_on_signals():
+    with (
+        Run("demo", config, config.workdir, config.resume) as run,
+        stop_on_signals(f"go on with {again_in(run)}"),
+    ):
         say("This trains one model twice on the same clicks, on two virtual devices of this CPU: first with none of")
         say("the techniques, then with OAC, ShadowSync and CPR at once, where three of eight shards fail on the way.")
         for arm in ARMS:

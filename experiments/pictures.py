@@ -9,9 +9,9 @@ import itertools
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from report import Figure, number
@@ -23,26 +23,36 @@ from jaxrec.files import aside
 _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _STROKES = ("-", "--", "-.", ":")
 # Apart in lightness, not in hue alone.
-FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb", "#636363")
+FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb")
+_HATCHES = ("", "////", "xxxx")  # of those that come behind the last fill
 
 MOST_WORDS = 5  # of marks, beside each other
+
+_WIDTH = 7.2  # inches of 120 dots: in a column of 600, letters of 8 points are nine dots high
+_LONG = 24  # letters of two names
+_CHOSEN = 30  # numbers on an axis, at most, that somebody has chosen
+_LEVEL, _GAPS = (0, (4, 2, 1, 2)), (0, (3, 6))  # strokes in points, and gaps
+_INTERVALS = "_intervals"
 
 
 def plot(
     path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "", log_x: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
+    marks: Sequence[tuple[float, str]] = (), log_y: bool = False,
+    levels: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> bool:  # fmt: skip
     """Draws one panel for each metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs
     make bars.
 
     Args:
       path: of the PNG.
-      panels: values of None are left out; (xs, ys, fitted) is points at ys and a line through what
-        is fitted to them.
+      panels: values of None are left out, and a Figure shows its interval; (xs, ys, fitted) is
+        points at ys and a line through what is fitted to them.
       x_label: with its unit.
       title: what the picture shows, in a sentence.
-      log_x: whether the x axis is logarithmic, with a tick at each x.
+      log_x: whether the x axis is logarithmic, with ticks at the xs.
       marks: (x, words) of what happened on the way: a dotted line through each panel of lines.
+      log_y: whether the y axes are logarithmic.
+      levels: {y_label: {words: y}} of what the lines are held against, such as a target, an ideal.
 
     Returns:
       Whether it is drawn: matplotlib is installed, and the disk has taken it.
@@ -52,26 +62,41 @@ def plot(
             label: {line: dict(zip(xs, ys, strict=True)) for line, (xs, ys) in lines.items()}
             for label, lines in panels.items()
         }
-        return bars(path, named, title)
+        return bars(path, named, title, levels)
+
+    columns = 1 if len(panels) <= 3 else 2
+    heights = [3.8] if len(panels) == 1 else [2.6] * -(-len(panels) // columns)
 
     def fill(axes):
         for axis, (y_label, lines) in zip(axes, panels.items(), strict=True):
             _lines(axis, lines)
+            for words, y in _drawn((levels or {}).get(y_label)):
+                axis.axhline(y, color="black", linewidth=1, linestyle=_LEVEL, label=words)
             _marks(axis, marks)
-            axis.set(xlabel=x_label, ylabel=y_label)
-            if log_x:
-                xs = next(iter(lines.values()))[0]
+            axis.set(xlabel=x_label, ylabel=textwrap.fill(y_label, round(13 * (heights[0] - 0.6))))
+            above = [
+                {float(v) for points in lines.values() for v in map(_value, points[of]) if v is not None and v > 0}
+                for of in (0, 1)
+            ]
+            if log_y and above[1]:
+                axis.set_yscale("log")
+            if log_x and above[0]:
                 axis.set_xscale("log")
-                axis.set_xticks(xs, list(map(str, xs)))
-                axis.minorticks_off()
+                if len(above[0]) <= _CHOSEN:  # such as numbers of nodes; what is measured has round ticks
+                    at = ticks(above[0])
+                    axis.set_xticks(at, [f"{x:.4g}" for x in at])
+                    axis.minorticks_off()
             _shorten(axis)
             axis.grid(alpha=0.3)
         return [(axis, _label_ends(axis)) for axis in axes]
 
-    return _draw(path, len(panels), (5.5, 3.6), title, fill)
+    return _draw(path, len(panels), heights, columns, title, fill)
 
 
-def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "") -> bool:
+def bars(
+    path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "",
+    levels: Mapping[str, Mapping[str, float | None]] | None = None,
+) -> bool:  # fmt: skip
     """Draws {x_label: {series: {case: value or Figure}}} as bars with intervals, each with its
     value; as `plot`."""
 
@@ -81,11 +106,18 @@ def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], titl
             for place, (name, values) in enumerate(series.items()):
                 _bars(axis, cases, values, name, place, 0.8 / len(series))
             axis.set_yticks(range(len(cases)), cases)
-            _finish_bars(axis, x_label, len(series) > 1)
+            held = _drawn((levels or {}).get(x_label))
+            for words, x in held:
+                axis.axvline(x, color="white", linewidth=2.5, label="_light")  # seen on bars of every lightness
+                axis.axvline(x, color="black", linewidth=1, linestyle=_LEVEL, label="_level")
+                axis.annotate(
+                    words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center"
+                )
+            _finish_bars(axis, x_label, len(series) > 1, bool(held))
         return []
 
-    most = max(len(set().union(*series.values())) * len(series) for series in panels.values())
-    return _draw(path, len(panels), (5.5, 1.3 + 0.25 * most), title, fill)
+    most = [len(set().union(*series.values())) * len(series) for series in panels.values()]
+    return _draw(path, len(panels), [0.9 + 0.21 * number for number in most], 1, title, fill)
 
 
 def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label: str, title: str = "") -> bool:
@@ -95,28 +127,85 @@ def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label:
     def fill(axes):
         at, left = np.arange(len(stacks)), np.zeros(len(stacks))
         parts = [part for part in next(iter(stacks.values())) if any(each[part] for each in stacks.values())]
-        for part, colour in zip(parts, itertools.cycle(FILLS), strict=False):
+        for (hatch, colour), part in zip(itertools.product(_HATCHES, FILLS), parts, strict=False):
             lengths = np.array([each[part] for each in stacks.values()])
-            axes[0].barh(at, lengths, 0.7, left, color=colour, edgecolor="white", label=part.replace("_", " "))
+            axes[0].barh(
+                at, lengths, 0.7, left, color=colour, hatch=hatch, edgecolor="white", label=part.replace("_", " ")
+            )
             left += lengths
         for place, total in zip(at, left, strict=True):
             _say_value(axes[0], total, total, place)
         axes[0].set_yticks(at, list(stacks))
-        _finish_bars(axes[0], x_label, True)
+        _finish_bars(axes[0], x_label, True, False)
         return []
 
-    return _draw(path, 1, (7.0, 1.3 + 0.32 * len(stacks)), title, fill)
+    return _draw(path, 1, [0.9 + 0.32 * len(stacks)], 1, title, fill)
+
+
+def ticks(xs: Iterable[float], most: int = 12) -> list[float]:
+    """Some of these numbers, from the least to the largest, whose names have room on a logarithmic axis.
+
+    >>> ticks([1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64])
+    [1, 2, 4, 8, 12, 20, 32, 64]
+    """
+    *others, last = sorted(xs)
+    kept: list[float] = []
+    least = (last / others[0]) ** (1 / most) if others else 1.0
+    for x in others:
+        if (not kept or x >= least * kept[-1]) and last >= least * x:
+            kept.append(x)
+    return [*kept, last]
+
+
+def identical(lines: Mapping[str, tuple]) -> dict[str, str]:
+    """{line: the one before it that it would hide, point by point}.
+
+    >>> identical({"sync": ([1, 2], [0.5, 0.6]), "async": ([1, 2], [0.5, 0.7]), "oac": ((1, 2), (0.5, 0.6))})
+    {'oac': 'sync'}
+    """
+    first: dict[tuple, str] = {}
+    found = {name: first.setdefault(tuple(map(tuple, points)), name) for name, points in lines.items()}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def _drawn(levels):
+    return [(words, value) for words, value in (levels or {}).items() if value is not None]
+
+
+def _figure(value):
+    return value if isinstance(value, Figure) else Figure(value)
+
+
+def _value(value):
+    return _figure(value).value
 
 
 def _lines(axis, lines):
+    from matplotlib.transforms import ScaledTranslation
+
+    same = identical(lines)
     for place, (name, (xs, ys, *fitted)) in enumerate(lines.items()):
-        colour, stroke = _LINES[place % len(_LINES)], _STROKES[place % len(_STROKES)]
+        colour, stroke = _LINES[place % len(_LINES)], cast(Any, _STROKES[place % len(_STROKES)])
         marker = "o^sDvX"[place % 6] if len(xs) < 15 or fitted else None
-        seen = np.array(ys, float)
+        found = [_figure(y) for y in ys]
+        seen = np.array([y.value for y in found], float)
         if fitted:
             axis.plot(xs, seen, color=colour, marker=marker, markersize=4, linestyle="none", label="_points")
             seen, marker = np.array(fitted[0]), None
-        axis.plot(xs, seen, stroke, color=colour, marker=marker, markersize=3, label=name)
+        ends = [(x, y.low, y.high) for x, y in zip(xs, found, strict=True) if y.low is not None]
+        if ends:
+            # Those of several lines at one x stand beside each other, two points apart.
+            beside = ScaledTranslation((2 * place - len(lines) + 1) / 72, 0, axis.figure.dpi_scale_trans)
+            axis.vlines(
+                *zip(*ends, strict=True), color=colour, linewidth=1, label=_INTERVALS, transform=axis.transData + beside
+            )
+            axis.update_datalim([(x, y) for x, *both in ends for y in both])
+        if name in same:  # in gaps, through which the other one is seen
+            stroke, marker = _GAPS, None
+        label = name
+        if name in same:  # long names leave no room for the lines
+            label += f", identical to {same[name]}" if len(name + same[name]) < _LONG else ", identical"
+        axis.plot(xs, seen, linestyle=stroke, color=colour, marker=marker, markersize=3, label=label)
 
 
 def _shorten(axis):
@@ -181,52 +270,68 @@ def apart(places: Sequence[float], least: float) -> list[float]:
 
 def _bars(axis, cases, values, name, number, width):
     for case, value in values.items():
-        figure = value if isinstance(value, Figure) else Figure(value)
-        if figure.value is None:
-            continue
+        figure = _figure(value)
         place = cases.index(case) - 0.4 + (number + 0.5) * width
+        if figure.value is None:
+            _say_value(axis, None, 0, place)
+            continue
         colour = FILLS[number % len(FILLS)]
         axis.barh(place, figure.value, width, color=colour, edgecolor="white", label=name)
-        end = figure.value
+        end, outer = figure.value, max if figure.value >= 0 else min
         if figure.low is not None:
-            axis.plot([figure.low, figure.high], [place] * 2, color="black", linewidth=1, marker="|", label="_")
-            end = max(end, figure.high)
+            # A dark line on a light one is seen on bars of every lightness.
+            axis.plot([figure.low, figure.high], [place] * 2, color="white", linewidth=3, label="_")
+            axis.plot([figure.low, figure.high], [place] * 2, color="black", linewidth=1, marker="|", label=_INTERVALS)
+            end = outer(figure.low, cast(float, figure.high))
         _say_value(axis, figure.value, end, place)
 
 
 def _say_value(axis, value, end, place):
-    axis.annotate(number(float(value), 3), (end, place), (4, 0), textcoords="offset points", fontsize=8, va="center")
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no level goes through the digits
+    left = end < 0
+    axis.annotate(
+        "-" if value is None else number(float(value), 3), (end, place), (-4 if left else 4, 0),
+        textcoords="offset points", fontsize=8, va="center", ha="right" if left else "left", bbox=behind,
+    )  # fmt: skip
 
 
-def _finish_bars(axis, x_label, legend):
+def _finish_bars(axis, x_label, legend, below_words):
     axis.invert_yaxis()
     axis.margins(x=0.16)  # for the values behind the bars
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_xlabel(x_label)
+    _shorten(axis)
     names = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    if legend:  # above the axes, where no bar is
-        axis.legend(names.values(), names, frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    if legend:  # above the axes, where no bar is, and above the words at a level
+        columns = min(4, max(1, round(70 / (6 + max(map(len, names))))))
+        axis.legend(
+            names.values(), names, frameon=False, fontsize=8, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1),
+            borderaxespad=1.8 if below_words else 0.5,
+        )  # fmt: skip
 
 
-def _draw(path: Path, panels: int, inches: tuple[float, float], title: str, fill: Callable) -> bool:
-    """Draws so many panels, each of that size, in lines of at most four."""
-    lines = -(-panels // 4)
-    columns = -(-panels // lines)
-    shrunk = 1.0 if lines == 1 else 0.85  # many panels: a picture that fits on a page
-    width, height = shrunk * columns * inches[0], shrunk * lines * inches[1]
+def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title: str, fill: Callable) -> bool:
+    """Draws panels in lines of these heights, in inches, below each other: beside each other they would be too small
+    for a column of text."""
     try:
         from matplotlib.figure import Figure as Picture
     except ImportError:
         return False
-    picture = Picture((width, height), dpi=120, layout="constrained")
-    axes = picture.subplots(lines, columns, squeeze=False).reshape(-1)
+    words = textwrap.wrap(title, 92)
+    picture = Picture((_WIDTH, sum(heights) + 0.2 * len(words)), dpi=120, layout="constrained")
+    axes = picture.subplots(len(heights), columns, squeeze=False, height_ratios=heights).reshape(-1)
     for axis in axes[panels:]:
         axis.set_visible(False)
     to_spread = fill(axes[:panels])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        for label in (axis.xaxis.label, axis.yaxis.label):
+            label.set_fontsize(9)
     if title:
-        picture.suptitle(textwrap.fill(title, int(13 * width)), x=0.01, ha="left", fontsize=10)
+        picture.suptitle("\n".join(words), x=0.01, ha="left", fontsize=10)
+    if any(_has_intervals(axis) for axis in axes):
+        picture.supxlabel("Thin lines at values: 95 % intervals", x=0.99, ha="right", fontsize=7)
     picture.draw_without_rendering()  # decides where the axes are
     for axis, labels in to_spread:
         _spread(axis, labels)
@@ -237,3 +342,7 @@ def _draw(path: Path, panels: int, inches: tuple[float, float], title: str, fill
         say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
         return False
     return True
+
+
+def _has_intervals(axis):
+    return any(drawn.get_label() == _INTERVALS for drawn in (*axis.lines, *axis.collections))

@@ -19,6 +19,7 @@ from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.checkpoint.deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
+from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import TrainState
 
 LOSSES = 50  # how many a row of metrics is the mean of
@@ -216,11 +217,13 @@ class Recorder:
         return row in self.history[-1:]
 
     def evaluated(self, state, which: str) -> dict[str, float]:
-        """Figures of a state on the validation or the test.
+        """Figures of a state on the validation or the test; of several replicas those of their mean, the model
+        that they are together.
 
         Raises:
           Stopped: a signal has come.
         """
+        state = with_mean_replica(state)
         batches = (self.data.validation if which == "validation" else None) or self.data.test
         with contextlib.closing(planned(self.spec, batches())) as pairs:
             found = evaluate(state, self.asked.each(pairs), self.eval_step)

@@ -18,7 +18,7 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUNNING = ["README.md", "docs/techniques.md", "docs/your_model.md"]
+RUNNING = ["README.md", "docs/recipes.md", "docs/techniques.md", "docs/your_model.md"]
 README_LIMIT_CHARACTERS, DESIGN_LIMIT_LINES = 5000, 200
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
 SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))

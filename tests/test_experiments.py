@@ -27,12 +27,15 @@ import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_soak
 import tyro
-from oac_throughput import EmulatedLink, PipelineWay, compare
+from emulated_link import EmulatedLink
+from oac_remote import equal
+from oac_turns import PipelineWay, compare
 from oac_work import Work, turn
 from reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.embedding import HostTables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {"test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s", "examples", "steps"}
@@ -146,11 +149,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, home, name, code):
 
 @pytest.mark.slow
 def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
-    """Ten times, at ten stages of a run; what was said to be saved is there."""
+    """At three stages of a run; what was said to be saved is there."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     steps = 0
-    for _ in range(10):
+    for _ in range(3):
         child = start(tmp_path / "run", *SMALL, "--steps", 4000, "--evaluations", 800, "--resume", env=environment)
         read_until(child.stdout, "step ")
         child.send_signal(signal.SIGINT)
@@ -256,10 +259,57 @@ def test_oac_throughput_compares_every_mode_in_every_regime(tmp_path):
         for key in ("oac_over_sync", "semisync_over_sync", "oac_over_async", "oac_device_over_oac", "oac_over_async"):
             low, median, high = (found[f"{key}{end}_{regime}"] for end in ("_low", "", "_high"))
             assert low <= median <= high
-    for way in ("oac_skip_stale_reads", "oac_skip_rewritten", "oac_skip_both"):
-        moved = {mode: sum(found[f"{mode}_{end}_mb_a_batch"] for end in ("send", "fetch")) for mode in ("oac", way)}
-        assert found[f"{way}_bytes_saved_percent"] == pytest.approx(100 * (1 - moved[way] / moved["oac"]))
     assert found["oac_skip_both_over_oac_link_link"] > 0
+
+
+@pytest.mark.slow
+def test_oac_link_counts_the_bytes_that_it_says_are_saved(tmp_path):
+    done = run("oac_link", "--preset", "smoke", "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    for words in ("exponent_1.05_window_2", "exponent_1.05_window_4"):
+        modes = ("oac", "oac_skip_both")
+        moved = {mode: sum(found[f"{mode}_{end}_mb_a_batch_{words}"] for end in ("send", "fetch")) for mode in modes}
+        saved = 100 * (1 - moved["oac_skip_both"] / moved["oac"])
+        assert found[f"link_bytes_saved_percent_{words}"] == pytest.approx(saved)
+        assert 20 < saved < found[f"rows_saved_percent_{words}"] < found[f"oracle_rows_saved_percent_{words}"] < 100
+        assert found[f"oac_skip_both_over_async_{words}"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_oac_throughput_over_servers_compares_the_modes_and_their_bits(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+    done = run("oac_throughput", "--preset", "smoke", "--link", "remote", "--rounds", 1, "--workdir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path)
+    assert found["bitwise_equal_remote"] and found["bitwise_equal_savings_remote"]
+    assert not found["bitwise_equal_async_remote"]  # the control
+    keys = (
+        "oac_over_sync_remote",
+        "oac_over_async_remote",
+        "oac_skip_both_over_oac_remote",
+        "remote_oac_over_local_oac",
+    )
+    assert all(found[key] > 0 for key in (*keys, "stage_ms_gather_remote", "examples_per_s_semisync_remote"))
+    assert not any("emulated" in key for key in found)
+
+
+class OtherRows(HostTables):
+    """Stands for servers whose rows begin with other values, in every mode alike."""
+
+    def reset_shard(self, stack, shard):
+        super().reset_shard(stack, shard)
+        self.shards[stack][shard]["value"][:] += 1
+        return self
+
+
+@pytest.mark.parametrize(("home", "wanted"), [(HostTables, True), (OtherRows, False)])
+def test_bits_over_servers_are_compared_with_sync_over_tables_in_this_process(home, wanted):
+    job = Job(rows=2000, batch_size=32)
+    found = equal(Work(job, 12, create=home.create), Work(job, 12), number=6)
+    assert found["bitwise_equal_remote"] is found["bitwise_equal_savings_remote"] is wanted
+    assert found["bitwise_equal_async_remote"] is False
 
 
 def test_the_emulated_link_counts_what_passes_and_takes_its_time():
@@ -501,10 +551,15 @@ def test_cpr_real_cost_measures_every_way(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", ["host", "device"])
-def test_throughput_measures_every_part(tmp_path, tables):
-    done = run("throughput", "--preset", "smoke", "--tables", tables, "--workdir", tmp_path)
+@pytest.mark.parametrize("flags", [
+    "--tables host --hots mlperf --hots-scale 0.1",
+    "--tables device",
+    "--tables host --model dcnv2_mlperf --width 8 --batch-size 64",
+])  # fmt: skip
+def test_throughput_measures_every_part(tmp_path, flags):
+    done = run("throughput", "--preset", "smoke", *flags.split(), "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step", "gemm"))
     assert found["gemm_share_of_step"] > 0 and found["peak_memory_mb"] > found["tables_and_slots_mb"]
+    assert found["peak_over_tables_and_slots"] > 1 and found["allocated_mb_per_step"] > 0

@@ -18,7 +18,7 @@ FLOORS = [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "embedding.messages",
         "oac.ring", "oac.ends", "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
     ],
-    ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow"],
+    ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow", "ranking"],
     ["embedding.mapped", "embedding.servers"],
     [
         "embedding.device", "embedding.host", "embedding.in_process", "embedding.links",
@@ -26,7 +26,7 @@ FLOORS = [
         "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
         "shadowsync.meeting", "cpr.replay", "cpr.traces", "cpr.listed",
     ],
-    ["embedding.remote"],
+    ["embedding.remote", "data.tabular"],
     ["embedding", "boundary", "losses", "shadowsync.transport", "shadowsync.synchroniser", "cpr.priority"],
     ["arithmetic"],
     ["step", "checkpoint", "stream", "announced", "shadowsync.shadow"],
@@ -34,6 +34,8 @@ FLOORS = [
     ["watched"],
     ["serial"],
     ["loop", "oac", "shadowsync", "cpr", "cluster"],
+    ["cluster.trainers"],
+    ["cluster.crew"],
     [""],
 ]  # fmt: skip
 HOST_FILES = [
