@@ -1,13 +1,15 @@
 # `make train`, `make demo` and `make test`. Each sets up its environment first, once for each version of Python.
-# Ray, which rows at servers need, is in it only behind `make cluster`, which `make test-slow` and `make soak` begin with.
+# Ray and Jupyter are in it only after `make cluster notebooks`, which `make test-all` begins with.
 PYTHON ?= python3
+# The other stack of requirements.txt, for `make test-all`.
+OLDER ?= python3.11
 ARGS ?=
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train demo test test-slow test-cluster soak lint format docs setup cluster clean
+.PHONY: train demo test test-all laws lint ruff types soak format docs setup cluster notebooks clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
@@ -15,14 +17,17 @@ train: setup
 demo: setup
 	$(BIN)/python experiments/demo.py $(ARGS)
 
-test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+# The gate: what must be green before a commit, right whenever threads happen to run. `make -k test` goes on after a failure.
+GATE := gate or not (slow or process or realtime or random_instant or more or quarantine)
+test: ruff types laws
 
-test-slow: cluster
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
+laws: setup
+	$(BIN)/python -m pytest -n 2 -q --durations=15 -m "$(GATE)" $(ARGS)
 
-test-cluster: cluster
-	$(BIN)/python -m pytest tests/test_cluster.py tests/test_two_hosts.py $(ARGS)
+# Everything, by hand on a quiet machine: what the gate leaves out, with random draws, and both stacks.
+test-all: ruff types cluster notebooks
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 $(ARGS)
+	$(MAKE) types laws PYTHON=$(OLDER)
 
 soak: cluster
 	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
@@ -31,9 +36,13 @@ soak: cluster
 	$(BIN)/python experiments/cluster_soak.py --kills 50 $(ARGS)
 	$(BIN)/python experiments/cluster_trainers_soak.py --minutes 10 $(ARGS)
 
-lint: setup
+lint: ruff types
+
+ruff: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
 format: setup
@@ -44,9 +53,9 @@ format: setup
 docs: $(VENV)-docs/installed
 	$(VENV)-docs/bin/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
-$(VENV)-docs/installed: docs/requirements.txt requirements.txt pyproject.toml
+$(VENV)-docs/installed: docs/requirements.txt requirements.txt requirements-notebooks.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install -qq -r requirements.txt -r docs/requirements.txt
+	$(VENV)-docs/bin/python -m pip install -qq -r requirements.txt -r requirements-notebooks.txt -r docs/requirements.txt
 	$(VENV)-docs/bin/python -m pip install -qq --no-deps --editable .
 	@touch $@
 
@@ -66,6 +75,13 @@ cluster: $(VENV)/cluster
 
 $(VENV)/cluster: $(VENV)/installed
 	$(PIP) install -qq -c requirements.txt --editable '.[cluster]'
+	$(PIP) check
+	@touch $@
+
+notebooks: $(VENV)/notebooks
+
+$(VENV)/notebooks: $(VENV)/installed requirements-notebooks.txt
+	$(PIP) install -qq -r requirements-notebooks.txt
 	$(PIP) check
 	@touch $@
 

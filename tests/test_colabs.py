@@ -10,9 +10,10 @@ import tomllib
 import types
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="Jupyter is not installed: `make notebooks`")
+nbformat = pytest.importorskip("nbformat", reason="Jupyter is not installed: `make notebooks`")
 
 ROOT = Path(__file__).parent.parent
 COLABS = sorted((ROOT / "colabs").glob("*.ipynb"))
