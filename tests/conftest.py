@@ -17,6 +17,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxrec-programs-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# What another process is still writing, or was killed in, cannot be read: it is compiled again, with a warning.
+os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent comp,ignore:Error writing persistent comp"
 
 from pathlib import Path
 
@@ -48,6 +50,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LIMIT_OF_SLOW_TESTS_S))
+    items.sort(key=_turn)
+
+
+def _turn(item):
+    """What is read and not run comes first, as it takes seconds and says much; processes come last."""
+    if item.get_closest_marker("process"):
+        return 2
+    return int(item.path.stem not in ("test_floors", "test_docs", "test_site"))
 
 
 @pytest.hookimpl(tryfirst=True)

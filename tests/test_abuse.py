@@ -10,7 +10,13 @@ for file in sorted((Path(__file__).parent / "abuse").glob("[a-z]*.py")):
     importlib.import_module(f"abuse.{file.stem}")
 
 
-@pytest.mark.parametrize("case", [pytest.param(s, id=f"{s.area}: {s.words}") for s in SITUATIONS])
+def marked(case):
+    return pytest.param(
+        case, id=f"{case.area}: {case.words}", marks=[getattr(pytest.mark, name) for name in case.marks]
+    )
+
+
+@pytest.mark.parametrize("case", map(marked, SITUATIONS))
 def test_refused_by_name_or_survived(case, tmp_path):
     if case.error is None:
         case.act(tmp_path)

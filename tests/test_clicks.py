@@ -110,6 +110,7 @@ def test_an_unknown_model_is_refused():
         clicks.make_model("dcn", 4)
 
 
+@pytest.mark.process
 def test_the_reference_work_wants_nothing_but_jaxrec():
     """Where benchmarks run on a bare machine there are none of these."""
     lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy'.split():"]

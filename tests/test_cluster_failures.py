@@ -147,6 +147,7 @@ def test_a_trial_of_the_soak_follows_from_its_seed_and_every_fourth_kills_a_succ
     assert ("take" in {verb for verb, *_ in trial.deaths}) <= (trial.arm in ("mfu", "ssu"))
 
 
+@pytest.mark.process
 def test_a_process_that_lives_on_is_named():
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     assert alive_behind([process.pid], 0.2) == [process.pid]

@@ -98,6 +98,7 @@ measure(state, sys.argv[1], **JOB)
 """
 
 
+@pytest.mark.process
 def test_what_a_killed_measurement_has_left_goes_with_the_next_one(tmp_path):
     command = [sys.executable, "-c", A_MEASUREMENT_THAT_IS_KILLED, str(tmp_path), str(Path(__file__).parent)]
     assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL

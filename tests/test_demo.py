@@ -140,6 +140,7 @@ def test_the_demonstration_stops_on_a_signal_goes_on_and_trains_no_arm_twice(tmp
     assert third.returncode == 0 and said.count("is not trained again") == 2 and "step " not in said
 
 
+@pytest.mark.process
 def test_an_arm_that_fails_is_told_with_its_way_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setitem(demo.SIZES, "smoke", {"steps": 3, "rows": 3})
     with pytest.raises(OSError, match="with none of the techniques ended with code 1, see above; go on with make demo"):

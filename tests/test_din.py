@@ -50,6 +50,7 @@ def auc_of(model, steps=250):
         return exact_auc(job.eval_step()(state, jaxrec.plan(job.spec, test.ids), test), test.label)
 
 
+@pytest.mark.slow
 def test_a_history_is_weighed_by_its_candidate():
     """Which the mean of a history, beside the candidate, does not tell in so few steps."""
     weighed, pooled = auc_of(DIN((32, 16), (16, 8))), auc_of(DNN((32, 16)))

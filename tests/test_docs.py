@@ -19,11 +19,11 @@ import tyro
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUNNING = ["README.md", "docs/recipes.md", "docs/techniques.md", "docs/your_model.md"]
-README_LIMIT_CHARACTERS, DESIGN_LIMIT_LINES = 5000, 200
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
 SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
 WITH_EXAMPLES = [path.stem for path in SCRIPTS if "    >>> " in path.read_text()]
 KINDS = ("measured", "emulated", "modelled", "simulated")
+CACHE_MAY_WARN = [part for verb in ("reading", "writing") for part in ("-W", f"ignore:Error {verb} persistent")]
 NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # where things lay
 A_RUN = re.compile(
     r"^`python experiments/(\w+)\.py([^`]*)`(?: \(in `make soak`\))? on (\d{4}-\d\d-\d\d):\n"
@@ -37,22 +37,15 @@ def text_of(page: str) -> str:
 
 
 def python(directory, *command):
-    """A process of a user: on the devices of the machine, with warnings as errors."""
+    """A process of a user: on the devices of the machine, with warnings as errors; but for those of the cache of
+    programs, which tests share, and another process may be writing."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "error::UserWarning", *map(str, command)]
+    command = [sys.executable, "-W", "error::UserWarning", *CACHE_MAY_WARN, *map(str, command)]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
 # ---- the README is short, and what pages show runs
-
-
-def test_the_readme_is_a_screen_and_a_half():
-    assert len(text_of("README.md")) <= README_LIMIT_CHARACTERS, "move something to docs/"
-
-
-def test_the_design_can_be_read_at_once():
-    assert text_of("docs/design.md").count("\n") <= DESIGN_LIMIT_LINES, "say less, or drop history"
 
 
 def test_the_readme_has_a_snippet_for_each_technique_and_says_first_how_to_install():
@@ -70,12 +63,14 @@ def test_every_page_with_examples_is_run():
     assert all(text.count("```python") == text.count("```python\n>>> ") for text in texts)
 
 
-@pytest.mark.parametrize("page", RUNNING)
+@pytest.mark.process
+@pytest.mark.parametrize("page", [pytest.param("README.md", marks=pytest.mark.gate), *RUNNING[1:]])
 def test_a_page_runs_from_top_to_bottom(page, tmp_path):
     done = python(tmp_path, "-m", "doctest", ROOT / page)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_a_page_that_is_wrong_is_noticed(tmp_path):
     (tmp_path / "page.md").write_text("```python\n>>> 1 + 1\n3\n\n```\n")
     assert python(tmp_path, "-m", "doctest", "page.md").returncode == 1

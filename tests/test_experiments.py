@@ -304,6 +304,7 @@ class OtherRows(HostTables):
         return self
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize(("home", "wanted"), [(HostTables, True), (OtherRows, False)])
 def test_bits_over_servers_are_compared_with_sync_over_tables_in_this_process(home, wanted):
     job = Job(rows=2000, batch_size=32)

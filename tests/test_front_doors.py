@@ -75,6 +75,7 @@ def test_each_script_has_less_than_thirty_lines(technique):
     assert len(lines(THE_WORK + technique)) < 30
 
 
+@pytest.mark.process
 def test_a_loss_of_ones_own_is_trained_under_oac_and_evaluated_in_the_middle(tmp_path):
     evaluations = run(tmp_path, THE_WORK + UNDER_OAC)
     assert len(evaluations) == 3 and evaluations[-1][0] < 0.3 and evaluations[-1][1] > 0.97
@@ -83,6 +84,7 @@ def test_a_loss_of_ones_own_is_trained_under_oac_and_evaluated_in_the_middle(tmp
     assert all(value > 0.9 and auc < 0.6 for value, auc in control)
 
 
+@pytest.mark.process
 def test_the_same_with_cpr_around_it_survives_a_failure_of_two_shards(tmp_path):
     losses, (failed, pls, saves) = run(tmp_path, THE_WORK + WITH_CPR)
     assert max(losses) < 0.3 and failed == 2 and 0 < pls < 0.2 and saves >= 4

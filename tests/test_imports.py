@@ -14,6 +14,8 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 HEAVY = ["tensorflow", "tensorflow_datasets", "polars", "tyro", "tqdm", "matplotlib", "array_record", "torch", "ray"]
 
 
+@pytest.mark.process
+@pytest.mark.gate
 def test_importing_the_library_loads_no_optional_package():
     code = f"""
 import sys
@@ -36,6 +38,7 @@ def test_the_front_door_is_open_and_its_tour_names_what_there_is():
     assert tour.count("jaxrec.") >= 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", ["scipy", "tqdm", "tyro"])
 def test_an_experiment_without_its_packages_says_what_to_install(package):
     code = f"import sys; sys.modules['{package}'] = None; sys.path[0] = '{EXPERIMENTS}'; import contract"

@@ -387,7 +387,12 @@ def overlaps(picture, allowed=1.5):
     return found
 
 
-@pytest.mark.parametrize("name", PICTURES)
+IN_THE_GATE = ("quality", "scaling", "modes", "saves", "throughput, swept")  # a kind of axes each
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.more) for name in PICTURES]
+)
 def test_a_picture_has_a_title_and_nothing_lies_on_anything_else(tmp_path, drawn, name):
     draw, number = PICTURES[name]
     draw(types.SimpleNamespace(directory=tmp_path))

@@ -80,6 +80,7 @@ def test_batches_are_whole_and_hold_each_click_once_in_an_epoch():
 # ---- towers
 
 
+@pytest.mark.slow
 def test_what_is_ranked_is_what_was_trained():
     """The vectors of evaluation are those of the path by which a step reads rows."""
     towers, state, *_ = trained()
@@ -205,6 +206,7 @@ def test_flags_come_before_the_preset():
 # ---- runs
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_seed_by_seed_and_trains_nothing_twice(tmp_path):
     flags = SMALL | {"ways": ("plain",), "workdir": tmp_path}
     retrieval.main(Config(seeds=1, **flags))

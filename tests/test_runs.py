@@ -69,6 +69,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
         assert again.resumed and again.id == before.id == config_of(tmp_path)["run"]
 
 
+@pytest.mark.process
 def test_another_process_is_refused_until_the_first_one_dies(tmp_path):
     program = (
         "import sys, contract; r = contract.Run('a', contract.Flags(), sys.argv[1]); print('x', flush=True); input()"
@@ -227,6 +228,7 @@ def test_signals_are_refused_in_another_thread():
     assert "main thread only" in errors[0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("signals", "requeue", "code"),
     [
@@ -307,6 +309,7 @@ def test_a_signal_where_exceptions_are_dropped_is_not_lost(where, times, capfd):
     assert times == 2 or "a third" not in said
 
 
+@pytest.mark.process
 def test_a_closed_pipe_ends_nothing(tmp_path):
     program = (
         "from stopping import say\nimport sys\nfor _ in range(3): say('x' * 100_000)\nprint('on', file=sys.stderr)"
@@ -473,6 +476,7 @@ def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
     assert places == sorted(places) and re.search(r"  time, with compilation +[\d.]+ s\n", said)
 
 
+@pytest.mark.slow
 def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):
     config = dataclasses.replace(TINY, model="dcnv2", steps=6, evaluations=2, workdir=tmp_path)
     results = train.main(config)

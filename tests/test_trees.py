@@ -184,6 +184,7 @@ def jax_optimizer():
     return optax.sgd(0.1)
 
 
+@pytest.mark.process
 def test_a_killed_save_leaves_what_was_there(tmp_path):
     """kill -9 within the write: the base is as it was, and the next save goes over what is left."""
     base = save_tree(tmp_path, tree_of(0), 1)

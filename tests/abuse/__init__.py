@@ -21,16 +21,18 @@ class Situation(NamedTuple):
     error: type[BaseException] | None
     match: str
     act: Callable[[Path], object]
+    marks: tuple[str, ...] = ()
 
 
 SITUATIONS: list[Situation] = []
 
 
-def situation(words: str, error: type[BaseException] | None = None, match: str = "") -> Callable:
-    """Enters a function into the table."""
+def situation(words: str, error: type[BaseException] | None = None, match: str = "", marks: str = "") -> Callable:
+    """Enters a function into the table; marks are of pytest, as in "process realtime"."""
 
     def enter(act):
-        SITUATIONS.append(Situation(act.__module__.rpartition(".")[2], words, error, match, act))
+        area = act.__module__.rpartition(".")[2]
+        SITUATIONS.append(Situation(area, words, error, match, act, tuple(marks.split())))
         return act
 
     return enter

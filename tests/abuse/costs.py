@@ -165,7 +165,7 @@ def measure_on_a_full_disk(directory):
     assert all(map(np.array_equal, before, (parts["value"] for parts in state.tables.shards["width_16"])))
 
 
-@situation("measuring on a disk that is really full")
+@situation("measuring on a disk that is really full", marks="process")
 def _(directory):
     inside, here = ["unshare", "-Urm", "sh", "-c"], os.environ | {"DISK": str(directory)}
     if subprocess.run([*inside, SMALL_DISK + "true"], env=here, capture_output=True).returncode:

@@ -231,7 +231,15 @@ def test_a_directory_belongs_to_one_preparation(tmp_path):
 RULE_OF_A_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})?){26}")
 
 
-def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (0, 1, DENSE, 1 + DENSE, DENSE + FIELDS),  # the label, and the first and the last of each kind
+        pytest.param(range(1 + DENSE + FIELDS), marks=pytest.mark.more),
+    ],
+    ids=["ends", "all"],
+)
+def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
     good = GOOD[:1] + ["5"] * DENSE + ["0a"] * FIELDS
     odd = ["", "0", "-", "--1", "-0", "007", " 1", "1 ", "1e3", "1_0", "0x1f", "9" * 18, "-" + "9" * 18, "1" * 19]
     odd += [
@@ -250,7 +258,7 @@ def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line():
         "\r",
         "a\rb",
     ]
-    for field in range(1 + DENSE + FIELDS):
+    for field in fields:
         for value in odd:
             line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
             for text in (line + b"\n", "\t".join(good).encode() + b"\n" + line + b"\n"):

@@ -59,8 +59,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     return child.returncode, error
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.gate), (signal.SIGTERM, 143)]
 )
 def test_a_signal_ends_in_a_line_and_the_same_call_goes_on(tmp_path, number, code):
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
@@ -73,6 +74,7 @@ def test_a_signal_ends_in_a_line_and_the_same_call_goes_on(tmp_path, number, cod
     assert digests(out) == digests(tmp_path / "undisturbed")
 
 
+@pytest.mark.process
 def test_a_signal_before_the_work_ends_in_a_line(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-X", "importtime", SCRIPT, "--sources", "none.txt", "--directory", tmp_path / "out"],
@@ -94,10 +96,8 @@ def may_mount():
         return False
 
 
-SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in ("the vocabulary", "the metadata")]
-
-
-@pytest.mark.parametrize("full_at", ["the first shard", *SLOW])
+@pytest.mark.process
+@pytest.mark.parametrize("full_at", ["the first shard", "the vocabulary", "the metadata"])
 def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
     """The disk is a tmpfs of so many bytes, in pages of 4 KiB."""
     if not may_mount():
@@ -127,6 +127,7 @@ def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
     assert ("criteo-test.array_record-00000" in left) == (full_at == "the metadata")
 
 
+@pytest.mark.process
 def test_missing_rights_end_in_a_line(tmp_path):
     home = {**os.environ, "HOME": str(tmp_path)}  # numba keeps compiled code there where it cannot beside the source
     path = write(tmp_path / "t.txt", lines(10))
@@ -156,6 +157,7 @@ def test_missing_rights_end_in_a_line(tmp_path):
     assert "t.txt: Permission denied" in line and "rights" in line
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
     path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
@@ -171,6 +173,7 @@ def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
     assert done.returncode == 0 and prepare([path], out) == whole and digests(out) == digests(tmp_path / "whole")
 
 
+@pytest.mark.process
 def test_a_good_run_prints_its_figures(tmp_path):
     done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
     assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout

@@ -107,6 +107,7 @@ def run_prepare(directory, *arguments):
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.process
 def test_prepare_reads_a_data_set_of_tfds_by_a_schema(prepared, tmp_path):
     (tmp_path / "schema.py").write_text(SCHEMA)
     flags = ("--schema", "schema.py", "--directory", "table", "--tfds-directory", prepared)

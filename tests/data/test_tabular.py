@@ -376,6 +376,7 @@ preparation.prepare([{path!r}], {out!r}, SCHEMA, **SMALL)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shards", [0, 3])
 def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 2000)
