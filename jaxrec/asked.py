@@ -12,7 +12,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
 
-# How often shards may be lost again before one more step is committed.
+# How often shards may be lost again before one more step is committed, or the cut that they keep is saved.
 MOST_TRIES = 8
 
 
@@ -113,18 +113,23 @@ class Losses:
 
 
 class Tries:
-    """How often shards were brought back at one step: what is lost again and again ends the run."""
+    """How often shards were brought back at one place: what is lost again and again ends the run."""
 
     def __init__(self):
-        self._step, self._tries = -1, 0
+        self._place, self._tries = "", 0
 
-    def count(self, step: int, shards: Iterable[int], remedy: str) -> None:
-        """Counts a recovery.
+    def count(self, place: str, shards: Iterable[int], remedy: str) -> None:
+        """Counts a recovery; at another place than the last one it begins anew.
+
+        Args:
+          place: as in "step 5".
+          shards: the lost ones.
+          remedy: what is said when it is one too many.
 
         Raises:
           ShardsLost: it is one too many.
         """
-        self._tries = self._tries + 1 if self._step == step else 1
-        self._step = step
+        self._tries = self._tries + 1 if self._place == place else 1
+        self._place = place
         if self._tries > MOST_TRIES:
-            raise ShardsLost(shards, f"again, after {MOST_TRIES} recoveries at step {step}: {remedy}")
+            raise ShardsLost(shards, f"again, after {MOST_TRIES} recoveries at {place}: {remedy}")

@@ -135,7 +135,7 @@ class Watched:
             remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
             raise ShardsLost(shards, f"no watcher brings them back: {remedy}")
         # Counted per step: a home that loses again what was just brought back would go on for ever.
-        self._tries.count(step, shards, again)
+        self._tries.count(f"step {step}", shards, again)
         return watchers
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:

@@ -210,6 +210,8 @@ class Committing(Leaving):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()
+        # Behind the wait: a save tells of the loss before it says that it was missed.
+        self._cuts.count_recovery(shards, REMEDY)
         before = self.flow.epoch
         try:
             for watcher in watchers:

@@ -9,13 +9,14 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrec.announced import Announced
+from jaxrec.asked import Tries
 from jaxrec.errors import caught
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.flow import Flow
@@ -251,6 +252,14 @@ class Workers:
         self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
 
 
+class Begun(NamedTuple):
+    """A cut that has begun: its step, its save, and the recoveries that it was missed at."""
+
+    step: int
+    save: Callable[[TrainState], Any]
+    tries: Tries
+
+
 class Cuts(Announced):
     """The cuts of a pipeline, each saved in a thread of its own.
 
@@ -261,8 +270,8 @@ class Cuts(Announced):
     def __init__(self, stages: Stages, steps: Steps):
         super().__init__()
         self._stages, self._steps = stages, steps
-        # Saves that met lost shards, and come again when those are back.
-        self._missed: list[Callable] = []
+        # Those whose saves met lost shards, and come again when the shards are back.
+        self._missed: list[Begun] = []
 
     def begin(self, step: int, workers: Workers) -> None:
         """Begins the cut of a step that was just committed, if there is one, and those that lost
@@ -270,13 +279,27 @@ class Cuts(Announced):
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
-            self._begin(save, workers, lambda: self.tell_begun(step))
+            self._begin(Begun(step, save, Tries()), workers, lambda: self.tell_begun(step))
+
+    def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
+        """Counts a recovery for each cut that was missed, once no cut is being saved. While a save is tried again
+        training may go on, so that the tries at a step alone would never be too many.
+
+        Args:
+          shards: the lost ones.
+          remedy: what is said when it is one too many.
+
+        Raises:
+          ShardsLost: for one cut it is one too many.
+        """
+        for cut in self._missed:
+            cut.tries.count(f"the cut of step {cut.step}", shards, remedy)
 
     def save_missed(self, state: TrainState) -> None:
         """Saves, on this thread, what lost shards have kept from being saved, when a run has ended;
         what meets lost shards again stays, and raises ShardsLost."""
         while self._missed:
-            self._missed[0](state)
+            self._missed[0].save(state)
             self._missed.pop(0)
 
     def forget(self, now: int) -> None:
@@ -284,7 +307,7 @@ class Cuts(Announced):
         self._missed = []
         super().forget(now)
 
-    def _begin(self, save, workers, forget):
+    def _begin(self, cut, workers, forget):
         flow = workers.flow
         # Of the cut before; Ctrl-C may end it, and then this one is still to come.
         flow.wait_for_release()
@@ -296,23 +319,23 @@ class Cuts(Announced):
                 ring = self._steps.whole_ring() if self._stages.way.skip_writes else None
                 # Now, as the next step takes the dense state for good.
                 dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
-                workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, save))
+                workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, cut))
                 forget()
             except BaseException:
                 flow.release_writes()
                 raise
 
-    def _save(self, worker, workers, number, dense, ring, save):
+    def _save(self, worker, workers, number, dense, ring, cut):
         worker.number, flow = number - 1, workers.flow
         try:
             if whole := flow.wait_for_hold():
                 self._stages.write_rest(ring, flow)
             if flow.gone:  # perhaps only since then
-                self._missed.append(save)
+                self._missed.append(cut)
             elif whole:
-                save(TrainState(dense, self._stages.tables))
+                cut.save(TrainState(dense, self._stages.tables))
         except ShardsLost as lost:
             flow.tell_lost(lost.shards)
-            self._missed.append(save)
+            self._missed.append(cut)
         finally:
             flow.release_writes()
