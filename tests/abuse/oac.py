@@ -699,14 +699,13 @@ def _(directory):
     raise failure
 
 
-@situation("an update that raises once, and a run that goes on", None)
+@situation("an update that raises when it is traced, is mended, and a run that goes on", None)
 def _(directory):
     failing = [True]
 
     def update(dense, rows, plans, batch):
         if failing and len(batch.label) == 2 * size:
-            failing.clear()
-            raise ZeroDivisionError
+            raise ZeroDivisionError  # in a loader first, which leaves it to the step to tell
         return update_of()(dense, rows, plans, batch)
 
     size = len(batches_of(1)[0].label)
@@ -718,6 +717,7 @@ def _(directory):
         assert pipeline.step == 3 == pipeline.tables.step
     else:
         raise AssertionError("the update was not traced again")
+    failing.clear()
     list(pipeline.run(stream))
     assert isinstance(pipeline.state, TrainState) and pipeline.step == 6 == pipeline.tables.step
 
