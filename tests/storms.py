@@ -103,4 +103,6 @@ def main(seed: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    # What another process is still writing, or was killed in: it is compiled again.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     main(int(sys.argv[1]), int(sys.argv[2]))

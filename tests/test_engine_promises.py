@@ -90,7 +90,7 @@ def test_what_the_stream_raised_is_told_though_the_run_was_left_before_it(make):
     with pytest.raises(KeyError, match="of the stream"), make() as engine:
         for _ in engine.run(batches):
             if engine.step == 2:
-                assert reached.wait(30)
+                assert reached.wait(60)
                 break
         list(engine.run(batches))
     assert engine.step in (2, 4)
@@ -103,14 +103,14 @@ def test_leaving_a_run_does_not_wait_for_a_stream_that_blocks(make):
     def stream():
         yield from stream_from(0, 3)
         inside.set()
-        assert more.wait(30)
+        assert more.wait(60)
         yield from stream_from(3)
 
     batches = stream()
     with make() as engine:
         for _ in engine.run(batches):
             if engine.step == 3:
-                assert inside.wait(30)
+                assert inside.wait(60)
                 break
         assert not more.is_set()
         more.set()
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost
     def stream():
         yield from stream_from(0, 3)
         os.kill(os.getpid(), signal.SIGINT)  # from the thread that plans, while the other one waits or trains
-        assert more.wait(30)
+        assert more.wait(60)
         yield from stream_from(3)
 
     batches = stream()
@@ -249,13 +249,14 @@ class Mortal(HostTables):
     """Tables that lose shard 1 in a chosen call; until it is emptied whoever reads it is refused."""
 
     def dies_at(self, kind, number):
-        self.__dict__.update(left={"read": -1, "put": -1} | {kind: number}, dead=False, times=1)
+        self.__dict__.update(left={"read": -1, "put": -1} | {kind: number}, dead=False, lock=threading.Lock())
         return self
 
     def count(self, kind):
-        self.left[kind] -= 1
-        if self.left[kind] == -1:
-            self.__dict__["dead"] = True
+        with self.lock:  # two loaders may read at once
+            self.left[kind] -= 1
+            if self.left[kind] == -1:
+                self.__dict__["dead"] = True
 
     def read(self, plans):
         self.count("read")

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from oac_equivalence import HeldBack, Numbered, same
 from test_oac import SPEC, copied, frozen, make_batches, make_state, plain_loop, reset, train, update_of, watched
+from world import is_inside, until, workers
 
 import jaxrec
+from jaxrec.interrupts import wait
 from jaxrec.oac import Pipeline
 from jaxrec.oac.flow import Flow
 from jaxrec.types import TrainState
@@ -57,7 +59,7 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
 
     def stream():
         yield from batches[:7]
-        assert changed.wait(30)
+        assert changed.wait(60)
         yield from batches[7:]
 
     def change(state, step, plan, metrics):
@@ -101,19 +103,12 @@ def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
 @pytest.mark.parametrize("skips", [{}, BOTH])
 def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
     """Between the commit of the cut's step and the next one nothing else holds `exclusive` back."""
-    batches, cuts, expected = make_batches(12), [], {}
-    inside, drained = threading.Event(), threading.Event()
-
-    class Telling(Flow):
-        def drain(self):
-            super().drain()
-            drained.set()
-
+    batches, cuts, expected, inside = make_batches(12), [], {}, threading.Event()
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        assert drained.wait(30)
-        inside.wait(0.3)  # long enough for an `exclusive` that does not wait
+        # An `exclusive` that does not wait is inside while the cut is not there yet.
+        until(lambda: inside.is_set() or (is_inside(Flow.wait_for_cut) and is_inside(wait)))
         cuts.append(frozen(state))
 
     def change(tables):
@@ -122,12 +117,32 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
         return reset(tables)
 
     with Pipeline(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
-        pipeline.flow_type = Telling
         pipeline.cut(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
                 pipeline.exclusive(change)
     assert same((cuts[0], []), (expected[7], []))
+
+
+class Looked(set):
+    """A set that notes which of its members somebody has found there."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __contains__(self, member):
+        found = super().__contains__(member)
+        self.found |= {member} if found else set()
+        return found
+
+
+class Looking(Numbered):
+    """Notes which fetched batches its writer has found, and written or left there."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.fetched = Looked()
 
 
 def test_semisync_is_one_batch_stale_after_exclusive_too():
@@ -137,20 +152,21 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
     def wait():
         flow, number = pipeline.flow, Numbered.mine.batch
         if changed and number == at + 1:  # a write that does not wait for this gather comes first
-            flow.wait_until(lambda: flow.watermark() > flow.first + number - 1, seconds=1)
+            (writer,) = workers("oac-write back")
+            until(lambda: flow.first + at in flow.fetched.found and is_inside(threading.Condition.wait, writer))
 
     def change(state, step, plan, metrics):
         if step == at:
             pipeline.drain()
             flow = pipeline.flow
-            assert flow.wait_until(lambda: flow.last_gathered >= flow.committed + 1, seconds=30)
+            assert flow.wait_until(lambda: flow.last_gathered >= flow.committed + 1, seconds=60)
             changed.append(step)
             pipeline.exclusive(reset)
         return state
 
     changed: list = []
     pipeline = Pipeline(watched(make_state(), before_read=wait), update_of(SPEC), mode="semisync", loaders=1)
-    pipeline.flow_type = Numbered
+    pipeline.flow_type = Looking
     losses = losses_of(pipeline, batches, [change])
     assert same((pipeline.state, losses), delayed_loop_with_reset(batches, at))
 
@@ -182,7 +198,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
         sent = held.send(tree, placement)  # tells `held`, which lets the oldest batch of the window be written
         if len(tree) == 3:  # rows
             flow, oldest = pipeline.flow, pipeline.flow.first + Numbered.mine.batch - window
-            assert flow.wait_until(lambda: oldest < flow.first or flow.watermark() > oldest, seconds=30)
+            assert flow.wait_until(lambda: oldest < flow.first or flow.watermark() > oldest, seconds=60)
         return sent
 
     options = {"window": window, "loaders": 1, "validation": validation}
