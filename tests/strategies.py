@@ -1,9 +1,22 @@
-"""Random specs and ids that the laws of several files share."""
+"""What the laws of several files draw, random specs and ids, and how much of it the gate takes."""
+
+import os
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+
+
+def examples(gate, more):
+    """How many examples a law draws whose examples are dear: few in the gate, more in `make test-all`."""
+    return more if os.environ.get("HYPOTHESIS_PROFILE") == "random" else gate
+
+
+def chosen(cases, gate):
+    """The cases of a law as parameters, tuples; those of which `gate(*case)` is false are no part of the gate."""
+    return [pytest.param(*case, marks=[] if gate(*case) else pytest.mark.more) for case in cases]
 
 
 @st.composite

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kills import kill_at_call, was_killed
+from strategies import chosen, examples
 from test_tables import dense_table
 
 import jaxrec
@@ -23,6 +24,7 @@ from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Ta
 from jaxrec.files import write_json
 
 OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
+SLOTS_ALIKE = ("sgd", "adagrad")  # they travel as those of rowwise_adagrad do
 TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
 
 
@@ -64,9 +66,12 @@ def read_slots(state, stack):
     return [part for part in state.tables.layout[stack] if part != "value"]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SOURCES = [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8), ("host", 1, 3)]
+
+
 @pytest.mark.parametrize(
-    "source", [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8), ("host", 1, 3)]
+    ("source", "optimizer"),
+    chosen([(source, name) for source in SOURCES for name in OPTIMIZERS], lambda source, name: name not in SLOTS_ALIKE),
 )
 def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, optimizer):
     home, devices, shards = source
@@ -115,6 +120,7 @@ def _save_attached(directory, path):
     write_image(path, snapshot(state))
 
 
+@pytest.mark.process
 def test_table_files_of_another_process_are_saved_and_restored_without_a_mesh(tmp_path):
     spec, rows = spec_of(), OPTIMIZERS["rowwise_adagrad"]
     tables = HostTables.create(spec, rows, tmp_path / "tables")
@@ -198,7 +204,7 @@ def flip_and_restore(whole, place, bit):
         file.write_bytes(original)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 2**40), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_found_and_an_older_image_offered(whole, place, bit):
     flip_and_restore(whole, place, bit)
@@ -274,11 +280,13 @@ def kill_often(tmp_path, instants):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_kill_9_while_saving_leaves_a_whole_image(tmp_path):
     kill_often(tmp_path, [3, 40, 81, 122])
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_kill_9_at_100_instants(tmp_path):
     kill_often(tmp_path, np.random.default_rng(0).integers(1, 250, 100).tolist())
 
@@ -403,6 +411,8 @@ def _memory_kb(what):
     return int(line.split()[1])
 
 
+@pytest.mark.process
+@pytest.mark.realtime  # it looks at the memory of a process
 @pytest.mark.parametrize(("copy", "at_least", "at_most"), [("shards", 0, 1.3), ("whole", 3.9, 8)])
 def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_path, copy, at_least, at_most):
     context = multiprocessing.get_context("spawn")  # a child that has used little memory before

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kills import kill_at_call, was_killed
+from strategies import chosen, examples
 from test_checkpoint import OPTIMIZERS, make, spec_of
 from test_tables import dense_table
 
@@ -114,10 +115,12 @@ class Saved:
                 np.testing.assert_array_equal(rows[~mine], before[key][~mine])
 
 
-@pytest.mark.parametrize("base", [True, False])
+WAYS = [("host", "host"), ("host", "device4"), ("device4", "host"), ("device", "device")]
+
+
 @pytest.mark.parametrize(
-    ("home", "target"),
-    [("host", "host"), ("host", "device4"), ("device4", "host"), ("device", "device")],
+    ("home", "target", "base"),
+    chosen([(*way, base) for way in WAYS for base in (True, False)], lambda home, target, base: base or target == home),
 )
 def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
     run = Saved(tmp_path, home, base)
@@ -129,7 +132,7 @@ def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
     assert [image.step for image in chain(run.path)] == ([0] if base else []) + [1, 2, 3]
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(3, 6))
 @given(shards=st.sampled_from([1, 3, 8]), steps=st.integers(0, 4), base=st.booleans(), most=st.integers(1, 3))
 def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most):
     run = Saved(tmp_path_factory.mktemp("chain"), base=base, shards=shards)
@@ -419,11 +422,13 @@ def kill_often(directory, instants):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_kill_9_while_saving_rows_leaves_a_committed_state(tmp_path):
     kill_often(tmp_path, np.random.default_rng(1).integers(1, 250, 5).tolist())
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_kill_9_at_100_instants(tmp_path):
     kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 100).tolist())
 

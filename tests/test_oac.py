@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
 from oac_failures import WatchedTables
-from strategies import draw_ids, specs
+from strategies import draw_ids, examples, specs
 from world import no_threads_left
 
 import jaxrec
@@ -153,7 +153,7 @@ def test_equals_the_plain_loop_bit_for_bit(window, options):
         assert pipeline.counters["stale_rows"] > 24
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(3, 8))
 @given(data=st.data())
 def test_law_of_equality(data):
     devices = data.draw(st.sampled_from([1, 2, 4]), label="devices")
@@ -191,7 +191,7 @@ def test_sync_equals_the_plain_loop_and_async_and_semisync_the_delayed_one():
 _validate, _replay, _append = (jax.jit(function) for function in (ring.validate, ring.replay, ring.append))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(8, 20))
 @given(seed=st.integers(0, 2**31), depth=st.sampled_from([1, 2, 5]), version=st.integers(-2, 12))
 def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
     """`validate` over the ring's row numbers against the last-writer table, for any watermark."""

@@ -700,6 +700,8 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
     assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])
 
 
+@pytest.mark.process
+@pytest.mark.random_instant
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
     """Real signals to a process of its own, at random instants, one or several at a time."""

@@ -506,7 +506,8 @@ if sys.argv[2] == "forks":
 """
 
 
-@pytest.mark.parametrize("way", ["ends", "exits", "fails", "forks"])
+@pytest.mark.process
+@pytest.mark.parametrize("way", [pytest.param("ends", marks=pytest.mark.gate), "exits", "fails", "forks"])
 def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "tables"), way]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import draw_ids, specs
+from strategies import draw_ids, examples, specs
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, bucket, capacity_of, device_plan, host_plan, plan
 from jaxrec.embedding.planning import is_plan_of
@@ -45,7 +45,7 @@ def test_plan_gives_the_ids_back(spec, batch_size, seed):
 
 
 @given(specs(shards=8), st.integers(1, 9), st.integers(0, 99), st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=examples(5, 12))
 def test_host_and_device_plans_are_equal(spec, batch_size, seed, overflow):
     ids = draw_ids(spec, batch_size, seed)
     capacity = {name: 1 if overflow else u for name, u in capacity_of(plan(spec, ids)).items()}
@@ -53,7 +53,7 @@ def test_host_and_device_plans_are_equal(spec, batch_size, seed, overflow):
     assert_plans_equal(on_host, jax.jit(lambda i: device_plan(spec, i, capacity))(ids))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("devices", [1, 8, *(pytest.param(some, marks=pytest.mark.more) for some in (2, 4))])
 def test_sharded_device_plan_equals_host_plan(devices):
     spec = EmbeddingSpec(
         {"a": Table(50, 4), "b": Table(7, 4), "w": Table(50, 1)},

@@ -14,7 +14,7 @@ from fleets import Fleet, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_pipes import OverPipe
-from strategies import draw_ids, specs
+from strategies import chosen, draw_ids, examples, specs
 from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
@@ -49,7 +49,7 @@ def changed(rows, seed):
 
 
 @given(specs(), st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(15, 25))
 def test_random_calls_leave_the_bits_of_host_tables(spec, data):
     servers = data.draw(st.integers(1, spec.shards), label="servers")
     homes = HostTables.create(spec, adagrad(0.1)), remote(spec, adagrad(0.1), servers)
@@ -179,7 +179,7 @@ def in_threads(*jobs):
             done.result()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.more) for seed in (2, 3))])
 def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
     """Every 250 messages of a run are lost, doubled or late: adds from three threads, puts from a fourth."""
     rng, faults, lock = np.random.default_rng(seed), [], threading.Lock()
@@ -240,12 +240,12 @@ def test_a_death_is_told_with_all_shards_of_the_server_when_the_others_are_done(
 
 def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
     fleet = Fleet(
-        SPEC, ROWS, 4, lambda server, _, verb, n: "drop" if (server, verb) == (2, "read") else "", timeout_s=0.2
+        SPEC, ROWS, 4, lambda server, _, verb, n: "drop" if (server, verb) == (2, "read") else "", timeout_s=2
     )
     plans = of_rows(range(40))
     with (
         fleet,
-        pytest.raises(ShardsLost, match=r"\[2\] .*: server 2 \(incarnation 1\) has not answered read within 0.2 s"),
+        pytest.raises(ShardsLost, match=r"\[2\] .*: server 2 \(incarnation 1\) has not answered read within 2 s"),
     ):
         fleet.tables.read(plans)
 
@@ -335,10 +335,16 @@ ENGINES = {"serial": lambda state: NotingSerial(state, STEP)}
 ENGINES |= {"pipeline": lambda state: NotingPipeline(state, UPDATE, window=3)}
 
 
-@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("death", ["read", "put", "put that was done", "save", "restore"])
-def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_that_step(make, scheme, death, tmp_path):
+INSTANTS = ["read", "put", "put that was done", "save", "restore"]
+DEATHS = [(death, scheme, engine) for death in INSTANTS for scheme in SCHEMES for engine in ENGINES]
+IN_THE_GATE = [("save", "vanilla", "pipeline"), ("put", "mfu", "serial")]
+
+
+@pytest.mark.parametrize(
+    ("death", "scheme", "engine"),
+    chosen(DEATHS, lambda *case: case[1:] == ("mfu", "pipeline") or case in IN_THE_GATE),
+)
+def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_that_step(death, scheme, engine, tmp_path):
     verb, number, how = {
         "read": ("read", 10, "die"),
         "put": ("put", 9, "die"),
@@ -359,8 +365,8 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
     saved = EVERY if scheme == "vanilla" else 3 * EVERY // 2
     gate = lambda index: index == saved and death == "save" and until(dead.is_set)
     with Fleet(SPEC, ROWS, 2, fate) as fleet:
-        engine = make(fresh("host")._replace(tables=fleet.tables))
-        found, log, recovery = run(engine, tmp_path / "found", scheme, fleet, gate)
+        over_servers = ENGINES[engine](fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(over_servers, tmp_path / "found", scheme, fleet, gate)
         assert fleet.died == [1] * (2 if death == "restore" else 1)
     assert [shards for shards, _ in log.losses.values()] == [(1, 3)] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", scheme, log.losses))
@@ -410,6 +416,7 @@ def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp
     assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_process_that_is_killed_ends_as_serial_that_loses_its_shards_at_that_step(make, tmp_path):
     """kill -9 while the gathers of later batches may be under way; all that messages hold is pickled on the way."""

@@ -181,6 +181,7 @@ def test_what_a_call_carries_is_a_copy():
         assert server.call("read", ME, [1], piece([1], 2)).result(60)["width_4"]["value"][0, 0, 0] == 7
 
 
+@pytest.mark.process
 def test_a_layout_from_another_process_is_equal_and_hashes_as_one_made_here():
     """Hashes of text differ from process to process: one that travelled would be found in no dict."""
     code = "import pickle, sys, test_servers as t; sys.stdout.buffer.write(pickle.dumps((t.SPEC, t.LAYOUT)))"

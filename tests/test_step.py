@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import draw_ids
+from strategies import chosen, draw_ids
 from test_tables import dense_table
 
 import jaxrec
@@ -73,10 +73,16 @@ def leaves(state):
     return [*jax.tree.leaves(state.dense.params), *(dense_table(state.tables, n) for n in SPEC.stacks)]
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("padding", [0, 1, 9])  # 9: with 8 devices some have padding only
-def test_any_number_of_devices_equals_one(devices, home, padding):
+# Padding of 9: with 8 devices some have padding only.
+PLACES = [(padding, devices, home) for padding in (0, 1, 9) for devices in (1, 2, 4, 8) for home in ("device", "host")]
+
+
+def in_the_gate(padding, devices, home):
+    return (padding, devices) == (9, 4) if home == "host" else padding != 1 and devices != 4
+
+
+@pytest.mark.parametrize(("padding", "devices", "home"), chosen(PLACES, in_the_gate))
+def test_any_number_of_devices_equals_one(padding, devices, home):
     one, losses_of_one = train(padding=padding)
     many, losses = train(devices, home=home, padding=padding)
     np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)

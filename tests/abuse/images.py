@@ -155,7 +155,7 @@ def _(directory):
         pass
 
 
-@situation("a writer in another process", ValueError, "is locked")
+@situation("a writer in another process", ValueError, "is locked", marks="process")
 def _(directory):
     lock = str(directory / "images.lock")
     code = f"import fcntl; f = open({lock!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
@@ -924,7 +924,7 @@ def fill_a_real_disk(directory):
     assert restore(directory, state)[1].step == 5 and not list(directory.glob("*.partial"))
 
 
-@situation("a disk that is really full: one line, training goes on, the next save tries again")
+@situation("a disk that is really full: one line, training goes on, the next save tries again", marks="process")
 def _(directory):
     python = f"{sys.executable} -m abuse.images"
     here = Path(__file__).parent.parent
