@@ -1,15 +1,16 @@
-"""Transports that a test holds up, and trainers of a few numbers."""
+"""Transports that a test holds up, a clock that it moves, and trainers of a few numbers."""
 
 import functools
-import os
+import itertools
 import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from world import no_threads_left, workers
+from world import DEADLINE_S, is_inside, join_all, no_threads_left, until, workers
 
+from jaxrec.interrupts import wait
 from jaxrec.shadowsync import Left
 from jaxrec.types import DenseState, TrainState
 
@@ -42,7 +43,10 @@ def of(*values):
 
 
 def waits(transport, *trainers):
-    """A condition that holds once each of them waits in `meet`; made before they come."""
+    """A condition that holds once each of them has looked at the clock, as who waits in `meet` does again and again.
+
+    Made before they come, it says that they wait there.
+    """
     before = [transport.last_seen(trainer) for trainer in trainers]
     return lambda: all(transport.last_seen(i) != seen for i, seen in zip(trainers, before, strict=True))
 
@@ -53,13 +57,44 @@ def joined(transport, *trainers):
     return transport
 
 
+def in_meet(transport):
+    """The names of the threads that wait for others in `meet` of an AllToAll or a Centre."""
+    meeting = [thread for thread in threading.enumerate() if is_inside(type(transport).meet, thread)]
+    return [thread.name for thread in meeting if is_inside(wait, thread)]
+
+
+class Clock:
+    """The clock of transports and of who meets there: it goes on when the test says so, and a nanosecond at each look.
+
+    Who waits for a transport looks at it often: real seconds between two looks are half of its `timeout_s`.
+    """
+
+    def __init__(self, monkeypatch):
+        self.now, self.looks = 1000.0, itertools.count()
+        for name in ("meeting", "transport", "synchroniser", "shadow"):
+            monkeypatch.setattr(f"jaxrec.shadowsync.{name}.time", self)
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def monotonic(self):
+        return self.now + 1e-9 * next(self.looks)
+
+    def goes_on(self, seconds, transport=None, *trainers, unless=lambda: False):
+        """So many seconds pass at once; returns when these trainers, who wait in `meet`, have seen it, or need not."""
+        self.now += seconds
+        if trainers:
+            seen = waits(transport, *trainers)
+            until(lambda: seen() or unless())
+
+
 def folded(shadow, state):
     """The state with the result of one round more, which is folded in as soon as it is there."""
-    rounds, end = shadow.rounds, time.monotonic() + 60
+    rounds, end = shadow.rounds, time.monotonic() + DEADLINE_S
     while shadow.rounds == rounds:
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "no round"
         state = shadow.exchange(state)
-        os.sched_yield()
+        time.sleep(0.001)
     return state
 
 
@@ -129,6 +164,23 @@ class Steps(Around):
         self.begin.release()
 
 
+class InOrder(Around):
+    """A centre to which trainers bring their last round in the order of their numbers, from when the test says so."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.ordered, self.next, self.changed = False, 0, threading.Condition()
+
+    def meet(self, trainer, before, done):
+        if done or not self.ordered:
+            return self.transport.meet(trainer, before, done)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.next == trainer, 60)
+            self.next += 1
+            self.changed.notify_all()
+            return self.transport.meet(trainer, before, done)
+
+
 class Ends(Around):
     """A transport that keeps the first weight that each trainer had when it was done."""
 
@@ -158,8 +210,7 @@ class Stuck(Around):
     def end(self):
         """Its threads end, and have done nothing more."""
         self.returns.set()
-        for thread in workers("shadow-"):
-            thread.join(60)
+        join_all(workers("shadow-"))
         assert no_threads_left() and self.met == 1
 
 
@@ -173,10 +224,8 @@ def in_threads(*acts):
         except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(acts)]
+    threads = [threading.Thread(target=run, args=item, name=f"act-{item[0]}", daemon=True) for item in enumerate(acts)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
+    join_all(threads)
     return found

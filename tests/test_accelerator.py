@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import on_accelerator
 import pytest
 from accelerator import measure
 from accelerator.measure import ROW, Task, in_turns, interval, over
+from world import until
 
 SCRIPT = Path(on_accelerator.__file__)
 
@@ -23,9 +23,21 @@ def python(*lines):
     return [sys.executable, "-c", "\n".join(lines)]
 
 
-def part_of(out, *lines, seconds=60.0):
-    """Runs lines as the process of a part."""
-    return on_accelerator.run_part("fake", python(*lines), out, seconds)
+def part_of(out, script, seconds=60.0):
+    """Runs a script of the shell, which begins at once, as the process of a part."""
+    return on_accelerator.run_part("fake", ["sh", "-c", script], out, seconds)
+
+
+def before_its_time_begins(monkeypatch, act):
+    """Calls `act` before the runner waits for a part, whose limit counts from then on."""
+    wait = subprocess.Popen.wait
+
+    def act_and_wait(process, timeout=None):
+        if timeout is not None:
+            act()
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", act_and_wait)
 
 
 def alive(pid):
@@ -38,10 +50,8 @@ def alive(pid):
 
 def gone(pid):
     """Waits until a process that was killed is gone."""
-    until = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < until:
-        os.sched_yield()
-    return not alive(pid)
+    until(lambda: not alive(pid))
+    return True
 
 
 # The figures.
@@ -135,34 +145,35 @@ def test_a_row_is_kept_and_said():
 # The runner.
 
 
-def test_a_part_that_fails_says_why_and_keeps_its_rows(tmp_path, capsys):
-    row = f"print({ROW!r} + '{{\"point\": 1}}')"
-    assert not part_of(tmp_path, row, "print('before')", "raise MemoryError('the card is full')")
+def test_a_part_that_fails_says_why_and_keeps_its_rows(tmp_path, capsys, monkeypatch):
+    row = f"""echo '{ROW}{{"point": 1}}'"""
+    assert not part_of(tmp_path, f"{row}; echo before; echo MemoryError: the card is full >&2; exit 1")
     said = (tmp_path / "fake.failed.txt").read_text()
     assert "ended with code 1" in said and '1 rows were measured before:\n{"point": 1}' in said
     assert "before" in said and "MemoryError: the card is full" in said.splitlines()[-1]
     assert "before" in capsys.readouterr().out
-    assert not part_of(tmp_path, "pass")
+    assert not part_of(tmp_path, ":")
     assert "ended with code 0 and without a result" in (tmp_path / "fake.failed.txt").read_text()
-    write = f"import pathlib; pathlib.Path({str(tmp_path / 'fake.json')!r}).write_text('x')"
+    before_its_time_begins(monkeypatch, (tmp_path / "begins").touch)  # the runner has seen that there is no result
+    write = f"until [ -e '{tmp_path}/begins' ]; do sleep 0.01; done; echo x > '{tmp_path}/fake.json'"
     assert part_of(tmp_path, write) and not (tmp_path / "fake.failed.txt").exists()
-    assert not part_of(tmp_path, "pass")  # the result is of an earlier time
+    assert not part_of(tmp_path, ":")  # the result is of an earlier time
 
 
 def test_a_part_that_dies_by_a_signal_is_a_failure(tmp_path):
-    assert not part_of(tmp_path, "import os", "os.kill(os.getpid(), 9)")
+    assert not part_of(tmp_path, "kill -9 $$")
     assert "ended with code -9" in (tmp_path / "fake.failed.txt").read_text()
 
 
-def test_a_part_that_hangs_is_killed_with_all_that_it_started(tmp_path):
-    hang = "import time; time.sleep(1000)"
-    lines = ["import subprocess, sys", f"p = subprocess.Popen([sys.executable, '-c', {hang!r}])"]
-    assert not part_of(tmp_path, *lines, "print('child', p.pid, flush=True)", "p.wait()", seconds=5.0)
+def test_a_part_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeypatch):
+    before_its_time_begins(monkeypatch, lambda: until((tmp_path / "hangs").exists))
+    assert not part_of(tmp_path, f"sleep 1000 & echo child $!; : > '{tmp_path}/hangs'; wait", seconds=1.0)
     said = (tmp_path / "fake.failed.txt").read_text()
-    assert "killed at its limit of 5 s" in said
+    assert "killed at its limit of 1 s" in said
     assert gone(int(said.rpartition("child ")[2].split()[0]))
 
 
+@pytest.mark.process
 def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
     """Else it would keep the card."""
     hang = "import time; time.sleep(1000)"
@@ -231,7 +242,7 @@ def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
 
 def test_a_full_disk_does_not_stop_the_next_part(tmp_path, capsys):
     (tmp_path / "fake.failed.txt.partial").mkdir()  # where the text would be written aside
-    assert not part_of(tmp_path, "raise MemoryError('the card is full')")
+    assert not part_of(tmp_path, "exit 1")
     assert "could not be written" in capsys.readouterr().out
 
 
@@ -264,6 +275,7 @@ def test_a_part_refuses_a_machine_without_accelerator(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.process
 def test_the_kit_imports_nothing_that_a_bare_machine_lacks():
     """Tyro, polars, tensorflow-datasets, matplotlib, tqdm and scipy are not there; scipy comes with jax."""
     lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy torch'.split():"]
@@ -294,6 +306,7 @@ def smoke(name, out):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_step_time(tmp_path):
     found, rows = smoke("step_time", tmp_path)
     assert len(rows) == 2 and '"dcnv2"' in list(rows)[1]
@@ -310,6 +323,7 @@ def test_step_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_oac(tmp_path):
     found, rows = smoke("oac", tmp_path)
     assert found["left_out"] == []  # pinned memory is known to the CPU too
@@ -322,6 +336,7 @@ def test_oac(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_oac_wide(tmp_path):
     _, rows = smoke("oac_wide", tmp_path)
     ((point, figures),) = rows.items()
@@ -330,6 +345,7 @@ def test_oac_wide(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_shadow(tmp_path):
     _, rows = smoke("shadow", tmp_path)
     assert len(rows) == 2
@@ -339,6 +355,7 @@ def test_shadow(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_saves(tmp_path):
     _, rows = smoke("saves", tmp_path)
     assert len(rows) == 2
@@ -351,6 +368,7 @@ def test_saves(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_trainers(tmp_path):
     _, rows = smoke("trainers", tmp_path)
     first = next(iter(rows.values()))

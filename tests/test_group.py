@@ -46,7 +46,7 @@ def train(number):
     data, model = np.random.default_rng(number), Classifier(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.Param)
     with group.trainer(number) as sync:
-        for _ in range(300):
+        while sync.steps < STEPS or not sync.rounds:
             x = data.normal(size=(64, 2)).astype(np.float32)
             step(model, optimizer, x, (x[:, 0] * x[:, 1] > 0).astype(np.int32))
             nnx.update(model, sync.exchange(nnx.state(model)))
@@ -55,14 +55,27 @@ def train(number):
 """
 
 
+def classifiers(steps):
+    """What the newcomer's trainers have trained, in so many steps and until each had a round."""
+    names = {"STEPS": steps}
+    exec(A_NEWCOMERS_SCRIPT, names)
+    return together(names["train"], 2)
+
+
 def test_a_classifier_of_flax_nnx_is_synchronised_in_less_than_thirty_lines():
     assert len(A_NEWCOMERS_SCRIPT.strip().splitlines()) < 30
-    names = {}
-    exec(A_NEWCOMERS_SCRIPT, names)
-    with ThreadPoolExecutor(2) as pool:
-        (one, rounds), (other, _) = pool.map(names["train"], range(2))
-    assert rounds > 0
+    (one, rounds), (other, of_other) = classifiers(20)
+    assert rounds > 0 < of_other
     jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+    start = nnx.state(type(one)(nnx.Rngs(0)))
+    moved = jax.tree.map(lambda now, then: float(abs(now - then).max()), nnx.state(one), start)
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.realtime
+def test_what_the_newcomer_has_trained_classifies():
+    """The rounds of two threads are free, so that no two runs are alike."""
+    (one, _), _ = classifiers(300)
     x = np.random.default_rng(9).normal(size=(2000, 2)).astype(np.float32)
     assert ((one(x).argmax(1) == 1) == (x[:, 0] * x[:, 1] > 0)).mean() > 0.85
 

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -53,6 +54,7 @@ def _train_until_killed(config):
     [("vanilla", 4), ("full", 4), ("mfu", 16), ("mfu", 1)],
 )
 @pytest.mark.slow
+@pytest.mark.process
 def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every):
     config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path)
     assert was_killed(_train_until_killed, config)
@@ -90,6 +92,8 @@ def test_free_trainers_that_were_stopped_while_they_were_evaluated_go_on(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.random_instant
 def test_a_handful_of_real_processes_that_are_stopped_at_random_lose_no_run(tmp_path):
     """What `make soak` does for ten minutes with all techniques, in short: OAC with CPR vanilla and with MFU."""
     results = train_soak.main(Config(preset="smoke", workdir=tmp_path / "soak"))
@@ -101,12 +105,24 @@ def test_a_handful_of_real_processes_that_are_stopped_at_random_lose_no_run(tmp_
 # ---- the watcher
 
 
-def test_a_process_that_hangs_is_ended_and_is_wrong(tmp_path):
-    hangs = "import signal, threading; signal.signal(signal.SIGTERM, lambda *_: None); threading.Event().wait()"
-    start = time.perf_counter()
-    process = Process([sys.executable, "-X", "faulthandler", "-c", hangs], limit_s=1.0)
+@pytest.mark.process
+def test_a_process_that_hangs_is_ended_and_is_wrong(tmp_path, monkeypatch):
+    """Its time begins when it hangs."""
+    begun = threading.Event()
+
+    class Limit(threading.Timer):
+        def run(self):
+            assert begun.wait(60)
+            super().run()
+
+    hangs = "import signal, threading; signal.signal(signal.SIGTERM, lambda *_: None); print('hangs', flush=True); "
+    monkeypatch.setattr(threading, "Timer", Limit)
+    command = [sys.executable, "-X", "faulthandler", "-c", hangs + "threading.Event().wait()"]
+    process = Process(command, limit_s=1.0)
+    process.read(1)
+    begun.set()
     ended = process.ended()
-    assert ended.hung and time.perf_counter() - start < 30
+    assert ended.hung
     (wrong,) = judge(ended, "SIGTERM", tmp_path)
     assert "hung" in wrong and "in wait" in wrong  # it says where
 

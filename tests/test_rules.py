@@ -33,8 +33,9 @@ def round_of_all(rule, shared, replicas):
     return shared, [rule.merge(replica, replica, target) for replica in replicas]
 
 
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.more)])
 @given(seed=st.integers(0, 99), number=st.integers(1, 6), alpha=ALPHAS)
-def test_symmetric_easgd_keeps_the_sum_and_brings_trainer_and_centre_together(seed, number, alpha):
+def test_symmetric_easgd_keeps_the_sum_and_brings_trainer_and_centre_together(rounds, seed, number, alpha):
     rule, replicas = easgd(alpha), replicas_of(seed, number)
     centre = rule.init(replicas_of(seed + 100, 1)[0])
     gap = flat(replicas[0]) - flat(centre)
@@ -42,7 +43,7 @@ def test_symmetric_easgd_keeps_the_sum_and_brings_trainer_and_centre_together(se
     near = rule.merge(replicas[0], replicas[0], target)
     np.testing.assert_allclose(flat(near) - flat(once), (1 - 2 * alpha) * gap, atol=1e-5)
     total = sum(map(flat, replicas)) + flat(centre)
-    for _ in range(1000):
+    for _ in range(rounds):
         centre, replicas = round_of_all(rule, centre, replicas)
     np.testing.assert_allclose(sum(map(flat, replicas)) + flat(centre), total, atol=1e-5 * (number + 1))
 

@@ -82,6 +82,7 @@ def test_a_wrong_bandwidth_is_seen_in_the_error():
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_the_experiment_keeps_its_contract(tmp_path):
     command = [sys.executable, ROOT / "experiments" / "shadowsync_scaling.py", "--preset", "smoke"]
     done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)

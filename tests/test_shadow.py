@@ -20,7 +20,7 @@ from meetings import (
     step,
     weights,
 )
-from world import at_line, is_inside, no_threads_left, until, workers
+from world import at_line, is_inside, join_all, no_threads_left, until, workers
 
 import jaxrec
 from jaxrec.interrupts import wait
@@ -99,9 +99,8 @@ def run_trainers(rule, transport, steps, change=1.0):
     threads = [threading.Thread(target=train, args=item) for item in enumerate(steps)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads) and no_threads_left()
+    join_all(threads)
+    assert no_threads_left()
     return states, errors
 
 
@@ -273,8 +272,8 @@ def test_a_share_of_a_core_is_all_that_the_thread_takes():
     group, params = SyncGroup(plain._replace(combine=combine), PARAMS, 1, core_share=share), PARAMS
     begun = time.monotonic()
     with group.trainer(0) as sync:
-        while sync.rounds < 4:
-            params = sync.exchange(params)
+        for _ in range(4):
+            params = folded(sync, params)
         of_a_round = len(PARAMS) * work_seconds / share
         assert 3 * of_a_round < time.monotonic() - begun
         sync.finish(params)  # does not wait for the end of a rest

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from meetings import PARAMS, Gate, Stuck, state_of, step
-from world import no_threads_left, until
+from world import join_all, no_threads_left, until
 
 from jaxrec.shadowsync import AllToAll, Left, Shadow, model_averaging
 
@@ -30,8 +30,8 @@ def test_nobody_waits_for_a_trainer_that_fails():
         state = shadow.exchange(state_of(1.0))
         reached.set()
         shadow.finish(step(state))
-    thread.join(60)
-    assert not thread.is_alive() and no_threads_left()
+    join_all([thread])
+    assert no_threads_left()
 
 
 def test_what_a_round_raises_surfaces_at_the_next_exchange_and_on_leaving():
@@ -93,13 +93,13 @@ class Interrupting(threading.Condition):
         free = []
 
         def try_it():
-            if taken := self.acquire(timeout=5):
+            if taken := self.acquire(timeout=30):
                 self.release()
             free.append(taken)
 
         thread = threading.Thread(target=try_it)
         thread.start()
-        thread.join(20)
+        join_all([thread])
         return free == [True]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from meetings import PARAMS, Steps, folded, state_of, weights
-from world import no_threads_left
+from world import join_all, no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -47,9 +47,18 @@ def test_the_hook_returns_what_exchange_returns():
     assert weights(found).tolist() == [3.0, 3.0] and foreground.rounds == 1
 
 
+DTYPES = ["bfloat16", "float16", "float32", "float64"]
+
+
 @pytest.mark.parametrize("rule", [model_averaging(1.0), bmuf(1.0), easgd(0.5)], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("kind", [Shadow, Foreground])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((Foreground, dtype) for dtype in DTYPES),
+        (Shadow, "bfloat16"),
+        *(pytest.param(Shadow, dtype, marks=pytest.mark.more) for dtype in DTYPES[1:]),
+    ],
+)
 def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
     with jax.enable_x64(dtype == "float64"):
         high = jnp.asarray([[60000.0, 1.0], [60000.0, 2.0]], dtype)
@@ -117,8 +126,7 @@ def test_flax_states_are_synchronised_as_they_come(of, kind):
     threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
+    join_all(threads)
     assert sorted(found) == [0, 1]
     for trainer in (0, 1):
         np.testing.assert_array_equal(found[trainer][1], np.full((3, 2), 5.0))
@@ -148,8 +156,7 @@ def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays()
     threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
+    join_all(threads)
     assert sorted(found) == [0, 1, 2]
     for ended, later in found.values():
         np.testing.assert_array_equal(ended, centre.parameters["w"])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from meetings import folded
 from world import batch_of, loss
 
 import jaxrec
@@ -40,17 +41,17 @@ def recovery_of(engine, directory, **more):
     return Recovery(engine, directory, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
 
 
-def run(directory, synchroniser, failures=FAILURES):
+def run(directory, synchroniser, failures=FAILURES, **more):
     """All three; returns the state and the recovery."""
     update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
     with Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH) as pipeline:
-        return train_with(pipeline, directory, synchroniser, failures)
+        return train_with(pipeline, directory, synchroniser, failures, **more)
 
 
-def train_with(engine, directory, synchroniser, failures=FAILURES):
+def train_with(engine, directory, synchroniser, failures=FAILURES, hook=None):
     recovery = engine.enter(recovery_of(engine, directory, failures=failures))
     engine.enter(synchroniser)
-    list(engine.run(batches(), [synchroniser.hook, recovery.hook]))
+    list(engine.run(batches(), [hook or synchroniser.hook, recovery.hook]))
     return synchroniser.finish(engine.state), recovery
 
 
@@ -74,9 +75,13 @@ def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_p
 
 def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_state(tmp_path):
     shadow = averaging(Shadow)
-    state, recovery = run(tmp_path / "run", shadow)
+
+    def hook(state, step, plans, metrics):
+        return folded(shadow, state) if step == 20 else shadow.exchange(state)  # by then it has had its turn once
+
+    state, recovery = run(tmp_path / "run", shadow, hook=hook)
     params, shards = arrays(state)
-    assert shadow.rounds > 0 and recovery.failed == 3
+    assert shadow.rounds >= 1 and recovery.failed == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, shards)))
     dense = state.dense._replace(params={"w": state.dense.params["w"] + jnp.array([[0.0], [1.0]])})  # replicas differ
     for replica in range(2):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from test_places import InThread
+from world import is_inside, until
 
 from jaxrec.cluster.places import MeetingPlace
 from jaxrec.cluster.trainers import PatientTables, Stream, TrainerProcess, Work
@@ -111,7 +112,7 @@ def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():
     released = threading.Event()
 
     def slow(trainer, trainers):
-        released.wait(20)
+        assert released.wait(60)
         return batches(trainer, trainers)
 
     trainer = begun(work(batches=slow), servers_of(), start=9)
@@ -133,16 +134,17 @@ def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_cou
     found = queue.Queue()
     reader = threading.Thread(target=lambda: found.put(tables.read(plans)), daemon=True)
     reader.start()
-    with pytest.raises(queue.Empty):
-        found.get(timeout=0.5)
+    until(lambda: is_inside(threading.Condition.wait_for, reader))
+    threading.Event().wait(0.2)
+    assert found.empty()
     tables.take_over(servers_of(incarnation=2)[1], gone, "killed")
-    now = found.get(timeout=20)["width_4"].value
+    now = found.get(timeout=60)["width_4"].value
     kept = [shard for shard in range(SPEC.shards) if shard not in gone]
     used = np.arange(now.shape[1]) < plans["width_4"].count[:, None]  # [S, U]
     for shards, wanted in ((kept, more), (gone, rows)):  # initial ones are back: nobody has restored others
         mine = [shard in shards for shard in range(SPEC.shards)] & used.T
         assert np.array_equal(now[mine.T], wanted["width_4"].value[mine.T])
-    assert tables.waited_s > 0.3
+    assert tables.waited_s > 0.1
 
 
 def test_patience_ends():
@@ -161,7 +163,7 @@ def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
 
     def slow(trainer, trainers):  # called when the servers have been greeted, and the places have not
         entered.set()
-        released.wait(20)
+        assert released.wait(60)
         return batches(trainer, trainers)
 
     trainer = begun(work(batches=slow, rule=rule), servers, [old])

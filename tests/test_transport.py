@@ -1,6 +1,5 @@
 """Rounds of all and the centre: what trainers bring is moved whole, and by the rule."""
 
-import contextlib
 import threading
 import time
 import tracemalloc
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from meetings import in_threads, joined, of, waits
-from world import until
+from world import is_inside, until
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
 from jaxrec.shadowsync import Emulation, Foreground, Left, Script, Shadow
@@ -50,7 +49,7 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
         with kind(Told(), trainer, **more) as synchroniser:
             state = {"w": jnp.full((1 + trainer, 3), 1000.0 * trainer)}
             if trainer:
-                assert early_waits.wait(20)
+                assert early_waits.wait(60)
                 while synchroniser.rounds < 20:
                     synchroniser.exchange(state)
             return synchroniser.finish(state)
@@ -75,16 +74,23 @@ def test_what_does_not_fit_is_seen_without_a_copy_of_the_centre():
 
 def test_two_trainers_at_one_server_take_turns():
     """Both read the centre and write it: the second may not begin before the first is through."""
-    both = threading.Barrier(2)
+    threads, first, second = [], [], threading.Event()
+    both_meet = lambda: [is_inside(Centre.meet, thread) for thread in threads] == [True, True]
 
-    def combine(centre, brought):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # without turns both are here at once
-        return centre + brought, centre
+    def act(brought):
+        if first:
+            second.set()
+            return
+        first.append(brought)
+        until(lambda: second.is_set() or both_meet())
+        second.wait(0.3)  # without turns the other one is here at once
 
-    rule = Rule("sum", True, np.array, combine, lambda live, before, target: live)
-    centre = joined(Centre(rule, PARAMS, 2), 0, 1)
-    in_threads(lambda: centre.meet(0, of(1.0), False), lambda: centre.meet(1, of(2.0), False))
+    def meet(trainer):
+        threads.append(threading.current_thread())
+        centre.meet(trainer, of(1.0 + trainer), False)
+
+    centre = joined(Centre(summing(act), PARAMS, 2), 0, 1)
+    in_threads(lambda: meet(0), lambda: meet(1))
     np.testing.assert_array_equal(centre.parameters["w"], [3.0, 3.0, 3.0])
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ import optax
 from jaxrec import Batch
 
 WORKERS = ("oac-", "trainer", "shadow", "synchronisation")  # how the names of threads begin that a run must not leave
+DEADLINE_S = 60  # of what another thread does, which gets its turn late on a busy machine
 
 
 def loss(params, activations, batch):
@@ -44,11 +44,20 @@ def pair_batch(size=8, seed=0, **changes):
 
 
 def until(condition):
-    """Waits for what another thread does."""
-    end = time.monotonic() + 20
+    """Waits for what another thread does, and leaves the core to it meanwhile."""
+    end = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < end
-        os.sched_yield()
+        assert time.monotonic() < end, f"waited in vain for {DEADLINE_S} s"
+        time.sleep(0.001)
+
+
+def join_all(threads):
+    """Waits for the end of threads, which have one deadline in common."""
+    end = time.monotonic() + DEADLINE_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    alive = [thread.name for thread in threads if thread.is_alive()]
+    assert not alive, f"{alive} hang"
 
 
 def workers(*names):

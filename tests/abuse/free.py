@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from free import FreeTrainers
-from world import batch_of, interrupt_when, loss
+from world import batch_of, interrupt_when, join_all, loss
 from world import workers as threads_at_work
 
 from abuse import situation
@@ -250,7 +250,7 @@ def _(directory):
     def batches():
         yield from stream(3)
         blocked.set()
-        assert wake.wait(30)
+        assert wake.wait(60)
         yield from stream(1)
 
     given = batches()
@@ -261,10 +261,9 @@ def _(directory):
                 warnings.simplefilter("ignore", RuntimeWarning)  # of the threads that are left behind
                 train(engine, given)
         finally:
-            interrupting.join(30)
+            join_all([interrupting])
             wake.set()
-            for thread in threads_at_work():
-                thread.join(30)
+            join_all(threads_at_work())
             train(engine, given)  # the batch that came too late was not lost
             goes_on(engine, 4)
 
@@ -367,5 +366,5 @@ def _(directory):
     with free(easgd(), stretch_steps=2) as engine:
         thread = threading.Thread(target=train, args=(engine, stream(6)))
         thread.start()
-        thread.join(60)
+        join_all([thread])
         goes_on(engine, 6)

@@ -12,7 +12,7 @@ from jaxrec.shadowsync import Left, SyncGroup, bmuf, easgd
 
 
 def group_of(rule=MEAN, trainers=1, **more):
-    return SyncGroup(rule, PARAMS, trainers, **({"timeout_s": 0.2} | more))
+    return SyncGroup(rule, PARAMS, trainers, **more)
 
 
 def with_group(group, number=0, value=1.0):
@@ -116,14 +116,14 @@ def _(directory):
 
 @situation("a pool of fewer threads than trainers", Left, "trainer 2 never joined within timeout_s=0.2")
 def _(directory):
-    group = group_of(trainers=3)
+    group = group_of(trainers=3, timeout_s=0.2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda number: with_group(group, number), range(3)))
 
 
 @situation("a group in one thread, trainer after trainer", Left, "trainer 1 never joined")
 def _(directory):
-    group = group_of(EASGD, 2)
+    group = group_of(EASGD, 2, timeout_s=0.2)
     for number in range(2):
         with_group(group, number)
 
@@ -145,7 +145,7 @@ def _(directory):
 
 @situation("a group whose other trainer raises, under drop")
 def _(directory):
-    group, ends = group_of(EASGD, 2, on_failure="drop", timeout_s=20.0), []
+    group, ends = group_of(EASGD, 2, on_failure="drop"), []
 
     def failing():
         with contextlib.suppress(OSError), group.trainer(1):

@@ -1,11 +1,11 @@
 """Trainers that synchronise: what is given in the wrong shape, number or order, and who leaves in the middle."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from world import no_threads_left
+import pytest
+from meetings import Clock, in_meet, in_threads
+from world import no_threads_left, until
 
 from abuse import situation
 from jaxrec.shadowsync import (
@@ -34,7 +34,6 @@ def state_of(value, *axis):
 
 
 def meeting(rule=MEAN, trainers=1, **more):
-    more = {"timeout_s": 0.2} | more
     return (Centre if rule.has_centre else AllToAll)(rule, PARAMS, trainers, **more)
 
 
@@ -45,23 +44,23 @@ def exchanged(state, initial=PARAMS):
 
 def together(*trainers):
     """Runs trainers as threads; raises the error of the first of them that has one."""
-    errors = [None] * len(trainers)
-
-    def run(number):
-        try:
-            trainers[number]()
-        except BaseException as error:
-            errors[number] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(trainers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
+    found = in_threads(*trainers)
     assert no_threads_left()
-    for error in filter(None, errors):
-        raise error
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+
+
+def together_while_time_passes(transport, *trainers):
+    """The same; when all of them wait for who has never joined, so much time passes that this one alone is overdue."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+
+        def time_passes():
+            until(lambda: len(in_meet(transport)) == len(trainers))
+            clock.goes_on(1.2 * transport.timeout_s)
+
+        together(*trainers, time_passes)
 
 
 def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None):
@@ -202,24 +201,24 @@ def _(directory):
 
 @situation("fewer trainers than announced", Left, "trainer 1 never joined within timeout_s=0.2 .are there 3 trainers.")
 def _(directory):
-    trainer(meeting(trainers=3), kind=Shadow)()
+    trainer(meeting(trainers=3, timeout_s=0.2), kind=Shadow)()
 
 
 @situation("fewer trainers than announced, with a centre", Left, "trainer 1 never joined")
 def _(directory):
-    trainer(meeting(EASGD, 2))()
+    trainer(meeting(EASGD, 2, timeout_s=0.2))()
 
 
-@situation("two trainers in one thread, of which one waits", Left, "trainer 1 was last seen when it joined, 0.2")
+@situation("two trainers in one thread, of which one waits", Left, r"trainer 1 was last seen when it joined, [\d.]+ s")
 def _(directory):
-    transport = meeting(trainers=2)
+    transport = meeting(trainers=2, timeout_s=0.2)
     with Shadow(transport, 0) as first, Shadow(transport, 1):
         first.finish(params_of(1.0))
 
 
 @situation("two shadows in one thread that only exchange")
 def _(directory):
-    transport = meeting(trainers=2, timeout_s=20.0)
+    transport = meeting(trainers=2)
     with Shadow(transport, 0) as first, Shadow(transport, 1) as second:
         a, b = params_of(0.0), params_of(4.0)
         while first.rounds + second.rounds < 6:
@@ -347,19 +346,19 @@ def _(directory):
 
 @situation("a trainer that raises", OSError, "the disk is gone")
 def _(directory):
-    transport = meeting(trainers=2, timeout_s=20.0)
+    transport = meeting(trainers=2)
     together(trainer(transport, 0, error=OSError("the disk is gone")), trainer(transport, 1, steps=10**6))
 
 
 @situation("the peers of a trainer that raises", Left, "trainer 1 left after its round . with OSError: the disk")
 def _(directory):
-    transport = meeting(trainers=2, timeout_s=20.0)
+    transport = meeting(trainers=2)
     together(trainer(transport, 0, steps=10**6), trainer(transport, 1, error=OSError("the disk is gone")))
 
 
 @situation("a trainer that leaves without finish", Left, "trainer 1 left without `finish` after its round 3")
 def _(directory):
-    transport = meeting(trainers=2, timeout_s=20.0)
+    transport = meeting(trainers=2)
     together(trainer(transport, 0, steps=4), _without_finish(transport, 1))
 
 
@@ -375,7 +374,7 @@ def _without_finish(transport, number):
 @situation("a trainer that leaves is dropped, the others end")
 def _(directory):
     for kind in (Shadow, Foreground):
-        transport, ends = meeting(trainers=4, timeout_s=20.0, on_failure="drop"), {}
+        transport, ends = meeting(trainers=4, on_failure="drop"), {}
         others = [trainer(transport, i, kind, steps=4, ends=ends) for i in (0, 1, 3)]
         together(*others, _without_finish(transport, 2))
         assert sorted(ends) == [0, 1, 3] and len(set(ends.values())) == 1
@@ -384,22 +383,22 @@ def _(directory):
 @situation("a trainer that never comes is dropped, the others end")
 def _(directory):
     for rule in (MEAN, bmuf(1.0, momentum=0.5), EASGD):
-        transport, ends = meeting(rule, 3, on_failure="drop"), {}
-        together(*[trainer(transport, i, Shadow, ends=ends) for i in (0, 2)])
+        transport, ends = meeting(rule, 3, on_failure="drop", timeout_s=0.2), {}
+        together_while_time_passes(transport, *[trainer(transport, i, Shadow, ends=ends) for i in (0, 2)])
         assert sorted(ends) == [0, 2] and len(set(ends.values())) == 1
 
 
 @situation("a dropped trainer that comes late", ValueError, "trainer=2 never joined within .*no trainer comes back")
 def _(directory):
-    transport = meeting(trainers=3, on_failure="drop")
-    together(trainer(transport, 0), trainer(transport, 1))
+    transport = meeting(trainers=3, on_failure="drop", timeout_s=0.2)
+    together_while_time_passes(transport, trainer(transport, 0), trainer(transport, 1))
     trainer(transport, 2)()
 
 
 @situation("four plain trainers of uneven length, two of a kind")
 def _(directory):
     for rule in (MEAN, EASGD):
-        transport, ends = meeting(rule, 4, timeout_s=20.0), {}
+        transport, ends = meeting(rule, 4), {}
         kinds = (Shadow, Foreground, Shadow, Foreground)
         together(*[trainer(transport, i, kind, steps=5 + 20 * i, ends=ends) for i, kind in enumerate(kinds)])
         assert len(ends) == 4 and len(set(ends.values())) == 1 and ends[0] > 3
@@ -407,7 +406,7 @@ def _(directory):
 
 @situation("trainers with different numbers of replicas")
 def _(directory):
-    transport, found = meeting(trainers=2, timeout_s=20.0), {}
+    transport, found = meeting(trainers=2), {}
 
     def run(number, *axis):
         with Foreground(transport, number, every_steps=1) as foreground:

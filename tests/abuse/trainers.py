@@ -101,10 +101,11 @@ def _(directory):
     train([stream(2), stream(2)], lambda number: make(0))
 
 
-@situation("a transport for three trainers under two", Left, "never joined within timeout_s=1 .*are there 3 trainers")
+@situation("a transport for three trainers under two", Left, "never joined within timeout_s=0.2 .*are there 3 trainers")
 def _(directory):
-    # Without batches, as the time-out would be over before the step of a busy machine is compiled.
-    train([stream(0), stream(0)], shadows(3, timeout_s=1.0))
+    # Without batches, as the time-out would be over before the step of a busy machine is compiled; and without threads
+    # in the background, whose end nobody waits for longer than this.
+    train([stream(0), stream(0)], shadows(3, Foreground, {"every_steps": 1}, timeout_s=0.2))
 
 
 @situation("a transport that was used for a training before", ValueError, "a transport is for one training")
@@ -255,9 +256,9 @@ def _(directory):
     train([stream(2)], SyncGroup(RULE, PARAMS, trainers=1))
 
 
-@situation("a group for three trainers under two", Left, "never joined within timeout_s=1 .*are there 3 trainers")
+@situation("a group for three trainers under two", Left, "never joined within timeout_s=0.2 .*are there 3 trainers")
 def _(directory):
-    train([stream(0), stream(0)], SyncGroup(RULE, PARAMS, trainers=3, timeout_s=1.0).trainer)
+    train([stream(0), stream(0)], SyncGroup(RULE, PARAMS, trainers=3, timeout_s=0.2, every_steps=1).trainer)
 
 
 @situation("half a trainer in the emulation", ValueError, "trainers=1.5 must be a whole number from 1")
