@@ -1,4 +1,5 @@
-"""Free trainers that go on: stretches are one run, every batch is trained once, who stops and goes on loses nothing."""
+"""Free trainers: one alone is plain training, no update is lost, all reach their end. And they go on: stretches are one
+run, every batch is trained once, who stops and goes on loses nothing."""
 
 import collections
 import itertools
@@ -12,14 +13,25 @@ import numpy as np
 import optax
 import pytest
 from free import FreeTrainers
-from free_trainers import PARAMS, SPEC, counting, stream
+from free_trainers import PARAMS, SPEC, WAYS, counting, freely, lasting, stream, synchronisers
 from kills import was_killed
-from world import batch_of, interrupt_when, loss, no_threads_left
+from world import batch_of, interrupt_when, join_all, loss, no_threads_left
 
-from jaxrec import init_state, make_eval_step, make_mesh
+from jaxrec import init_state, make_eval_step, make_mesh, make_train_step
 from jaxrec.checkpoint import Checkpointer, restore
 from jaxrec.embedding import HostTables, adagrad, plan, sgd
-from jaxrec.shadowsync import FreeStep, SyncGroup, bmuf, easgd, model_averaging, train_freely, train_stretch
+from jaxrec.shadowsync import (
+    AllToAll,
+    Foreground,
+    FreeStep,
+    Shadow,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+    train_freely,
+    train_stretch,
+)
 
 RULES = {
     "ma": model_averaging(),
@@ -33,6 +45,167 @@ DENSE, ROWS = optax.adam(0.05), adagrad(0.1)
 
 def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def cases(all_of_them, kept):
+    """The cases of a law, of which the gate has some."""
+    more = lambda case: pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.more)
+    return [case if case in kept else more(case) for case in all_of_them]
+
+
+# ---- one training
+
+
+def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeypatch):
+    """A thread that has told that it is done is still there until the system has ended it."""
+    run = threading.Thread.run
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: (run(thread), threading.Event().wait(0.2)))
+    freely(HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
+    assert no_threads_left()
+
+
+def test_one_trainer_with_one_worker_is_plain_training():
+    dense, rows = optax.adam(0.01), adagrad(0.1)
+    tables = HostTables.create(SPEC, rows)
+    (found,), figures = train_freely(SPEC, loss, dense, rows, PARAMS, tables, [stream(0, 30)])
+    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, rows)), make_train_step(SPEC, loss, dense, rows)
+    for batch in stream(0, 30):
+        state, _ = step(state, plan(SPEC, batch.ids), batch)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found.params, state.dense.params)
+    jax.tree.map(close, tables.shards, state.tables.shards)
+    assert figures.steps == [30] and figures.examples == 240 and figures.replica_spread == 0
+
+
+def gained_by(trainers, workers, synchroniser=None):
+    """(what row 0 has gained, steps) after trainers x 40 batches that each add 1."""
+    rows = sgd(1.0)
+    tables = HostTables.create(SPEC, rows)
+    before = tables.shards["width_4"][0]["value"][0].copy()
+    streams = [stream(i, 40, rows=1) for i in range(trainers)]
+    dense, figures = train_freely(
+        SPEC, counting, optax.sgd(1.0), rows, PARAMS, tables, streams, synchroniser, workers_per_trainer=workers
+    )
+    return tables.shards["width_4"][0]["value"][0] - before, dense, figures
+
+
+def test_no_update_of_rows_or_parameters_is_lost_with_hogwild_workers():
+    gained, dense, figures = gained_by(trainers=2, workers=4)
+    np.testing.assert_allclose(gained, 80, rtol=0.1)  # adds take no lock: two at the same instant may count as one
+    assert figures.steps == [40, 40] and figures.example_level_parallelism == 8 * 4 * 2
+    for state in dense:
+        np.testing.assert_array_equal(state.params["w"], 41)  # exact: the newest version is stepped under the lock
+
+
+@pytest.mark.parametrize(("verb", "gained"), [("add", 80), ("put", 40)])
+def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained):
+    """Two writers in a script: both read, one writes, the other writes, and so again for each of 40 batches."""
+    add, both, one = HostTables.add, threading.Barrier(2), threading.Lock()
+
+    def in_turns(self, plans, new, old):
+        both.wait(60)
+        with one:
+            add(self, plans, new, old) if verb == "add" else self.put(plans, new)
+        both.wait(60)
+
+    monkeypatch.setattr(HostTables, "add", in_turns)
+    found, _, figures = gained_by(trainers=2, workers=1)
+    np.testing.assert_allclose(found, gained, rtol=1e-6)
+    assert figures.steps == [40, 40]
+
+
+class Far(AllToAll):
+    """Rounds whose result lies 1000 beyond the mean, until a trainer is done."""
+
+    def meet(self, trainer, before, done):
+        target, last = super().meet(trainer, before, done)
+        return (target if done else jax.tree.map(lambda x: x + 1000, target)), last
+
+
+@pytest.mark.parametrize("kind", [Shadow, Foreground])
+def test_what_a_round_gives_is_what_the_workers_train_on(kind):
+    """No rate moves anything here, so a loss that falls below -1000 is that of parameters which a round has given."""
+    rule, losses = model_averaging(alpha=1.0), []
+    more = {"every_steps": 3} if kind is Foreground else {}
+    make = synchronisers(kind, rule, 1, Far, **more)
+
+    def until_seen():
+        return itertools.takewhile(lambda _: min(losses, default=0) > -1000, stream(0, 20_000))
+
+    hook = lambda trainer, step, metrics: losses.append(float(metrics["loss"]))
+    tables, still = HostTables.create(SPEC, sgd(0.0)), (optax.sgd(0.0), sgd(0.0))
+    train_freely(SPEC, counting, *still, PARAMS, tables, [until_seen()], make, hook=hook)
+    assert losses[0] > -1000 > losses[-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_uneven_trainers_reach_their_end_together(way):
+    kind, rule, more = WAYS[way]
+    make = synchronisers(kind, rule, 3, **more)
+    made = [make(number) for number in range(3)]
+    tables, batches = HostTables.create(SPEC, sgd(0.1)), (5, 20, 33)
+    streams = [lasting(i, batches[i], made) if kind is Shadow else stream(i, batches[i]) for i in range(3)]
+    dense, figures = freely(tables, streams, made.__getitem__, workers=2)
+    assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
+    if kind is Foreground:
+        assert figures.steps == [5, 20, 33]
+        assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats to and fro
+        assert figures.average_sync_gap[2] == 3 and figures.average_sync_gap_per_worker[2] == 1.5
+    # Negative control: what synchronises brings the replicas nearer to each other.
+    streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
+    alone, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams)
+    assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
+    distance = lambda states: float(np.abs(np.asarray(states[0].params["w"]) - np.asarray(states[2].params["w"])).max())
+    assert distance(dense) < distance(alone)
+    assert no_threads_left()
+
+
+class Gated(AllToAll):
+    """Rounds before the end wait for the test, and find each weight 100 above what was brought."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def meet(self, trainer, before, done):
+        target, last = super().meet(trainer, before, done)
+        if done:
+            return target, last
+        self.entered.set()
+        assert self.open.wait(60), "nobody stepped during the round"
+        return [x + 100 for x in target], last
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(workers):
+    rule = model_averaging(alpha=1.0, form="delta")
+    transport, opened_at = Gated(rule, PARAMS, 1), []
+
+    def hook(trainer, step, metrics):
+        """Once the round of step 4 has begun, step 7 is made, and lets it go; at step 8 the next is due."""
+        if step in (5, 6):
+            assert transport.entered.wait(60)
+        if step == 7:
+            opened_at.append(step)
+            transport.open.set()
+
+    tables, make = HostTables.create(SPEC, sgd(0.0)), lambda number: Foreground(transport, number, every_steps=4)
+    of_step = SPEC, counting, optax.sgd(1.0), sgd(0.0), PARAMS
+    (found,), figures = train_freely(*of_step, tables, [stream(0, 15)], make, workers, hook=hook)
+    assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
+    # Every step adds 1 and every round 100: those of the steps during a round are kept, and no round counts twice.
+    np.testing.assert_array_equal(found.params["w"], 1 + 15 + 300)
+
+
+def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
+    devices = jax.local_devices()
+    streams = [stream(i, 2) for i in range(3)]
+    dense, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams, devices=devices[:2])
+    assert [next(iter(state.params["w"].devices())) for state in dense] == [devices[i] for i in (0, 1, 0)]
+    assert figures.average_sync_gap_per_worker == [float("inf")] * 3 and figures.failures == {}
+
+
+# ---- stretches
 
 
 class Turns:
@@ -79,7 +252,7 @@ def test_stretches_of_one_trainer_are_one_run():
     equal(plain, parts[0])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", cases(RULES, ["ma-lerp", "bmuf", "easgd"]))
 def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
     """Rounds fall inside, at the end and across the ends of stretches; where all meet nobody else writes rows."""
     rule = RULES[name]
@@ -89,7 +262,7 @@ def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
     assert whole[3] == 12
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", cases(RULES, ["bmuf", "easgd"]))
 def test_without_what_the_group_knew_it_is_another_run(name, monkeypatch):
     """The negative control of the test above."""
     rule = RULES[name]
@@ -110,8 +283,10 @@ def trained(engine, batches, hooks=()):
     return [(int(state.dense.step), metrics) for state, metrics in engine.run(batches, hooks)]
 
 
-@pytest.mark.parametrize("stretch_steps", [1, 4, 100])
-@pytest.mark.parametrize("name", ["bmuf", "easgd"])
+@pytest.mark.parametrize(
+    ("name", "stretch_steps"),
+    cases(itertools.product(["bmuf", "easgd"], [1, 4, 100]), [("bmuf", 1), ("easgd", 4), ("bmuf", 100)]),
+)
 def test_one_trainer_that_is_synchronised_does_not_feel_how_long_its_stretches_are(name, stretch_steps):
     one, other = (engine(1, RULES[name], stretch_steps=steps, every_steps=3) for steps in (stretch_steps, 7))
     with one, other:
@@ -237,6 +412,7 @@ def _train_until_killed(directory):
         trained(trainers, batches(), [save])
 
 
+@pytest.mark.process
 def test_one_trainer_that_is_killed_by_signal_9_and_goes_on_is_one_run(tmp_path):
     assert was_killed(_train_until_killed, tmp_path)
     with engine(1, **KILLED) as whole, engine(1, **KILLED) as second:
@@ -248,7 +424,7 @@ def test_one_trainer_that_is_killed_by_signal_9_and_goes_on_is_one_run(tmp_path)
         equal((whole.state.dense, whole.tables.shards), (second.state.dense, second.tables.shards))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", cases(RULES, ["ma-lerp", "bmuf", "easgd-sequential"]))
 def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
     rule = RULES[name]
     with engine(2, rule, every_steps=2, stretch_steps=9) as trainers:
@@ -348,7 +524,7 @@ def test_ctrl_c_ends_a_stretch_with_a_whole_state():
         thread = interrupt_when(lambda: len(given) > 30)
         with pytest.raises(KeyboardInterrupt):
             trained(trainers, batches())
-        thread.join(60)
+        join_all([thread])
         made = trainers.state.dense.opt_state.steps
         lost = trainers.figures()["batches_lost"]
         assert trainers.step == len(given) == made.sum() + lost and 0 <= lost <= 2
@@ -376,7 +552,7 @@ def test_a_signal_that_a_handler_takes_ends_the_stretch_and_the_hooks_see_it():
             thread = interrupt_when(lambda: len(given) > 20)
             with pytest.raises(StopAsyncIteration, match="saved"):
                 trained(trainers, batches(), [stop])
-            thread.join(60)
+            join_all([thread])
             assert seen == [trainers.step] == [len(given)] and asked == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
@@ -387,9 +563,17 @@ class FailsOnce(HostTables):
 
     def failing_at(self, write, error):
         self.left, self.error = itertools.count(1), (write, error)
+        self.both, self.here = None, set()
         return self
 
+    def wait_for_both(self):
+        """From now on the first write of either trainer waits for that of the other, so that both train."""
+        self.both = threading.Barrier(2)
+
     def add(self, plans, new, old):
+        if self.both and (name := threading.current_thread().name) not in self.here:
+            self.here.add(name)
+            self.both.wait(60)
         if next(self.left) == self.error[0]:
             raise self.error[1]
         super().add(plans, new, old)
@@ -427,6 +611,7 @@ def test_a_dropped_trainer_comes_back_in_the_next_stretch_and_its_batch_is_count
         one, other = np.asarray(state.dense.params["w"])
         np.testing.assert_array_equal(one, other)  # a copy of the one that was not dropped
         assert metrics["batches_lost"] == 1 and int(state.dense.step) == 10
+        tables.wait_for_both()
         for _, metrics in run:
             assert metrics["batches_lost"] == 0
         figures = trainers.figures()
