@@ -117,12 +117,12 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     if name in PARTS and not PARTS[name].on_device:
         environment["JAX_PLATFORMS"] = "cpu"
+    result = out / f"{name}.json"
+    before = _age(result)
     child = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, process_group=0,
     )  # fmt: skip
-    result = out / f"{name}.json"
-    before = _age(result)
     lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     rows: list[str] = []
     reader = threading.Thread(target=_read, args=(child.stdout, lines, rows), daemon=True)

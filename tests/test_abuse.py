@@ -16,7 +16,7 @@ def marked(case):
     )
 
 
-@pytest.mark.parametrize("case", map(marked, SITUATIONS))
+@pytest.mark.parametrize("case", list(map(marked, SITUATIONS)))
 def test_refused_by_name_or_survived(case, tmp_path):
     if case.error is None:
         case.act(tmp_path)
