@@ -5,7 +5,7 @@ table.
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
 
-The paper's emulation (arXiv 2011.02999, section 6): 8 embedding nodes, a target PLS of 0.1, r =
+The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r =
 0.125, two failures of one node each at random hours of the job. **The overhead is emulated, the
 accuracy is measured.**
 
@@ -26,7 +26,7 @@ Seen, AUC lost in units of 0.00001:
 | | vanilla | SCAR | MFU | SSU |
 |---|---|---|---|---|
 | Criteo sample, 110,000 examples, 25 seeds | 32 +- 26 | 27 +- 18 | -5 +- 16 | 20 +- 14 |
-| the same, --watched 7, as in the paper | 32 +- 26 | 39 +- 15 | 17 +- 21 | 35 +- 20 |
+| the same, --watched 7, as recalled | 32 +- 26 | 39 +- 15 | 17 +- 21 | 35 +- 20 |
 | synthetic, 5M examples, 3.7M rows, 16 seeds | 25 +- 19 | 29 +- 10 | 14 +- 9 | 16 +- 10 |
 | the same with 200,000 rows, 12 seeds | 15 +- 37 | 70 +- 22 | 33 +- 11 | 46 +- 14 |
 

@@ -39,7 +39,7 @@ class JobConfig(Flags):
     fraction: float = 0.125
     watched: int = 26
     """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in
-    the paper."""
+    the paper, as we recall it."""
     learning_rate: float = 1e-3
     row_learning_rate: float = 0.02
     width: int = 16

@@ -19,7 +19,7 @@ All modes take turns, 24 rounds of about a second per mode; a ratio is of the tw
 round. Given are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and
 the least and most. Rates are of the steady state: the first W + 2 batches of a turn are not
 counted, and behind the last one the stream goes on. `sync`, `async` and `semisync` run without ring
-and replay; `oac_device` finds stale rows on the device, as the paper says, where `oac` plans them
+and replay; `oac_device` finds stale rows on the device, as the abstract says, where `oac` plans them
 on the host. The way that moves the fewest rows is timed over the link-bound link only.
 
 `pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own

@@ -149,7 +149,7 @@ class Trainers:
     def __init__(self, job: Job, trainers: int, pace_seconds: float):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:trainers])
         of_xla = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={trainers}"
-        os.environ["XLA_FLAGS"] = of_xla
+        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {of_xla}"  # with what the import of jaxrec has set
         jax.config.update("jax_platforms", "cpu")
         keep_memory()
         self.work = reference_work(job)

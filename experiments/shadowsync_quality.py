@@ -282,7 +282,7 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The paper's table."""
+    """The table of the paper, as we recall its layout."""
     rows = {}
     for at in (key.removeprefix("test_auc_") for key in results if key.startswith("test_auc_")):
         arm, _, trainers = at.rpartition("_trainers_")

@@ -64,12 +64,12 @@ class TechniqueFlags(Flags):
     """The portion of lost samples that the model can bear; it decides how often to save, unless --save-every-steps
     does."""
     recovery_costs: Literal["assumed", "measured"] = "assumed"
-    """What --target-pls reckons with: the costs of the paper's setting A, whose 56 hours are the steps of this run; or
-    those of a save, a restore and a step here, measured when the run begins."""
+    """What --target-pls reckons with: the costs of setting A, solved from the abstract's percentages, with the steps of
+    this run for its 56 hours; or those of a save, a restore and a step here, measured when the run begins."""
     fail: tuple[str, ...] = ()
     """Emulated failures, as step:shards: 1500:3 2200:1,5; or the word gamma, to draw them."""
     mtbf_steps: float | None = None
-    """Mean steps between failures; half of the run unless given, as in the paper."""
+    """Mean steps between failures; half of the run unless given, as we recall the paper."""
     fail_shape: float = 1.0
     """Of the gamma law: 1 is the exponential law, below it failures come in bursts."""
 

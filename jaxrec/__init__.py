@@ -41,14 +41,17 @@ from jaxrec.engine import Engine
 from jaxrec.loop import Serial, evaluate, every, fit, planned, train
 from jaxrec.models import DLRM, DCNv2
 from jaxrec.sharding import make_mesh
-from jaxrec.step import init_state, make_eval_step, make_train_step, make_update, run_hooks, update
+from jaxrec.step import check_step, init_state, make_eval_step, make_train_step, make_update, run_hooks, update
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
+from jaxrec.xla import avoid_faulty_fusion
+
+avoid_faulty_fusion()
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DLRM", "Batch", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables", "Lookup", "Plan",
     "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState", "activations",
-    "adagrad", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh", "make_train_step",
+    "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh", "make_train_step",
     "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "train", "update",
 ]  # fmt: skip

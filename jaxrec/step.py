@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxrec import boundary
@@ -29,9 +30,11 @@ from jaxrec.sharding import (
     replicate,
     shardings,
 )
-from jaxrec.types import DenseState, Plan, PyTree, RowOptimizer, ShardsLost, TrainState
+from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, ShardsLost, TrainState
+from jaxrec.xla import check_fusion
 
 __all__ = [
+    "check_step",
     "gradients",
     "init_state",
     "make_eval_step",
@@ -99,10 +102,12 @@ def make_update(
       all devices.
 
     Raises:
+      RuntimeError: XLA computes wrongly on this CPU, as it was not told to keep a faulty fusion off.
       ValueError: the shards cannot be split over the mesh; an argument of another kind than wanted.
         The function itself: batch, plan, rows and dense state do not fit the step or each other.
     """
     mesh = as_mesh(mesh)
+    check_fusion(mesh.devices.flat[0].platform)
     seed = None if seed is None else checked_seed(seed)
     _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
     of_one_device = functools.partial(
@@ -256,6 +261,58 @@ def _looked_at(run, refuse, spec, mesh):
     return step
 
 
+def check_step(
+    update: Callable, state: TrainState, plans: dict[str, Plan], batch: Batch, tolerance: float = 1e-3
+) -> float:
+    """Compares a step as one compiled program with the same step operation by operation.
+
+    For a model of one's own, once, on a small batch: what differs is a fault of the compiler, or a
+    loss that is not pure.
+
+    Args:
+      update: as from `make_update`.
+      state: TrainState; it is not donated.
+      plans: {stack: Plan} of the batch.
+      batch: Batch, of some 8 to 64 examples; without compilation loops take long.
+      tolerance: the largest difference over the largest value of a leaf that may be.
+
+    Returns:
+      The largest difference that was found, of dense state, rows and metrics.
+
+    Raises:
+      ArithmeticError: a leaf differs by more; names it.
+
+    >>> import jax.numpy as jnp, numpy as np, jaxrec
+    >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
+    >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
+    >>> state = jaxrec.init_state(jnp.zeros(()), optax.sgd(0.1), HostTables.create(spec, sgd(0.1)))
+    >>> ids, ones = {'item': np.array([3, 3, 8, 0])}, np.ones(4, np.float32)
+    >>> batch = jaxrec.Batch(ids, np.zeros((4, 0), np.float32), ones, ones)
+    >>> update = jaxrec.make_update(spec, loss, optax.sgd(0.1), sgd(0.1))
+    >>> jaxrec.check_step(update, state, jaxrec.plan(spec, ids), batch) < 1e-6
+    True
+    """
+    spec, mesh = state.tables.spec, update.mesh  # type: ignore[attr-defined]
+    on_device = isinstance(state.tables, DeviceTables)
+    rows = (_verbs(spec, mesh)[0] if on_device else type(state.tables).read)(state.tables, plans)
+    compiled = jax.jit(update)(state.dense, rows, plans, batch)
+    with jax.disable_jit():
+        plain = update(state.dense, rows, plans, batch)
+    worst = 0.0
+    for (path, one), (_, other) in zip(*map(jax.tree_util.tree_leaves_with_path, (compiled, plain)), strict=True):
+        one, other = (np.asarray(leaf, np.float64) for leaf in (one, other))
+        found = float(np.max(np.abs(one - other), initial=0.0) / max(np.max(np.abs(other), initial=0.0), 1e-30))
+        if not found <= tolerance:  # also nan
+            raise ArithmeticError(
+                f"the compiled step differs from the plain one by {found:.1e} of the largest value in "
+                f"{jax.tree_util.keystr(path)}: is the loss pure? Else it is a fault of the compiler, see "
+                "docs/running.md."
+            )
+        worst = max(worst, found)
+    return worst
+
+
 def make_eval_step(
     spec: EmbeddingSpec, predict: Callable, mesh: jax.sharding.Mesh | None = None, replica: int = 0
 ) -> Callable:
@@ -275,6 +332,7 @@ def make_eval_step(
         `make_train_step`; a prediction that is not one number for each example.
     """
     mesh = as_mesh(mesh)
+    check_fusion(mesh.devices.flat[0].platform)
     boundary.check_arguments(spec, predict)
     check_rng(predict, keyed=False)
     check_split(spec.shards, mesh)

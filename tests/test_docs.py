@@ -190,7 +190,8 @@ def results_of(file):
     return json.loads((ROOT / "experiments" / "results" / f"{file}.json").read_text())
 
 
-MEASURED = measurements(text_of("docs/measured.md"))
+TEXT = text_of("docs/measured.md")
+MEASURED = measurements(TEXT)
 
 
 def test_every_results_file_has_one_section():
@@ -203,6 +204,20 @@ def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
     found = results_of(each.file)
     assert not differences(config_of(each.experiment, each.flags), found["config"])
     assert each.date == found["environment"]["date"]
+
+
+VERSIONS = re.search(r"those from (\S+) on with\s+jax (\S+), as were the kills .* before with jax (\S+)\.", TEXT, re.S)
+
+
+@pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
+def test_a_run_had_the_jax_that_the_page_says(each):
+    from_date, newer, older = VERSIONS.groups()
+    is_newer = each.date >= from_date or each.file == "train_soak"
+    assert results_of(each.file)["environment"]["jax"] == (newer if is_newer else older)
+
+
+def test_what_is_called_bound_by_the_link_waits_for_the_link():
+    assert results_of("oac_throughput")["results"]["slowest_stage_link_link"] in ("send", "fetch")
 
 
 def numbers_in(found) -> list[float]:
@@ -261,7 +276,7 @@ def test_a_table_has_figures_of_one_kind():
 def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
     (shown,) = tables(text_of("README.md"))
     kinds, rows = shown[0][1:], shown[1:]
-    assert set(kinds) <= set(KINDS) and len(rows) == 5
+    assert set(kinds) <= set(KINDS) and len(rows) == 8
     figures = {kind: set() for kind in KINDS}
     for table in tables(text_of("docs/measured.md")):
         cells = [cell for row in table[1:] for cell in row[1:]]

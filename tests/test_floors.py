@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxrec"
 # One floor per line, lowest first; units of one floor do not import each other, except inside one package.
 FLOORS = [
-    ["types", "files", "interrupts", "bounds", "errors"],
+    ["types", "files", "interrupts", "bounds", "errors", "xla"],
     [
         "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "embedding.messages",
         "oac.ring", "oac.ends", "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
@@ -40,7 +40,7 @@ FLOORS = [
     [""],
 ]  # fmt: skip
 HOST_FILES = [
-    "files", "interrupts", "stream", "ahead", "checkpoint", "cluster", "data", "embedding.in_process",
+    "files", "interrupts", "xla", "stream", "ahead", "checkpoint", "cluster", "data", "embedding.in_process",
     "embedding.links", "embedding.mapped", "embedding.servers",
     "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
     "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",

@@ -19,7 +19,7 @@ class Figures:
 
     Attributes:
       pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there,
-        as in the paper.
+        as we recall the paper.
       failed: shards lost so far. lost_steps: steps trained again, with full recovery.
     """
 

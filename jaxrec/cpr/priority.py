@@ -94,7 +94,7 @@ def mfu(by_access: bool = True) -> Priority:
     taken off.
 
     Args:
-      by_access: count a row as often as a batch reads it, as the paper does; else once per batch.
+      by_access: count a row as often as a batch reads it, as we recall the paper; else once per batch.
         Plans that know no accesses (`inverse` empty) count once.
     """
     name = "mfu" if by_access else "mfu_by_batch"

@@ -272,7 +272,7 @@ def break_even_pls(costs: Costs) -> float:
 
     With F of eq. (3), T = min(F, T_total), and D the hours by which a full recovery loads longer
     than a partial one, eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 + T^2 + 2 D T). With D = 0,
-    as in the paper, that is F / 2 where the job is longer than F:
+    as we recall the paper, that is F / 2 where the job is longer than F:
     PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
 
     Args:

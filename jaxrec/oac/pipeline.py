@@ -74,7 +74,7 @@ class Pipeline(Committing):
       loaders, fetchers, writers: threads of each kind; a writer has its own shards.
       ahead: how many batches are planned, and their inputs sent, before they are admitted.
       validation: 'planned' finds stale rows on the host, where plans are made; 'device' compares
-        row numbers and versions on the device, as the paper says. Same values.
+        row numbers and versions on the device, as the abstract says. Same values.
       skip_stale_reads: do not gather and send rows that the ring will patch.
       skip_rewritten: do not fetch and write rows that a batch within the window, planned already,
         will write again. A batch is committed when W more are planned or the stream has ended or

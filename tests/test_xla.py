@@ -1,0 +1,94 @@
+"""Sums that XLA computes wrongly on CPUs are right where jaxrec is imported, and refused where it came late."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from world import batch_of, loss
+
+import jaxrec
+from jaxrec.embedding import DeviceTables, HostTables, sgd
+from jaxrec.xla import FLAG
+
+ROOT = Path(__file__).parent.parent
+SPEC = jaxrec.EmbeddingSpec({"item": jaxrec.Table(50, 4)}, {"item": jaxrec.Lookup("item")}, shards=2)
+DENSE, ROWS = optax.sgd(0.1), sgd(0.1)
+
+# Of a sum over a product and of JAX's issue 39103: the value, and what it has to be.
+PATTERNS = """
+import jax, jax.numpy as jnp, numpy as np
+x, rows = np.ones((512, 8, 32), np.float32), np.arange(32_769, dtype=np.float32)[:, None] * [1, 0, 0]
+products = jax.jit(lambda x, w: ((x @ jnp.full((512, 32, 32), w)) * x).sum())(x, 0.5)
+squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(rows.astype(np.float32))[-1]
+found = abs(float(products) / 2**21 - 1) < 1e-5, abs(float(squares) / 2**30 - 1) < 1e-5
+print(jax.__version__, *found)
+"""
+LATE = """
+import jax.numpy as jnp
+jnp.ones(3).block_until_ready()
+import optax, jaxrec
+from jaxrec.embedding import sgd
+spec = jaxrec.EmbeddingSpec({"item": jaxrec.Table(9, 2)}, {"item": jaxrec.Lookup("item")})
+try:
+    jaxrec.make_update(spec, lambda *given: given[2].label, optax.sgd(0.1), sgd(0.1))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def printed(program, flags=""):
+    """What a process prints that begins with these flags of XLA."""
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.process
+def test_sums_over_products_are_right_after_the_import_alone():
+    version, *right = printed(PATTERNS).split()
+    assert right[0] == "False", f"jax {version} is right without the flag: leave it out where it is not needed"
+    assert printed("import jaxrec" + PATTERNS).split()[1:] == ["True", "True"]
+    own = "--xla_cpu_experimental_ynn_fusion_type=-reduce,-dot"  # what the user has said stands
+    assert printed("import jaxrec, os" + PATTERNS + "print(os.environ['XLA_FLAGS'])", own).split()[-1] == own
+
+
+@pytest.mark.process
+@pytest.mark.gate
+def test_a_step_is_refused_where_jax_had_begun_without_the_flag():
+    assert "computes sums over products wrongly" in (said := printed(LATE)) and FLAG in said
+    assert printed(LATE, FLAG) == ""
+
+
+def test_they_are_right_in_this_process_and_in_those_that_it_starts():
+    found = jax.jit(lambda x: ((x @ jnp.full((512, 32, 32), 0.5)) * x).sum())(np.ones((512, 8, 32), np.float32))
+    assert found == 2**21 and FLAG in os.environ["XLA_FLAGS"]
+
+
+def step_of(home, loss=loss):
+    state = jaxrec.init_state({"w": jnp.ones(4)}, DENSE, home.create(SPEC, ROWS))
+    batch = batch_of({"item": np.arange(8, dtype=np.int32) % 5}, np.ones(8, np.float32))
+    return jaxrec.make_update(SPEC, loss, DENSE, ROWS), state, jaxrec.plan(SPEC, batch.ids), batch
+
+
+@pytest.mark.parametrize("home", [HostTables, DeviceTables])
+def test_a_step_is_checked_against_itself_without_compilation(home):
+    update, state, plans, batch = step_of(home)
+    before = jax.tree.map(np.array, state.dense)
+    assert jaxrec.check_step(update, state, plans, batch) < 1e-5
+    jax.tree.map(np.testing.assert_array_equal, before, state.dense)
+
+
+def test_a_loss_that_computes_something_else_when_it_is_compiled_is_found():
+    wrong = lambda params, activations, batch: (
+        loss(params, activations, batch)
+        * (1.01 if isinstance(params["w"], jax.core.Tracer) and not jax.config.jax_disable_jit else 1.0)
+    )
+    with pytest.raises(ArithmeticError, match=r"the compiled step differs from the plain one by .*e-0[123] of"):
+        jaxrec.check_step(*step_of(HostTables, wrong))
