@@ -196,6 +196,8 @@ def matrix_products(params, job):
     import jax
     import jax.numpy as jnp
 
+    from jaxrec.models.dlrm import of_each_example
+
     rng = np.random.default_rng(0)
     kernels = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
 
@@ -203,14 +205,12 @@ def matrix_products(params, job):
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
     operands = [(random(job.batch_size, k.shape[0]), k, random(job.batch_size, k.shape[1])) for k in kernels]
-    fields = len(job.cardinalities) if job.model == "dlrm" else 0
-    bottom, vectors = random(job.batch_size, job.width), random(job.batch_size, fields, job.width)
-    edge, square = random(job.batch_size, fields), random(job.batch_size, fields, fields)
+    size = len(job.cardinalities) + 1 if job.model == "dlrm" else 0
+    vectors, square = random(job.batch_size, size, job.width), random(job.batch_size, size, size)
 
     @jax.jit
-    def products(operands, bottom, vectors, edge, square):
-        result = [jnp.einsum("bie,bje->bij", vectors, vectors), jnp.einsum("bij,bje->bie", square, vectors)]
-        result += [jnp.einsum("be,bje->bj", bottom, vectors), jnp.einsum("bj,bje->be", edge, vectors)]
+    def products(operands, vectors, square):
+        result = [of_each_example(lambda x: x @ x.T, vectors), of_each_example(lambda x, z: z @ x, vectors, square)]
         for x, kernel, gradient in operands:
             result += [x @ kernel, x.T @ gradient]
             if x.shape[1] != 13:  # the dense features need no gradient
@@ -220,7 +220,7 @@ def matrix_products(params, job):
     def run(steps):
         start = time.perf_counter()
         for _ in range(steps):
-            jax.block_until_ready(products(operands, bottom, vectors, edge, square))
+            jax.block_until_ready(products(operands, vectors, square))
         return (time.perf_counter() - start) / steps
 
     return run
