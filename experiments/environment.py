@@ -1,5 +1,6 @@
-"""Versions, commit, device and cores: what a figure depends on beside its configuration."""
+"""Versions, commit, device, processor and load: what a figure depends on beside its configuration."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -7,7 +8,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch")
+_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 
 
 def read_environment() -> dict:
@@ -25,6 +26,9 @@ def read_environment() -> dict:
         "devices": jax.device_count(),
         "driver": _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "cores": cores(),
+        "cpu": _cpu(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -32,6 +36,15 @@ def read_environment() -> dict:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu():
+    """The model of the processor; what Python knows of it where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package):
