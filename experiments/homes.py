@@ -21,9 +21,11 @@ class Home:
 
     Attributes:
       copy: how images of the rows are made.
+      lost: which of its servers are dead, in words.
     """
 
     copy: Literal["whole", "shards"] = "whole"
+    lost = ""
 
     def __init__(self, config: TechniqueFlags):
         self._config = config
@@ -63,7 +65,7 @@ class ServerHome(Home):
             engine.enter(self._supervisor)
 
     @property
-    def lost(self) -> str:
+    def lost(self) -> str:  # type: ignore[override]
         """Which servers are dead, in words."""
         return "" if self._supervisor is None else self._supervisor.lost
 
@@ -79,10 +81,12 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
     if config.tables != "remote":
         yield Home(config)
         return
-    with Cluster(config.ray_address) as cluster:
+    go_on = f"go on with the same flags and --workdir {run.directory} --resume"
+    advice, logs = f"{go_on[0].upper()}{go_on[1:]}.", run.directory / "ray_logs"
+    with Cluster(config.ray_address, advice=advice, log_directory=logs) as cluster:
         home = ServerHome(config, run, cluster)
         try:
             yield home
         except ShardsLost as lost:
-            go_on = f"go on with the same flags and --workdir {run.directory} --resume"
-            raise OSError(f"{home.lost or lost}; {go_on}. With --cpr a run survives the death of a server.") from lost
+            hint = " With --cpr a run survives the death of a server." if config.cpr == "none" else ""
+            raise OSError(f"{home.lost or lost}; {go_on}.{hint}") from lost

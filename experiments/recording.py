@@ -82,11 +82,15 @@ class Failures:
     Args:
       engine: that tells of them; only with a recovery, as an engine takes who is told for who recovers.
       examples_after: step -> examples.
-      past: those before the step that the run goes on from.
+      past: those that the run has seen before this process.
+      note: is told of all of them at each one, before anything is recovered.
     """
 
-    def __init__(self, engine, examples_after: Callable[[int], int], past: Sequence[dict] = ()):
-        self._engine, self._examples_after, self.seen = engine, examples_after, [*past]
+    def __init__(
+        self, engine, examples_after: Callable[[int], int], past: Sequence[dict] = (),
+        note: Callable[[list[dict]], None] = lambda seen: None,
+    ):  # fmt: skip
+        self._engine, self._examples_after, self.seen, self._note = engine, examples_after, [*past], note
 
     def __enter__(self) -> "Failures":
         return self
@@ -98,6 +102,16 @@ class Failures:
         """Notes lost shards; others bring them back."""
         step = self._engine.step
         self.seen.append({"step": step, "examples": self._examples_after(step), "shards": [*shards]})
+        self._note(self.seen)
+
+
+def _without(failures, known):
+    """The failures that are not among the known ones, each of which stands for one."""
+    rest = [*failures]
+    for each in known:
+        if each in rest:
+            rest.remove(each)
+    return rest
 
 
 class Recorder:
@@ -128,20 +142,43 @@ class Recorder:
         self._losses: dict[int, Any] = {first - len(before) + 1 + i: loss for i, loss in enumerate(before)}
         self._capacity: dict[int, Any] = {first: past.extra.get("capacity")}
         self._failures: Failures | None = None
-        self._failed_before = past.extra.get("failures", ())
+        self._failed_before = [*past.extra.get("failures", ())]
         self.bar = tqdm(
             total=data.examples, initial=data.examples_after(first), unit="ex", unit_scale=True, disable=None
         )
         self.seconds, self.since = past.extra.get("train_seconds", 0.0), time.perf_counter()
 
-    def watch_failures(self, engine) -> None:
-        """Notes what shards an engine loses; before what recovers them is entered."""
-        self._failures = engine.enter(Failures(engine, self.data.examples_after, self._failed_before))
+    def watch_failures(self, engine, are_real: Callable[[], bool] = lambda: False) -> int:
+        """Notes what shards an engine loses; before what recovers them is entered.
+
+        Args:
+          engine: that loses them.
+          are_real: whether those that are lost now are, and not emulated: steps that are trained again lose emulated
+            ones again, but real ones are in no image until the next save, and stand in failures.json.
+
+        Returns:
+          How many real ones an earlier process has lost that the image does not know of.
+        """
+        real = self.run.read_json("failures.json").get("failures", [])
+
+        def note(seen):
+            if are_real():
+                real.append(seen[-1])
+                self.run.write_json("failures.json", {"failures": real})
+
+        unsaved = _without(real, self._failed_before)
+        self._failed_before = [*self._failed_before, *unsaved]
+        self._failures = engine.enter(Failures(engine, self.data.examples_after, self._failed_before, note))
+        return sum(len(failure["shards"]) for failure in unsaved)
 
     @property
     def failures(self) -> list[dict]:
         """Step, examples and shards of each failure so far."""
         return [*self._failures.seen] if self._failures else []
+
+    @property
+    def _new_failures(self):
+        return self.failures[len(self._failed_before) :]
 
     def latest_losses(self, step: int) -> np.ndarray:
         """The losses of the last 50 steps up to one, f32, across a resume too."""
@@ -168,8 +205,8 @@ class Recorder:
             "train_losses": losses.tolist(),
             "vocabulary_digest": self.data.vocabulary_digest,
             "train_seconds": self.seconds + time.perf_counter() - self.since,
-            # A save of a step comes before a failure at that step; what was lost later happens again.
-            "failures": [failure for failure in self.failures if failure["step"] <= step],
+            # A save of a step comes before a failure at that step; what was lost later happens again, or is noted.
+            "failures": [*self._failed_before, *(each for each in self._new_failures if each["step"] <= step)],
         }
 
     def show(self, state, step, plans, step_metrics):
@@ -207,13 +244,15 @@ class Recorder:
             told = list(itertools.chain.from_iterable(row.get("failures", ()) for row in self.history))
             row |= {"failures": [failure for failure in self.failures if failure not in told]}
         row |= {name: x for name, x in self.figures(state, step_metrics or {}).items() if math.isfinite(x)}
-        with contextlib.suppress(Stopped):
-            row |= self.evaluated(state, self.watched)
-            self.history.append(row)
-            self.run.log(row)
-            auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
-            say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
-        self.since = time.perf_counter()
+        try:
+            with contextlib.suppress(Stopped):
+                row |= self.evaluated(state, self.watched)
+                self.history.append(row)
+                self.run.log(row)
+                auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
+                say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
+        finally:  # also where it meets lost shards, and comes again
+            self.since = time.perf_counter()
         return row in self.history[-1:]
 
     def evaluated(self, state, which: str) -> dict[str, float]:

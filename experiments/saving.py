@@ -219,6 +219,10 @@ class RecoverySaves:
     def ensure_image(self, state) -> None:
         """There is one: the run has begun with it."""
 
+    def count_failed(self, shards: int) -> None:
+        """Counts shards that an earlier process has lost since the image that this one goes on from."""
+        self.recovery.failed += shards
+
     def last(self, state) -> str | None:
         """Saves all rows and waits; returns what went wrong, if anything."""
         try:

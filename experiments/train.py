@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable
 
 import data_flags
 import technique_flags
@@ -38,6 +39,7 @@ from techniques import Techniques, as_saved, claim_devices, job_of, make_engine,
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.loop import keep_memory, train
+from jaxrec.types import RolledBack, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,27 +89,47 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         on = Techniques(config, engine)
         recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
-        if config.cpr != "none":
-            recorder.watch_failures(engine)
+        lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
         home.watch(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
         first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *on.hooks])
         saves = enter_saves(config, engine, run, home, data.steps, image, past, extra, first)
+        if lost_before:
+            saves.count_failed(lost_before)
         recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
         best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
         look, stop = hooks_of(config, engine, recorder, saves, best, asked)
-        with contextlib.suppress(Over):
-            # What a stop or a kill has left undone: an evaluation that was due at this step.
-            stop(look(engine.state, engine.step, None, None), engine.step, None, None)
-            train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
-        unsaved = saves.last(engine.state)
+        while True:
+            try:
+                with contextlib.suppress(Over):
+                    # What a stop or a kill has left undone: an evaluation that was due at this step.
+                    stop(look(engine.state, engine.step, None, None), engine.step, None, None)
+                    train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
+                unsaved = saves.last(engine.state)
+                with contextlib.suppress(Stopped):
+                    asked.check()
+                    tested = at_rest(
+                        engine, lambda state: recorder.evaluated(best.restored(state) if best else state, "test")
+                    )
+                break
+            except RolledBack as back:  # shards were lost after the last step, and all of it goes back
+                back.go_back()
         recorder.bar.close()
-        with contextlib.suppress(Stopped):
-            asked.check()
-            tested = recorder.evaluated(best.restored(engine.state) if best else engine.state, "test")
         if asked:
             raise stopped(asked, engine.step, unsaved, run)
     return finish(run, recorder, saves, unsaved, tested)
+
+
+def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
+    """What a look at the state finds, between two runs; once more if shards are lost meanwhile, when they are back."""
+    found: dict = {}
+
+    def rested(tables):
+        found.update(look(engine.state._replace(tables=tables)))
+        return tables
+
+    engine.exclusive(rested)
+    return found
 
 
 def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image, past: Past, extra, first_steps):

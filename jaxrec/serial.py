@@ -165,8 +165,9 @@ class Serial(Watched):
     def _recover(self, shards):
         watchers = self._who_recovers(self.step, shards, "what brings them back does not") if shards else ()
         try:
-            for watcher in watchers:
-                watcher.recover(tuple(sorted(shards)))
+            with self._bringing_back():
+                for watcher in watchers:
+                    watcher.recover(tuple(sorted(shards)))
         except ShardsLost as lost:  # while they came back: all come back once more
             self._gone.update(lost.shards)
             self._recover({*shards, *lost.shards})
@@ -187,6 +188,14 @@ class Serial(Watched):
         self._recover(self._gone)
         self._gone = set()  # only now: if nobody brings them back, the next run begins with them
 
+    def _recover_met(self, shards):
+        self._gone.update(shards)
+        in_hook, self._in_hook = self._in_hook, False  # what recovers asks for the state
+        try:
+            self._recover_gone()
+        finally:
+            self._in_hook = in_hook
+
     def _run_hook(self, hook, plans, metrics):
         given, self._in_hook = self._state, True
         try:
@@ -201,24 +210,33 @@ class Serial(Watched):
         """Replaces the tables by change(tables).
 
         Args:
-          change: (tables) -> tables, of the same spec; device tables that are donated on the way are gone.
+          change: (tables) -> tables, of the same spec; device tables that are donated on the way are gone. It is called
+            again if it meets lost shards, when those who were entered have brought them back.
 
         Raises:
           ValueError: it is no function, or returns no such tables, which changes nothing; one is at work already.
+          ShardsLost: shards were lost, and nobody who was entered can recover them.
         """
         check_change(change)
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        self._alone = True
-        try:
-            changed = change(self._state.tables)
-        finally:
-            self._alone = False
+        while True:
+            changed, lost = self._changed(change)
+            if not lost:
+                break
+            self._recover_met(lost)
         if not hasattr(changed, "on_shards") or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
         if not self.running:  # whoever changes them then answers for their shards
             self._gone = set()
+
+    def _changed(self, change):
+        self._alone = True
+        try:
+            return self._or_lost(change, self._state.tables)
+        finally:
+            self._alone = False
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces that save(state) is to be called after a step; training waits for it.

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
@@ -29,6 +29,7 @@ class Watched:
         self._watchers: list[Any] = []  # in the order in which they were entered
         self._entered = contextlib.ExitStack()  # what leaves them
         self._within = 0  # how many will raise what leaving a run has found: `with` blocks, `close`
+        self._recovering = False
 
     @property
     def running(self) -> bool:
@@ -117,6 +118,25 @@ class Watched:
                 raise
             return False
         return bool(entered.__exit__(kind, error, trace))
+
+    def _or_lost(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
+        """What change(tables) returns, and no shards; or nothing, and lost ones that it met and watchers bring back."""
+        try:
+            return change(tables), ()
+        except ShardsLost as lost:
+            # What is lost while shards come back is the matter of what brings them back.
+            if self._recovering or not any(hasattr(watcher, "recover") for watcher in self._watchers):
+                raise
+            return None, lost.shards
+
+    @contextlib.contextmanager
+    def _bringing_back(self):
+        """A `with` block in which shards come back."""
+        before, self._recovering = self._recovering, True
+        try:
+            yield
+        finally:
+            self._recovering = before
 
     def _who_recovers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
         """The watchers that can bring shards back.

@@ -4,6 +4,7 @@ One Ray for all tests, as it takes seconds to start: they are of one group, and 
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -420,9 +421,9 @@ def undisturbed(tmp_path_factory):
     return directory
 
 
-def job(workdir, *flags, short=None):
+def job(workdir, *flags, short=None, steps=STEPS):
     """The main job in a process of its own."""
-    words = [word.format(steps=STEPS) for word in JOB] + [*flags, "--workdir", str(workdir), "--resume"]
+    words = [word.format(steps=steps) for word in JOB] + [*flags, "--workdir", str(workdir), "--resume"]
     script = Path(__file__).parent.parent / "experiments" / "train.py"
     environment = os.environ | ({"TMPDIR": str(short)} if short else {})
     environment.pop("XLA_FLAGS", None)
@@ -480,3 +481,41 @@ def test_the_main_job_without_a_recovery_names_the_dead_server_and_goes_on_when_
     assert ended.code == 128 + signal.SIGTERM and "stopped and saved at step" in ended.said
     assert job(tmp_path, "--tables", "remote", short=short).ended().code == 0
     assert differences(undisturbed, tmp_path) == []
+
+
+def test_the_main_job_survives_a_death_after_its_last_step_and_says_so_in_one_line(short, undisturbed, tmp_path):
+    first = job(tmp_path, "--tables", "remote", "--servers", "2", "--cpr", "full", short=short)
+    first.read(4)  # of the last evaluation, after which come the last save and the test
+    os.kill(servers_of(short)[-1], signal.SIGKILL)
+    ended = first.ended()
+    assert ended.code == 0 and differences(undisturbed, tmp_path) == []
+    assert json.loads((tmp_path / "results.json").read_text())["shards_failed"] == 4
+    assert ended.said.count("has taken its place") == 1 and "(raylet)" not in ended.said
+    assert [*tmp_path.glob("ray_logs/session_*/raylet.out")]
+    assert not list(short.glob("jaxrec-*"))
+
+
+def test_a_run_that_goes_on_counts_the_deaths_since_its_image(short, tmp_path):
+    flags = ["--tables", "remote", "--servers", "2", "--cpr", "vanilla"]
+    first = job(tmp_path, *flags, short=short)
+    first.read(3)  # of the first evaluation
+    os.kill(servers_of(short)[-1], signal.SIGKILL)
+    until((tmp_path / "failures.json").exists, LIMIT_S)
+    first.send(signal.SIGKILL)
+    first.ended()
+    ended = job(tmp_path, *flags, short=short).ended()
+    assert ended.code == 0 and "going on from" in ended.said
+    assert json.loads((tmp_path / "results.json").read_text())["shards_failed"] == 4
+
+
+def test_a_run_whose_ray_dies_ends_by_its_name_and_says_how_to_go_on(short, tmp_path):
+    flags = ["--tables", "remote", "--servers", "2", "--cpr", "full"]
+    first = job(tmp_path, *flags, short=short, steps=50_000)  # its servers die some ten seconds after Ray's agent
+    until(lambda: has_saved(tmp_path, 40), LIMIT_S)
+    found = [process for directory in short.glob("jaxrec-*") for process in marked(str(directory))]
+    (raylet,) = [process for process in found if "raylet/raylet" in command_of(process).split("\0")[0]]
+    os.kill(raylet, signal.SIGKILL)
+    ended = first.ended()
+    assert ended.code == 1 and "Traceback" not in ended.said
+    assert re.search(rf"error: Ray's raylet \(process {raylet}\).* has died. Go on with .* --resume", ended.said)
+    assert not list(short.glob("jaxrec-*"))

@@ -32,7 +32,7 @@ from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import train_freely
-from jaxrec.types import Rows, ShardsLost
+from jaxrec.types import Rows, ShardsLost, TrainState
 
 # ---- the bits of host tables
 
@@ -300,8 +300,8 @@ SCHEMES = {"vanilla": {}, "mfu": {"scheme": mfu(), "fraction": 0.5}, "ssu": {"sc
 SCHEMES |= {"scar": {"scheme": scar(), "fraction": 0.5}}
 
 
-def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None):
-    """(bits at the end, Log, recovery) of a run with saves."""
+def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None, look=lambda engine, step: None):
+    """(bits at the end, Log, recovery) of a run with saves; it is looked at after each step, and after the last one."""
 
     def stream():
         for index in range(LENGTH):
@@ -315,8 +315,10 @@ def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures
         given = SCHEMES[scheme] | {"failures": failures or {}}
         recovery = engine.enter(Recovery(engine, directory, EVERY, LENGTH, **given))
         engine.enter(Late(engine))
-        for _ in engine.run(stream(), [recovery.hook]):
+        for _ in engine.run(stream(), [recovery.hook, lambda state, step, *_: look(engine, step) or state]):
             pass
+        look(engine, None)
+        recovery.save_whole()
         if fleet:
             fleet.fate = lambda *message: ""  # this look at the rows is none of the run's
         found = bits(engine.state)
@@ -414,6 +416,53 @@ def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp
         found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
         assert fleet.died == [1] and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    "at", [10, EVERY, LENGTH, None], ids=["a hook", "a cut's hook", "the last hook", "after the run"]
+)
+def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(make, at, tmp_path):
+    """In `exclusive`, as an evaluation does it; what it sees in the end is what `Serial` has by then."""
+    seen = {}
+
+    def look(engine, step):
+        def rows(tables):
+            if step == at and not fleet.died:
+                fleet.ways[1].kill()
+            seen.setdefault(engine, []).append(bits(TrainState(None, tables)))
+            return tables
+
+        if step in (at, None):
+            engine.exclusive(rows)
+
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, look=look)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert [*log.losses] == [at or LENGTH]
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+    assert len(seen[engine]) == 1 + (at is not None) and same(seen[engine][-1][1], found[1])
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_death_in_the_last_save_is_survived(make, tmp_path):
+    kill = lambda engine, step: step is None and fleet.ways[1].kill()
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        engine = make(fresh("host")._replace(tables=fleet.tables))
+        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, look=kill)
+        assert fleet.died == [1] and recovery.failed == 2
+    assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
+    image = restore(tmp_path / "found", fresh("host"))[0]
+    assert same(bits(image), found)
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_look_that_meets_a_death_that_nobody_recovers_says_so(make):
+    with Fleet(SPEC, ROWS, 2) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
+        fleet.ways[1].kill()
+        with pytest.raises(ShardsLost):
+            engine.exclusive(lambda tables: every_row(tables) and tables)
 
 
 @pytest.mark.process

@@ -4,10 +4,12 @@ Ray ends with the run. Where it was started here, that holds for a driver that i
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -17,10 +19,12 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxrec.bounds import whole_number
 from jaxrec.cluster import reaper
+from jaxrec.files import local_path
 
 # Once for this process: Ray reads it once, and keeps it.
 _TOKEN = secrets.token_hex(32)
@@ -65,6 +69,9 @@ class Cluster:
       address: of a cluster that runs, as 'auto' (of this machine) or '10.0.0.1:6379'; None starts one here, which ends
         with the block or with this process.
       object_store_bytes: of shared memory, through which messages travel; of a cluster that is started here.
+      advice: how to go on, said if Ray itself dies under this process, which it then ends at once; of a cluster that is
+        started here.
+      log_directory: where the logs of Ray are kept at the end; of a cluster that is started here.
 
     Raises:
       ValueError: on entering: authentication is switched off (by `RAY_AUTH_MODE`) or there is no token for a cluster
@@ -73,11 +80,17 @@ class Cluster:
       ModuleNotFoundError: on entering: Ray is not installed.
     """
 
-    def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20):
+    def __init__(
+        self, address: str | None = None, object_store_bytes: int = 256 << 20, advice: str = "",
+        log_directory: str | Path | None = None,
+    ):  # fmt: skip
         self.address = None if address is None else _checked_address(address)
         # Ray takes no less than 75 MiB.
         self._object_store_bytes = whole_number("object_store_bytes", object_store_bytes, 80 << 20)
         self._open, self._entered = contextlib.ExitStack(), False
+        self._advice, self._logs = advice, "" if log_directory is None else str(local_path(log_directory).resolve())
+        self._tell_reaper: Callable[[bytes], object] = lambda told: None
+        self._directory, self._needed = "", dict[int, str]()
 
     def __enter__(self) -> "Cluster":
         check_authentication(os.environ)
@@ -89,9 +102,25 @@ class Cluster:
                     raise ValueError("Ray is in use in this process already: end it by ray.shutdown() first.")
                 opened.callback(ray.shutdown)
                 _start(ray, options)
+                opened.enter_context(_without_words())
             _refuse_without_token(self.address)
+            self._tell_reaper(reaper.BEGUN)
+            opened.callback(self._tell_reaper, reaper.ENDING)
+            self._watch_needed(opened)
             self._open, self._entered = opened.pop_all(), True
         return self
+
+    def _watch_needed(self, opened):
+        self._needed = reaper.needed(self._directory) if self._directory else {}
+        for file in self._needed:
+            opened.callback(os.close, file)
+        opened.callback(self._needed.clear)
+
+    @property
+    def died(self) -> str:
+        """Which process of Ray has died without which nothing goes on, and how to, in words; '' if none is known to."""
+        ended, _, _ = select.select(list(self._needed), [], [], 0)
+        return f"{self._needed[ended[0]]} has died. {self._advice}".strip() if ended else ""
 
     def before_end(self, close: Callable[[], object]) -> None:
         """Calls a function when the block is left, while Ray is still there."""
@@ -121,8 +150,11 @@ class Cluster:
         above = tempfile.gettempdir()
         short = len(above) <= _LONGEST_DIRECTORY - len("/jaxrec-12345678")
         directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
+        self._directory = directory
         opened.callback(shutil.rmtree, directory, ignore_errors=True)
-        opened.callback(_end, _started_reaper(directory))
+        started = _started_reaper(directory, self._advice, self._logs)
+        self._tell_reaper = functools.partial(_tell, started)
+        opened.callback(_end, started)
         options = {
             "address": "local", "num_cpus": 0, "include_dashboard": False, "_temp_dir": directory,
             "object_store_memory": self._object_store_bytes, "_system_config": {"max_direct_call_object_size": _INLINE},
@@ -198,10 +230,25 @@ def _refuse_without_token(address):
         )
 
 
-def _started_reaper(directory):
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, directory], stdin=subprocess.PIPE, start_new_session=True
-    )
+@contextlib.contextmanager
+def _without_words() -> Iterator[None]:
+    """Ray says nothing of deaths: it would print a page of each, and the supervisor warns of them in a line."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    before, worker._worker_logs_enabled = getattr(worker, "_worker_logs_enabled", True), False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
+
+
+def _started_reaper(*arguments):
+    command = [sys.executable, "-I", "-S", reaper.__file__, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
+def _tell(started, what):
+    with contextlib.suppress(OSError):  # it has ended
+        started.stdin.write(what)
 
 
 def _end(started):

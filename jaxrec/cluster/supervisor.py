@@ -34,7 +34,7 @@ _SECONDS = "a number of seconds above 0 and finite"
 
 
 class GivenUp(OSError):
-    """Servers die so often that the run is ended."""
+    """Servers die so often, or Ray itself has died, that the run is ended."""
 
 
 class Death(NamedTuple):
@@ -92,7 +92,7 @@ class Supervisor:
         self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
         self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
         self.deaths: list[Death] = []
-        self._resources, self._lock = resources, threading.RLock()
+        self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
         self._given_up: GivenUp | None = None
         where = None if directory is None else local_path(directory).resolve()
         self._served = Served(spec, spec.layout(row_optimizer), where)
@@ -239,7 +239,8 @@ class Supervisor:
         dead.kill()  # one that does not answer may come back, and is not to
         if self._given_up is None:
             self.deaths.append(Death(place, dead.incarnation, why, time.monotonic()))
-            self._given_up = self._too_many()
+            died = self._cluster.died  # then no successor would ever begin
+            self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
         self._servers[place] = RayServer(

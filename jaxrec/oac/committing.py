@@ -139,29 +139,22 @@ class Committing(Leaving):
         that is yielded has the tables as they are then. Tables in host memory are changed in place.
 
         Args:
-          change: (tables) -> tables, those that hold from then on; here the same ones.
+          change: (tables) -> tables, those that hold from then on; here the same ones. It is called again if it meets
+            lost shards, when those who were entered have brought them back.
 
         Raises:
           ValueError: `change` is no function, or returns other tables; one is at work already.
+          ShardsLost: shards were lost, and nobody who was entered can recover them.
           As `drain`, and whatever `change` raises: what was changed until then stays.
         """
         check_change(change)
         if self.flow.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        self.drain()
-        self.flow.wait_for_cut()  # it may still be saving
-        self._refuse_unsaved()
-        try:
-            self.flow.pause()
-            self._standing.refuse_broken()
-            changed = change(self.tables)
-        finally:
-            with uninterrupted():
-                # Before the restart: who gathers anew may look at the tables at once. What the ring
-                # and the last writers say of earlier batches is forgotten, or a later batch would
-                # undo the change.
-                self._standing.settle()
-                self.flow.restart(self._stages.void)
+        while True:
+            changed, lost = self._changed(change)
+            if not lost:
+                break
+            self._recover_met(lost)
         if not self.running:  # whoever changes them then answers for their shards
             self.flow.tell_recovered(self.flow.gone)
         if changed is not self.tables:
@@ -169,6 +162,30 @@ class Committing(Leaving):
                 f"the change returned a {type(changed).__name__}: tables in host memory are changed in place, so "
                 "return those that it was given."
             )
+
+    def _changed(self, change):
+        self.drain()
+        self.flow.wait_for_cut()  # it may still be saving
+        self._refuse_unsaved()
+        try:
+            self.flow.pause()
+            self._standing.refuse_broken()
+            return self._or_lost(change, self.tables)
+        finally:
+            with uninterrupted():
+                # Before the restart: who gathers anew may look at the tables at once. What the ring
+                # and the last writers say of earlier batches is forgotten, or a later batch would
+                # undo the change.
+                self._standing.settle()
+                self.flow.restart(self._stages.void)
+
+    def _recover_met(self, shards):
+        self.flow.tell_lost(shards)
+        in_hooks, self._in_hooks = self._in_hooks, False  # what recovers asks for the state
+        try:
+            self._recover(self.flow.gone, begin_cut=not in_hooks)
+        finally:
+            self._in_hooks = in_hooks
 
     def lose(self, shards: Iterable[int]) -> None:
         """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all
@@ -206,7 +223,7 @@ class Committing(Leaving):
         if wanted:
             self._recover(wanted)
 
-    def _recover(self, shards):
+    def _recover(self, shards, begin_cut=True):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
         # The cut of this step belongs before the failure: whoever recovers finds it saved.
         self.flow.wait_for_cut()
@@ -214,11 +231,12 @@ class Committing(Leaving):
         self._cuts.count_recovery(shards, REMEDY)
         before = self.flow.epoch
         try:
-            for watcher in watchers:
-                watcher.recover(tuple(sorted(shards)))
+            with self._bringing_back():
+                for watcher in watchers:
+                    watcher.recover(tuple(sorted(shards)))
         except ShardsLost as lost:  # while they came back: all come back once more
             self.flow.tell_lost(lost.shards)
-            self._recover({*shards, *lost.shards})
+            self._recover({*shards, *lost.shards}, begin_cut)
             return
         # Nobody was alone with the tables: what was parked has to be gathered anew.
         if self.flow.epoch == before:
@@ -227,7 +245,7 @@ class Committing(Leaving):
         self.flow.tell_recovered(shards)
         if self._left:
             self._save_missed()
-        else:
+        elif begin_cut:  # in a hook others are still to come, whose changes belong to the step
             self._cuts.begin(self.step, self._workers)
 
     def _save_missed(self):
