@@ -206,14 +206,20 @@ def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
     assert each.date == found["environment"]["date"]
 
 
-VERSIONS = re.search(r"those from (\S+) on with\s+jax (\S+), as were the kills .* before with jax (\S+)\.", TEXT, re.S)
+VERSIONS = re.search(
+    r"those from (\S+) on with\s+jax (\S+), as were the kills .* before with jax (\S+)\. "
+    r"Python was (\S+) with\s+the newer and (\S+) with the older\.",
+    TEXT,
+    re.S,
+)
 
 
 @pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
-def test_a_run_had_the_jax_that_the_page_says(each):
-    from_date, newer, older = VERSIONS.groups()
+def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
+    from_date, newer, older, newer_python, older_python = VERSIONS.groups()
     is_newer = each.date >= from_date or each.file == "train_soak"
-    assert results_of(each.file)["environment"]["jax"] == (newer if is_newer else older)
+    had = results_of(each.file)["environment"]
+    assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
 
 
 def test_what_is_called_bound_by_the_link_waits_for_the_link():
