@@ -222,6 +222,16 @@ def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
     assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
 
 
+def test_a_commit_that_a_section_names_is_that_of_its_file():
+    named = {file: re.findall(r"commit ([0-9a-f]{7})\b", text) for file, text in SECTIONS.items()}
+    wrong = {
+        file: commits
+        for file, commits in named.items()
+        if any(not results_of(file)["environment"]["commit"].startswith(commit) for commit in commits)
+    }
+    assert any(named.values()) and not wrong
+
+
 def test_what_is_called_bound_by_the_link_waits_for_the_link():
     assert results_of("oac_throughput")["results"]["slowest_stage_link_link"] in ("send", "fetch")
 
