@@ -62,9 +62,8 @@ class Flags:
 def command_line(main: Callable[[Any], dict], config: type, description: str | None) -> dict:
     """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
-    A signal ends in one line too, and in the exit code 128 + its number; or in 75, by which a
-    scheduler knows that it should start the job again, if the experiment has a flag `requeue` and
-    it is given.
+    A signal ends in one line too, and in the exit code 128 + its number; or in 75, for a scheduler
+    that was told to start such a job again, if the experiment has a flag `requeue` and it is given.
     """
     flags: Any = None
     try:

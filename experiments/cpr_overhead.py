@@ -26,7 +26,7 @@ Seen, AUC lost in units of 0.00001:
 | | vanilla | SCAR | MFU | SSU |
 |---|---|---|---|---|
 | Criteo sample, 110,000 examples, 25 seeds | 32 +- 26 | 27 +- 18 | -5 +- 16 | 20 +- 14 |
-| the same, --watched 7, as recalled | 32 +- 26 | 39 +- 15 | 17 +- 21 | 35 +- 20 |
+| the same, --watched 7, as recalled; no file was kept | 32 +- 26 | 39 +- 15 | 17 +- 21 | 35 +- 20 |
 | synthetic, 5M examples, 3.7M rows, 16 seeds | 25 +- 19 | 29 +- 10 | 14 +- 9 | 16 +- 10 |
 | the same with 200,000 rows, 12 seeds | 15 +- 37 | 70 +- 22 | 33 +- 11 | 46 +- 14 |
 

@@ -4,8 +4,8 @@ takes it for?
     python experiments/cpr_pls.py                                                synthetic clicks
     python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5  made by prepare.py
 
-The paper's claim (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most
-used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the
+The claim as we recall the paper (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving
+the most used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the
 number of failures and how many of the 8 nodes each takes; each is paired with the run without
 failures of its seed. Accuracy is measured on real training with real saves and restores, as in
 cpr_overhead.py; the realised PLS is counted, not expected.
@@ -17,8 +17,8 @@ goes on with --resume.
 
 Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes
 0.0062 (vanilla), 0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU
--0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds) 0.0070,
-0.0043, 0.0050: the others were saved at regular saves only. 5 seconds per run on a core.
+-0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds, no file
+was kept) 0.0070, 0.0043, 0.0050: the others were saved at regular saves only. 5 seconds per run on a core.
 """
 
 import dataclasses

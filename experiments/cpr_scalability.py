@@ -4,8 +4,8 @@ clusters.
     python experiments/cpr_scalability.py --traces DIRECTORY  real traces; under a minute
     python experiments/cpr_scalability.py                     failures drawn from the fitted laws
 
-Claim (arXiv 2011.02999, scalability figure): the overhead of full recovery rises with the nodes,
-that of CPR hardly.
+The claim as we recall the paper's scalability figure (arXiv 2011.02999): the overhead of full recovery
+rises with the nodes, that of CPR hardly.
 
 No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated`
 is replayed event by event with the costs of a setting, solved from the abstract's figures (see

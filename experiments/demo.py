@@ -10,7 +10,7 @@ model averaging), and saves the most used rows first (CPR, MFU): at a third of t
 lost, at two thirds two more, and they come back alone.
 
 Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. Rates of one
-run behind the other differ by what else the machine does; docs/measured.md has rounds in turns.
+run after the other differ by what else the machine does; docs/measured.md has rounds in turns.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ that knows all future ids and keeps what is needed soonest (Belady): BagPipe's, 
 for ever.
 
 The speed is over an EMULATED link (its time is slept) that is as slow as in the regime `link` of
-oac_throughput.py: each direction of plain `oac` takes 1.5 times as long as the compute. `async`,
+oac_throughput.py: the slower direction of plain `oac` takes 1.5 times as long as the compute. `async`,
 `oac` and `oac_skip_both` take turns; ratios are of rates within a round, with 95 % intervals. The
 unfavourable end is there: with few rows in common there is little to save, and lists travel all the
 same.

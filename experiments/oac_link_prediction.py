@@ -12,7 +12,8 @@ must agree to the last digit.
 Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median
 and 95 % bootstrap interval of the rates and of their ratios within a round. There is no link here,
 tables and compute share the cores, so that a mode which does more beside the update is slower. The
-seconds of the training itself belong to modes that ran one after the other, and are not compared.
+seconds of the training itself belong to modes that ran one after the other. They are not compared: they
+were 184, 325 and 334 for sync, async and oac, which the rates in turns do not explain.
 
 --path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it
 a graph is generated whose entities fall in clusters that each relation permutes.

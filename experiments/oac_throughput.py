@@ -11,8 +11,8 @@ The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machin
 its CPU there is no link between tables and device, so one is EMULATED: a full-duplex channel of
 given bandwidth and latency, passed to the pipeline as its transfer functions; its time is slept,
 which leaves the cores to the compute. Regimes are set from the measured compute time of a batch:
-`balanced` - both directions together take as long as the compute; `link` - each direction alone
-takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
+`balanced` - both directions together take as long as the compute; `link` - the slower direction
+alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
 measures the balanced one.
 
 All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a
@@ -23,7 +23,8 @@ and replay; `oac_device` finds stale rows on the device, as the abstract says, w
 on the host. The way that moves the fewest rows is timed over the link-bound link only.
 
 `pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own
-workers, on the same batches. `replay_share_of_step` is the time of replay and append over that of
+workers, on the same batches; that of the link is computed from the bytes at calibration, so that a
+little more than 1 is possible. `replay_share_of_step` is the time of replay and append over that of
 the whole commit. What the ways that move fewer rows save is measured by oac_link.py.
 
 `--link remote` emulates nothing: the rows live with processes of their own on this machine, and

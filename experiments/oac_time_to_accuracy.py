@@ -15,7 +15,8 @@ paired difference to sync after 800 steps, with its 95 % interval; `seeds_that_r
 the seeds that do; a mean is null where some never do. *Time of a step*, of all arms in turns within
 the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
 slept), each way as slow as the compute of a batch: median and 95 % bootstrap interval. The product
-of both is `seconds_to_target_modelled`, for the largest skew: modelled, not measured.
+of both is `seconds_to_target_modelled`, for the largest skew: modelled, not measured, and without an
+interval of its own; those of the time of a step overlap.
 
 Equal AUC of sync and oac is no luck: their results are the same to the last bit
 (oac_equivalence.py). Curves of sync, semisync and oac do not depend on a link, and are trained

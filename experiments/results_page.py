@@ -20,8 +20,8 @@ from jaxrec.files import aside
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
 MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
-PICTURES = {"oac_over_sync.png": "The rate of each mode of OAC over that of sync; the link is emulated"}
-HEAD = "Every claim of the three abstracts, as far as this machine can tell. Only the abstracts could be read."
+PICTURES = {"oac_over_sync.png": "The rate of each mode over that of sync; the link is emulated, no link is measured"}
+HEAD = "Every claim of the three abstracts, as far as two CPU cores can tell. Only the abstracts could be read."
 _RUN = re.compile(r"^`(python experiments/[^`]*)`[^\n]*\n\[(\w+)\.json\]", re.M)
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:auto;padding:1rem;color:#111}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}th,td{border:1px solid #999;padding:.3rem .5rem;

@@ -12,7 +12,7 @@ of each rule. Regime: free-running, threads of one process.
 
 What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are
 the same in all arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean
-accuracy is higher, or mean loss lower, than without synchronisation.
+accuracy is higher, or mean loss lower, than without synchronisation. No results of it are kept.
 """
 
 import contextlib

@@ -25,6 +25,7 @@ on the same data: change of test AUC, relative change of normalised entropy. Arm
 data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the
 interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below
 (false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
+`--preset paper` has never run whole: docs/measured.md says what did.
 """
 
 import dataclasses

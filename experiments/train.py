@@ -58,8 +58,8 @@ class Config(TechniqueFlags, LearningFlags, DataFlags):
     resume: bool = False
     """Go on with the run in --workdir, bit for bit."""
     requeue: bool = False
-    """When stopped by a signal, exit with 75, by which a scheduler knows that it should start this
-    command again."""
+    """When stopped by a signal, exit with 75, for a scheduler that was told to start such a job again (Slurm:
+    RequeueExit=75, or scontrol requeue)."""
 
 
 class Over(Exception):

@@ -206,14 +206,30 @@ def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
     assert each.date == found["environment"]["date"]
 
 
-VERSIONS = re.search(r"those from (\S+) on with\s+jax (\S+), as were the kills .* before with jax (\S+)\.", TEXT, re.S)
+VERSIONS = re.search(
+    r"those from (\S+) on with\s+jax (\S+), as were the kills .* before with jax (\S+)\. "
+    r"Python was (\S+) with\s+the newer and (\S+) with the older\.",
+    TEXT,
+    re.S,
+)
 
 
 @pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
-def test_a_run_had_the_jax_that_the_page_says(each):
-    from_date, newer, older = VERSIONS.groups()
+def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
+    from_date, newer, older, newer_python, older_python = VERSIONS.groups()
     is_newer = each.date >= from_date or each.file == "train_soak"
-    assert results_of(each.file)["environment"]["jax"] == (newer if is_newer else older)
+    had = results_of(each.file)["environment"]
+    assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
+
+
+def test_a_commit_that_a_section_names_is_that_of_its_file():
+    named = {file: re.findall(r"commit ([0-9a-f]{7})\b", text) for file, text in SECTIONS.items()}
+    wrong = {
+        file: commits
+        for file, commits in named.items()
+        if any(not results_of(file)["environment"]["commit"].startswith(commit) for commit in commits)
+    }
+    assert any(named.values()) and not wrong
 
 
 def test_what_is_called_bound_by_the_link_waits_for_the_link():
@@ -276,7 +292,7 @@ def test_a_table_has_figures_of_one_kind():
 def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
     (shown,) = tables(text_of("README.md"))
     kinds, rows = shown[0][1:], shown[1:]
-    assert set(kinds) <= set(KINDS) and len(rows) == 8
+    assert set(kinds) <= set(KINDS) and len(rows) == 11
     figures = {kind: set() for kind in KINDS}
     for table in tables(text_of("docs/measured.md")):
         cells = [cell for row in table[1:] for cell in row[1:]]

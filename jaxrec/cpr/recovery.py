@@ -77,11 +77,11 @@ class Recovery(Figures):
       mode: 'partial' or 'full', as from `plan_recovery`.
       scheme: which rows go first, from `priority`; None saves everything at regular saves.
       fraction: r, of the rows that a scheme may save each r T_save.
-      whole: tables that no scheme watches: all their rows are saved at regular saves. CPR's are all
-        but the 7 largest.
+      whole: tables that no scheme tracks: all their rows are saved at regular saves. In the paper, as
+        we recall it, they are all but the 7 largest.
       failures: {step: shards} that fail right after a step, for emulation.
       image: what `restore` returned with the engine's state, if the run goes on: the figures are
-        taken from it, and what the mosaic of rows has lost against its step counts as lost by all
+        taken from it, and what the restored rows miss against its step counts as lost by all
         shards. Scheme, fraction and number of shards may be others than before.
       most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging them costs at most a
         sixteenth of the bytes that saving everything at regular saves would write.

@@ -24,7 +24,7 @@ class Costs(NamedTuple):
     total_hours: float  # T_total, without any overhead
     nodes: int  # N_emb, that hold the embedding tables
     failed_nodes: int = 1  # m of them that a failure takes
-    # The paper has one O_load, though a partial recovery reads the failed nodes alone. None: both cost the same.
+    # The equations have one O_load, though a partial recovery reads the failed nodes alone. None: both cost the same.
     partial_load_hours: float | None = None
 
     def load_of(self, mode: Mode) -> float:
@@ -223,7 +223,7 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
 def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
     """The PLS to expect of a job of any length, at a constant rate of failures.
 
-    Derived here, not in the paper: m / (T_total N_emb T_fail) times the integral over the job of
+    Derived here: m / (T_total N_emb T_fail) times the integral over the job of
     t - (last save before t). It is below eq. (5) unless the job is a whole number of intervals, as
     the last one is cut short.
 

@@ -66,9 +66,9 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
     w are the trainer's parameters when the round began. Without training in between, a round brings
     w - c to (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
 
-    In the symmetric form the centre takes no step of its own, but moves with the others: n replicas
-    go at n / (n + 1) of the speed that each would have alone, whatever alpha and the gap. That is
-    2/3 for two; model averaging keeps all of it.
+    In the symmetric form the centre takes no step of its own, but moves with the others: this slows
+    convergence by a factor n / (n + 1), whatever alpha and the gap. That is 2/3 for two trainers; model
+    averaging does not slow it.
 
     Args:
       alpha: elastic weight, above 0 and at most 1.
@@ -102,11 +102,12 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     The delta form with alpha = 1 is that of hivemind and Bagua.
     In the foreground nothing is learned during a round, and the two are the same. In a shadow
     `lerp` goes back towards a mean of the past in every round: a classifier trained so ended below
-    one without any synchronisation (experiments/shadowsync_classifier.py), and by `delta` above it.
+    one without any synchronisation (experiments/shadowsync_classifier.py, whose results are not kept),
+    and by `delta` above it.
 
     Args:
       alpha: weight of the mean, above 0 and at most 1.
-      form: 'delta', or 'lerp', as the equation of ShadowSync is read.
+      form: 'delta', or 'lerp', as we recall the equation of ShadowSync.
 
     Raises:
       ValueError: alpha outside (0, 1]; another form.
