@@ -3,18 +3,20 @@
     python experiments/cluster_soak.py --kills 50  what `make soak` runs; about ten minutes
 
 Small trainings over two servers, one batch after the other or with batches in flight, with whole saves,
-MFU, SSU and full recovery in turns. `os.kill(pid, 9)` meets a random message of a random server: in a
-read, a write, a save or a restore, among them a successor that dies while it restores. Each run must end
-behind all its steps, each of them committed, and with the bits of `Serial` over tables in this process that
-loses the same shards at the same steps; with full recovery, with those of a run without failures. Behind each
-no process of a server may live, and behind all no process and no directory of Ray may be left. `wrong`
-counts what was otherwise, and metrics.jsonl says it. `uncompared` are runs where at one step more shards
-were lost when the first were back: no run that is told of failures can do that; their ends are looked at,
-not their bits.
+MFU, SSU and full recovery in turns; rows are looked at every few steps and at the end, after which all are
+saved once more, as in `train.py`. `os.kill(pid, 9)` meets a random message of a random server: in a
+read, a write, a look, a save or a restore, among them a successor that dies while it restores, and after
+the last step. Each run must end after all its steps, each of them committed, and with the bits of `Serial`
+over tables in this process that loses the same shards at the same steps; with full recovery, with those of
+a run without failures. After each no process of a server may live, and after all no process and no
+directory of Ray may be left. `wrong` counts what was otherwise, and metrics.jsonl says it. `uncompared` are
+runs where at one step more shards were lost when the first were back: no run that is told of failures can
+do that; their ends are looked at, not their bits.
 """
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import tempfile
 import threading
@@ -32,12 +34,14 @@ from server_kills import Killing, killing
 from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cpr import Recovery
 from jaxrec.loop import train
+from jaxrec.types import RolledBack
 
-STEPS, EVERY, SERVERS = 48, 12, 2
+STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
 END_S = 10.0  # in which the processes of a run have ended
 # Where a message of a verb comes up to so often in a run, on each server.
-VERBS = {"read": 40, "put": 40, "take": 8, "on_shards": 4, "change": 4}
+VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +111,8 @@ class Soak:
                 engine.enter(Late(engine))
                 plans = [Killing(servers, verb, *rest) for verb, *rest in trial.deaths]
                 with killing(plans):
-                    state = train(engine, job.data.train, [recovery.hook, noting(steps)])
-                found = digests(state)
+                    to_the_end(engine, job.data.train, [recovery.hook, noting(steps)], recovery)
+                found = digests(engine.state)
             processes = [number for number in servers.processes if number is not None]
         wrong = self._wrong(trial, log, steps, found)
         wrong += [f"process {number} lives" for number in alive_behind(processes, END_S)]
@@ -124,6 +128,30 @@ class Soak:
             return wrong
         same = found == self.job.serially(trial.arm, log.losses, self.above)
         return wrong + ([] if same else [f"other bits than Serial with {log.losses}"])
+
+
+def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: Recovery) -> None:
+    """Trains, looks at rows on the way and at the end, and saves all; again where full recovery has gone back."""
+    seen: dict[str, Any] = {}
+
+    def rows(plans, tables):
+        tables.read(plans)
+        return tables
+
+    def look(state, step, plans, metrics):
+        seen["plans"] = plans
+        if step % LOOK_EVERY == 0:
+            engine.exclusive(functools.partial(rows, plans))
+        return state
+
+    while True:
+        try:
+            train(engine, stream, [*hooks, look])
+            engine.exclusive(functools.partial(rows, seen["plans"]))
+            recovery.save_whole()
+            return
+        except RolledBack as back:
+            back.go_back()
 
 
 def noting(steps: list[int]) -> Callable:
