@@ -102,6 +102,12 @@ def summary(found: dict[str, list[dict]]) -> dict[str, Any]:
         for name in ("pls", "shards_failed", "replica_spread", "stale_share"):
             values = [run[name] for run in found[arm] if name in run]
             results |= {f"{name}_{arm}": sum(values) / len(values)} if values else {}
+    if "all" in auc and "foreground" in auc:  # what ShadowSync's paper compares: as many trainers, background or not
+        pairs = zip(auc["all"], auc["foreground"], strict=True)
+        difference, half_width = paired_interval([a - b for a, b in pairs])
+        results |= {"auc_all_minus_foreground": difference, "auc_all_minus_foreground_half_width": half_width}
+        non_inferior = half_width is not None and difference - half_width > MARGIN_AUC
+        results["auc_all_non_inferior_to_foreground"] = non_inferior
     return results
 
 
