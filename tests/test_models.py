@@ -257,8 +257,8 @@ def plain_interaction(bottom, activations):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2))])
 def test_the_interaction_and_its_written_gradient_are_those_of_one_plain_product(shape, seed, pieces, monkeypatch):
     if pieces:  # the last one is smaller, or the only one
-        monkeypatch.setattr(dlrm, "_WHOLE", 0)
-        monkeypatch.setattr(dlrm, "_PIECE", 2)
+        monkeypatch.setattr(dlrm, "NUMBERS_AT_ONCE", 0)
+        monkeypatch.setattr(dlrm, "EXAMPLES_IN_A_PIECE", 2)
     rng = np.random.default_rng(seed)
     batch, fields, width = shape
     bottom, activations = (rng.standard_normal(of, np.float32) for of in ((batch, width), shape))

@@ -16,8 +16,8 @@ from jaxrec.models.tower import Tower
 
 # XLA:CPU of jaxlib 0.10 takes twice as long for the products of more vectors than its caches hold, which go through
 # them in pieces then: the whole step is 1.1 times as fast at width 128. Later ones are faster without.
-_WHOLE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62  # numbers
-_PIECE = 128  # examples
+NUMBERS_AT_ONCE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62  # numbers
+EXAMPLES_IN_A_PIECE = 128  # examples
 
 
 class DLRM(nn.Module):
@@ -116,7 +116,7 @@ dot_interaction.defvjp(_interaction_forward, _interaction_backward)
 def of_each_example(function: Callable, vectors: jax.Array, *others: jax.Array) -> Any:
     """The function of each example's arrays, [B, ...] each, all at once or, where that is faster, in pieces."""
     whole = jax.vmap(function)
-    if vectors.size <= _WHOLE:
+    if vectors.size <= NUMBERS_AT_ONCE:
         return whole(vectors, *others)
-    pieces = lambda *each: jax.lax.map(lambda example: function(*example), each, batch_size=_PIECE)
+    pieces = lambda *each: jax.lax.map(lambda example: function(*example), each, batch_size=EXAMPLES_IN_A_PIECE)
     return jax.lax.platform_dependent(vectors, *others, cpu=pieces, default=whole)
