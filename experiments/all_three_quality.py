@@ -91,24 +91,29 @@ def summary(found: dict[str, list[dict]]) -> dict[str, Any]:
     >>> arms = {"none": [{"test_auc": 0.74}, {"test_auc": 0.75}], "all": [{"test_auc": 0.74}, {"test_auc": 0.76}]}
     >>> round(summary(arms)["auc_all_minus_none"], 3), summary(arms)["auc_all_non_inferior"]
     (0.005, False)
+    >>> found = summary(arms | {"foreground": [{"test_auc": 0.73}, {"test_auc": 0.75}]})
+    >>> round(found["auc_all_minus_foreground"], 3), found["auc_all_non_inferior_to_foreground"]
+    (0.01, True)
     """
     auc = {arm: [run["test_auc"] for run in runs] for arm, runs in found.items()}
     results: dict[str, Any] = {"seeds": len(auc["none"])}
     results |= {f"auc_{arm}": sum(values) / len(values) for arm, values in auc.items()}
     for arm in [arm for arm in found if arm != "none"]:
-        difference, half_width = paired_interval([a - b for a, b in zip(auc[arm], auc["none"], strict=True)])
-        results |= {f"auc_{arm}_minus_none": difference, f"auc_{arm}_minus_none_half_width": half_width}
-        results[f"auc_{arm}_non_inferior"] = half_width is not None and difference - half_width > MARGIN_AUC
+        results |= minus(auc, arm, "none", f"auc_{arm}_non_inferior")
         for name in ("pls", "shards_failed", "replica_spread", "stale_share"):
             values = [run[name] for run in found[arm] if name in run]
             results |= {f"{name}_{arm}": sum(values) / len(values)} if values else {}
     if "all" in auc and "foreground" in auc:  # what ShadowSync's paper compares: as many trainers, background or not
-        pairs = zip(auc["all"], auc["foreground"], strict=True)
-        difference, half_width = paired_interval([a - b for a, b in pairs])
-        results |= {"auc_all_minus_foreground": difference, "auc_all_minus_foreground_half_width": half_width}
-        non_inferior = half_width is not None and difference - half_width > MARGIN_AUC
-        results["auc_all_non_inferior_to_foreground"] = non_inferior
+        results |= minus(auc, "all", "foreground", "auc_all_non_inferior_to_foreground")
     return results
+
+
+def minus(auc: dict[str, list[float]], arm: str, other: str, verdict: str) -> dict[str, Any]:
+    """The paired difference of two arms with its interval, and whether the first is non-inferior, named so."""
+    difference, half_width = paired_interval([a - b for a, b in zip(auc[arm], auc[other], strict=True)])
+    name = f"auc_{arm}_minus_{other}"
+    non_inferior = half_width is not None and difference - half_width > MARGIN_AUC
+    return {name: difference, f"{name}_half_width": half_width, verdict: non_inferior}
 
 
 if __name__ == "__main__":
