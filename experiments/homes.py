@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from clicks import ClickJob
-from runs import Run
+from runs import Run, go_on_with
 from table_files import host_tables
 from technique_flags import TechniqueFlags
 
@@ -21,11 +21,9 @@ class Home:
 
     Attributes:
       copy: how images of the rows are made.
-      lost: which of its servers are dead, in words.
     """
 
     copy: Literal["whole", "shards"] = "whole"
-    lost = ""
 
     def __init__(self, config: TechniqueFlags):
         self._config = config
@@ -38,6 +36,11 @@ class Home:
 
     def watch(self, engine) -> None:
         """Begins to replace what can be lost of this home; before what brings rows back is entered."""
+
+    @property
+    def lost(self) -> str:
+        """Which of its servers are dead, in words; '' if none is."""
+        return ""
 
 
 class ServerHome(Home):
@@ -65,8 +68,8 @@ class ServerHome(Home):
             engine.enter(self._supervisor)
 
     @property
-    def lost(self) -> str:  # type: ignore[override]
-        """Which servers are dead, in words."""
+    def lost(self) -> str:
+        """As that of `Home`."""
         return "" if self._supervisor is None else self._supervisor.lost
 
 
@@ -81,7 +84,7 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
     if config.tables != "remote":
         yield Home(config)
         return
-    go_on = f"go on with the same flags and --workdir {run.directory} --resume"
+    go_on = go_on_with(run)
     advice, logs = f"{go_on[0].upper()}{go_on[1:]}.", run.directory / "ray_logs"
     with Cluster(config.ray_address, advice=advice, log_directory=logs) as cluster:
         home = ServerHome(config, run, cluster)

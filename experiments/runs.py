@@ -200,6 +200,11 @@ class Run:
         self.release()
 
 
+def go_on_with(run: Run) -> str:
+    """How to go on with a run that was stopped."""
+    return f"go on with the same flags and --workdir {run.directory} --resume"
+
+
 def _row(line: bytes) -> dict:
     row = json.loads(line)
     if not isinstance(row, dict):

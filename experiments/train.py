@@ -30,6 +30,7 @@ from data_flags import DataFlags, data_of
 from homes import Home, home_of
 from learning import LearningFlags, optimizers
 from recording import Past, Recorder, check_seeds, resumed
+from runs import go_on_with
 from saving import Best, PeriodicSaves, RecoverySaves
 from stopping import Asked, Stopped, stop_on_signals
 from table_data import table_job
@@ -186,11 +187,6 @@ def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseExcep
     if unsaved:
         return OSError(f"stopped at step {step}, whose state could not be saved: {unsaved}")
     return Stopped(asked.signal or 0, f"stopped and saved at step {step}; {go_on_with(run)}")
-
-
-def go_on_with(run: Run) -> str:
-    """How to go on with a run that was stopped."""
-    return f"go on with the same flags and --workdir {run.directory} --resume"
 
 
 def main(config: Config) -> dict:
