@@ -83,12 +83,12 @@ class Failures:
       engine: that tells of them; only with a recovery, as an engine takes who is told for who recovers.
       examples_after: step -> examples.
       past: those that the run has seen before this process.
-      note: is told of all of them at each one, before anything is recovered.
+      note: is told of each one, before anything is recovered.
     """
 
     def __init__(
         self, engine, examples_after: Callable[[int], int], past: Sequence[dict] = (),
-        note: Callable[[list[dict]], None] = lambda seen: None,
+        note: Callable[[dict], None] = lambda failure: None,
     ):  # fmt: skip
         self._engine, self._examples_after, self.seen, self._note = engine, examples_after, [*past], note
 
@@ -102,7 +102,7 @@ class Failures:
         """Notes lost shards; others bring them back."""
         step = self._engine.step
         self.seen.append({"step": step, "examples": self._examples_after(step), "shards": [*shards]})
-        self._note(self.seen)
+        self._note(self.seen[-1])
 
 
 def _without(failures, known):
@@ -161,9 +161,9 @@ class Recorder:
         """
         real = self.run.read_json("failures.json").get("failures", [])
 
-        def note(seen):
+        def note(failure):
             if are_real():
-                real.append(seen[-1])
+                real.append(failure)
                 self.run.write_json("failures.json", {"failures": real})
 
         unsaved = _without(real, self._failed_before)
@@ -175,10 +175,6 @@ class Recorder:
     def failures(self) -> list[dict]:
         """Step, examples and shards of each failure so far."""
         return [*self._failures.seen] if self._failures else []
-
-    @property
-    def _new_failures(self):
-        return self.failures[len(self._failed_before) :]
 
     def latest_losses(self, step: int) -> np.ndarray:
         """The losses of the last 50 steps up to one, f32, across a resume too."""
@@ -200,13 +196,14 @@ class Recorder:
                 "or look at the data."
             )
         known = max((at for at in [*self._capacity] if at <= step), default=None)
+        new = self.failures[len(self._failed_before) :]
         return {
             "capacity": None if known is None else self._capacity[known],
             "train_losses": losses.tolist(),
             "vocabulary_digest": self.data.vocabulary_digest,
             "train_seconds": self.seconds + time.perf_counter() - self.since,
             # A save of a step comes before a failure at that step; what was lost later happens again, or is noted.
-            "failures": [*self._failed_before, *(each for each in self._new_failures if each["step"] <= step)],
+            "failures": [*self._failed_before, *(each for each in new if each["step"] <= step)],
         }
 
     def show(self, state, step, plans, step_metrics):
