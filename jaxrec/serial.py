@@ -220,11 +220,7 @@ class Serial(Watched):
         check_change(change)
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        while True:
-            changed, lost = self._changed(change)
-            if not lost:
-                break
-            self._recover_met(lost)
+        changed = self._changed_when_whole(change)
         if not hasattr(changed, "on_shards") or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)

@@ -119,6 +119,22 @@ class Watched:
             return False
         return bool(entered.__exit__(kind, error, trace))
 
+    def _changed_when_whole(self, change: Callable) -> Any:
+        """What change(tables) returns; it is called again when watchers have brought back lost shards that it met."""
+        while True:
+            changed, lost = self._changed(change)
+            if not lost:
+                return changed
+            self._recover_met(lost)
+
+    def _changed(self, change: Callable) -> tuple[Any, Collection[int]]:
+        """What `_or_lost` finds, with nobody else at the tables. Engines say how."""
+        raise NotImplementedError
+
+    def _recover_met(self, shards: Collection[int]) -> None:
+        """Has shards brought back that a change has met. Engines say how."""
+        raise NotImplementedError
+
     def _or_lost(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
         """What change(tables) returns, and no shards; or nothing, and lost ones that it met and watchers bring back."""
         try:

@@ -150,11 +150,7 @@ class Committing(Leaving):
         check_change(change)
         if self.flow.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        while True:
-            changed, lost = self._changed(change)
-            if not lost:
-                break
-            self._recover_met(lost)
+        changed = self._changed_when_whole(change)
         if not self.running:  # whoever changes them then answers for their shards
             self.flow.tell_recovered(self.flow.gone)
         if changed is not self.tables:
