@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery
-from jaxrec.loop import train
+from jaxrec.loop import every, train
 from jaxrec.types import RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
@@ -140,13 +140,12 @@ def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: R
 
     def look(state, step, plans, metrics):
         seen["plans"] = plans
-        if step % LOOK_EVERY == 0:
-            engine.exclusive(functools.partial(rows, plans))
+        engine.exclusive(functools.partial(rows, plans))
         return state
 
     while True:
         try:
-            train(engine, stream, [*hooks, look])
+            train(engine, stream, [*hooks, every(LOOK_EVERY, look)])
             engine.exclusive(functools.partial(rows, seen["plans"]))
             recovery.save_whole()
             return

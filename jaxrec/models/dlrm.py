@@ -16,8 +16,8 @@ from jaxrec.models.tower import Tower
 
 # XLA:CPU of jaxlib 0.10 takes twice as long for the products of more vectors than its caches hold, which go through
 # them in pieces then: the whole step is 1.1 times as fast at width 128. Later ones are faster without.
-NUMBERS_AT_ONCE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62  # numbers
-EXAMPLES_IN_A_PIECE = 128  # examples
+NUMBERS_AT_ONCE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62
+EXAMPLES_IN_A_PIECE = 128
 
 
 class DLRM(nn.Module):
