@@ -101,21 +101,38 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
       ValueError: a word of --fail is no failure.
     """
     given_failures(config)
-    windowed, shadow = config.pipeline in ("oac", "async"), config.shadowsync != "none"
-    forms = FORMS.get(config.shadowsync, ())
     return {
         f"--pipeline {config.pipeline} is for --tables host or remote: add it, or leave the pipeline out.": (
             config.pipeline != "none" and config.tables == "device"
         ),
         **_rules_of_servers(config),
+        **_rules_of_pipelines(config),
+        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
+            config.table_directory is not None and config.tables != "host"
+        ),
+        **_rules_of_trainers(config),
+        **_rules_of_recoveries(config),
+        # Last: who installs it for a run that would be refused anyway has waited for nothing.
+        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
+            config.tables == "remote" and importlib.util.find_spec("ray") is None
+        ),
+    }
+
+
+def _rules_of_pipelines(config):
+    windowed = config.pipeline in ("oac", "async")
+    return {
         f"--window {config.window} is for --pipeline oac or async.": config.window is not None and not windowed,
         f"--stale-rows {config.stale_rows} is for --pipeline oac.": (
             config.stale_rows != "planned" and config.pipeline != "oac"
         ),
         "--savings is for --pipeline oac.": config.savings and config.pipeline != "oac",
-        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
-            config.table_directory is not None and config.tables != "host"
-        ),
+    }
+
+
+def _rules_of_trainers(config):
+    shadow, forms = config.shadowsync != "none", FORMS.get(config.shadowsync, ())
+    return {
         f"--trainers {config.trainers} is for --shadowsync easgd, ma or bmuf.": (
             config.trainers is not None and not shadow
         ),
@@ -140,6 +157,11 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         ),
         f"--workers {config.workers} are of trainers that run freely: leave out --pipeline, --cpr and --tables device, "
         "or the workers.": config.workers > 1 and not config.free,
+    }
+
+
+def _rules_of_recoveries(config):
+    return {
         f"--fail {' '.join(config.fail)} needs something that recovers: add --cpr mfu, say.": (
             config.fail and config.cpr == "none"
         ),
@@ -157,10 +179,6 @@ def rules(config: TechniqueFlags) -> dict[str, object]:
         ),
         "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
             config.cpr != "none" and getattr(config, "save_every_steps", None) == 0
-        ),
-        # Last: who installs it for a run that would be refused anyway has waited for nothing.
-        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
-            config.tables == "remote" and importlib.util.find_spec("ray") is None
         ),
     }
 
