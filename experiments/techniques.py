@@ -21,6 +21,7 @@ from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.sharding import make_mesh
 from jaxrec.types import TrainState
+from jaxrec.xla import enough_threads
 
 RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
@@ -36,6 +37,7 @@ def claim_devices(config: TechniqueFlags) -> None:
       ValueError: there are fewer, and none can be made; shards or batches cannot be split over them.
     """
     if config.replicas > 1:
+        enough_threads(config.replicas)
         try:
             jax.config.update("jax_num_cpu_devices", config.replicas)
         except (RuntimeError, ValueError):

@@ -1,5 +1,5 @@
-"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP, with each technique and with all three: no run is
-lost, none hangs, and what the regime promises to keep is kept.
+"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP, with each technique and with all three, and with servers
+that are killed: no run is lost, none hangs, and what the regime promises to keep is kept.
 
     python experiments/train_soak.py --minutes 10  what `make soak` runs
 
@@ -13,23 +13,33 @@ for bit, those of a run that nobody disturbed: with OAC and with whole saves of 
 without either. A scheme of CPR that was killed goes on from rows of several ages: then it has to say
 so, in words and as a portion of lost samples, and may end `BAND` away in AUC. So may trainers that
 run freely or are synchronised in the background, which are never twice the same.
+
+Where rows lie at servers, one of those is killed once, at a random instant between the first evaluation and
+the end, the last save and the last evaluation among them. The run must end with its results all the same,
+and have the bits of one that trains one batch after the other over tables in its own process, and whose
+shards fail at the step that the run has noted; a death after the last step is in none of those, and is only
+held to `BAND`.
 """
 
 import collections
 import dataclasses
+import importlib.util
+import json
 import math
 import os
 import shutil
+import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from contract import Flags, Run, command_line
+from contract import Flags, Run, command_line, refuse
 from tqdm import tqdm
 from watching import (
     Ended,
@@ -39,13 +49,15 @@ from watching import (
     judge,
     number_of,
     result_of,
+    servers_below,
     step_begun,
     steps_saved,
     steps_told,
 )
 
+STEPS = 160
 SMALL = (
-    "--preset", "smoke", "--model", "small_dlrm", "--rows", "3000", "--batch-size", "128", "--steps", "160",
+    "--preset", "smoke", "--model", "small_dlrm", "--rows", "3000", "--batch-size", "128", "--steps", str(STEPS),
     "--evaluations", "8",
 )  # fmt: skip
 LINES = 9  # that such a run prints while it is at work
@@ -60,11 +72,12 @@ class Combination(NamedTuple):
 
     flags: tuple[str, ...]
     like: str  # the combination whose undisturbed run it is compared with
-    promise: Literal["same bits", "same bits unless told", "near"]
+    promise: Literal["same bits", "same bits unless told", "as one after the other", "near"]
 
 
 _HOST = ("--tables", "host")
 _OAC = (*_HOST, "--pipeline", "oac")
+_SERVERS = ("--tables", "remote", "--servers", "2", "--pipeline", "oac", "--save-every-steps", "20")
 _TWO = ("--trainers", "2", "--shadowsync")
 COMBINATIONS = {
     "oac_vanilla": Combination((*_OAC, "--cpr", "vanilla"), "host", "same bits"),
@@ -79,6 +92,8 @@ COMBINATIONS = {
     "host": Combination(_HOST, "host", "same bits"),
     "device": Combination((), "host", "same bits"),
     "mapped": Combination((*_HOST, "--table-directory", "{tables}"), "host", "same bits"),
+    "servers_full": Combination((*_SERVERS, "--cpr", "full"), "host", "same bits"),
+    "servers_mfu": Combination((*_SERVERS, "--cpr", "mfu"), "host", "as one after the other"),
 }
 IN_SMOKE = ("oac_vanilla", "oac_mfu")
 
@@ -90,6 +105,8 @@ class Config(Flags):
     minutes: float = 1.0
     workers: int = 6
     """Runs at a time."""
+    only: tuple[str, ...] = ()
+    """Combinations, by name; all of them unless given."""
 
 
 @dataclasses.dataclass
@@ -110,13 +127,18 @@ class SoakFigures:
                 self.most[name] = max(value, self.most.get(name, 0.0))
 
 
+def names_of(config: Config) -> tuple[str, ...]:
+    """The combinations that take turns."""
+    return IN_SMOKE if config.preset == "smoke" else config.only or tuple(COMBINATIONS)
+
+
 class Soak:
     """The runs of one stress, in a directory that is removed in the end if nothing was wrong."""
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.seed, self.until = directory, config.seed, 0.0
         smoke = config.preset == "smoke"  # one run of each, whatever time that takes
-        self.names = IN_SMOKE if smoke else tuple(COMBINATIONS)
+        self.names = names_of(config)
         self.numbers = iter(range(len(IN_SMOKE) if smoke else 10**9))
         self.most_signals = 4 if smoke else MOST_SIGNALS
         self.figures = SoakFigures()
@@ -127,12 +149,15 @@ class Soak:
             "PYTHONFAULTHANDLER": "1",
         }
 
-    def start(self, name: str, workdir: Path, flags: tuple[str, ...] = ()) -> Process:
-        """A train.py that begins a run or goes on with it."""
+    def start(self, name: str, workdir: Path, flags: tuple[str, ...] = (), temporary: str | None = None) -> Process:
+        """A train.py that begins a run or goes on with it; its temporary files in a directory of its own."""
+        return self._start(COMBINATIONS[name].flags, workdir, flags, {"TMPDIR": temporary} if temporary else {})
+
+    def _start(self, chosen, workdir, flags=(), variables=None):
         tables = workdir.with_name(workdir.name + ".tables")
-        placed = [flag.format(tables=tables) for flag in COMBINATIONS[name].flags]
+        placed = [flag.format(tables=tables) for flag in chosen]
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *SMALL, *placed, *flags]
-        return Process([*command, "--workdir", str(workdir), "--resume"], self.environment)
+        return Process([*command, "--workdir", str(workdir), "--resume"], self.environment | (variables or {}))
 
     def undisturbed(self, name: str) -> None:
         """A run that others are compared with."""
@@ -143,6 +168,8 @@ class Soak:
     def disturbed(self, number: int, bar: tqdm) -> None:
         """One run, disturbed until it is finished or the time is over, then compared."""
         rng, name = np.random.default_rng([self.seed, number]), self.names[number % len(self.names)]
+        if name.startswith("servers"):
+            return self.bereaved(number, name, rng)
         workdir, least, signals = self.directory / f"run-{number}-{name}", 0, 0
         told: list[int] = []
         code: int | None = None
@@ -169,11 +196,43 @@ class Soak:
                 return self.figures.add({f"{name}_runs_lost": 1}, [f"{workdir.name} did not end undisturbed"])
         self.compare(name, workdir, told)
 
+    def bereaved(self, number: int, name: str, rng) -> None:
+        """One run, a server of which is killed, then compared."""
+        workdir = self.directory / f"run-{number}-{name}"
+        with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:  # a short path, for sockets
+            process = self.start(name, workdir, temporary=temporary)
+            process.read(int(rng.integers(2, LINES + 1)))
+            time.sleep(3 * rng.random())
+            if killed := servers_below(Path(temporary)):
+                os.kill(int(rng.choice(killed)), signal.SIGKILL)
+            ended = process.ended()
+            left = [str(path) for path in Path(temporary).glob("jaxrec-*")]
+        wrong = judge(ended, "nobody", workdir) + [f"{path} is left" for path in left]
+        counts = {f"{name}_signals": len(killed) > 0, f"{name}_kills": len(killed) > 0, f"{name}_hangs": ended.hung}
+        counts[f"{name}_kills_after_the_last_step"] = STEPS in failures_of(workdir)
+        self.figures.add(counts, [f"{workdir.name}: {what}" for what in wrong])
+        if ended.code == 0:
+            self.compare(name, workdir, [])
+
+    def serial(self, workdir: Path, failures: Mapping[int, Sequence[int]]) -> Path:
+        """A run over host tables, one batch after the other, with these failures, that saves as `servers_mfu` does."""
+        whole = workdir.with_name(workdir.name + ".serial")
+        words = [f"{step}:{','.join(map(str, shards))}" for step, shards in failures.items()]
+        flags = (*_HOST, "--cpr", "mfu", "--save-every-steps", "20", *(["--fail", *words] if words else []))
+        code, said, _ = self._start(flags, whole).ended()
+        if code:
+            raise ValueError(f"a run with the failures {words} ended with {code}: {said[-2000:]}")
+        return whole
+
     def compare(self, name: str, workdir: Path, told: list[int]) -> None:
         """What a finished run must have in common with the one that nobody disturbed."""
         _, like, promise = COMBINATIONS[name]
         exact = promise == "same bits" or (promise == "same bits unless told" and not told)
         whole, (auc, pls) = self.directory / like, result_of(workdir)
+        if promise == "as one after the other":
+            failures = failures_of(workdir)
+            if exact := all(step < STEPS for step in failures):
+                whole = self.serial(workdir, failures)
         away = abs(auc - result_of(whole)[0])
         wrong = differences(whole, workdir) if exact else []
         if away > BAND:
@@ -207,6 +266,13 @@ class Soak:
                 done.result()
 
 
+def failures_of(workdir: Path) -> dict[int, list[int]]:
+    """{step: shards} of the servers that a run has lost."""
+    if not (path := workdir / "failures.json").exists():
+        return {}
+    return {failure["step"]: failure["shards"] for failure in json.loads(path.read_text())["failures"]}
+
+
 def disturb(process: Process, rng) -> tuple[str, Ended]:
     """Sends a signal at a random instant, and waits for the end."""
     way = str(rng.choice(list(WAYS), p=list(WAYS.values())))
@@ -224,6 +290,14 @@ def disturb(process: Process, rng) -> tuple[str, Ended]:
 
 def main(config: Config) -> dict:
     """Disturbs runs until the time is over; returns what results.json holds."""
+    unknown = sorted({*config.only} - {*COMBINATIONS})
+    wants_ray = any(name.startswith("servers") for name in names_of(config))
+    refuse({
+        f"--only {' '.join(unknown)}: the combinations are {', '.join(COMBINATIONS)}.": unknown,
+        "servers need Ray, which is not installed: pip install -e '.[cluster]', or give --only others.": (
+            wants_ray and importlib.util.find_spec("ray") is None
+        ),
+    })  # fmt: skip
     run = Run("train_soak", config, config.workdir)
     directory = run.directory / "files"
     directory.mkdir()

@@ -1,6 +1,7 @@
 """Processes of train.py that are watched while signals come: how each has ended, what it has said, and
 what two finished runs do not have in common. train_soak.py sends the signals."""
 
+import contextlib
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.cluster.reaper import marked
 
 LIMIT_S = 240.0  # of a process; it takes 10 s on a core of its own
 # Figures of a row of metrics that follow from when things happen, and not from what is computed.
@@ -70,6 +72,19 @@ class Process:
         finally:
             self._limit.cancel()
         return Ended(self._process.returncode, self._said, self._hung)
+
+
+def command_of(process: int) -> str:
+    """The command of a process of this machine; '' if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
+
+
+def servers_below(directory: Path) -> list[int]:
+    """The processes of servers whose Ray lies below a directory."""
+    found = [process for below in directory.glob("jaxrec-*") for process in marked(str(below))]
+    return [process for process in found if "ray::Actor" in command_of(process)]
 
 
 def number_of(way: str) -> int:

@@ -43,9 +43,9 @@ from jaxrec.models import DLRM, DCNv2
 from jaxrec.sharding import make_mesh
 from jaxrec.step import check_step, init_state, make_eval_step, make_train_step, make_update, run_hooks, update
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
-from jaxrec.xla import avoid_faulty_fusion
+from jaxrec.xla import avoid_faults
 
-avoid_faulty_fusion()
+avoid_faults()
 
 __version__ = "0.1.0"
 

@@ -1,12 +1,17 @@
-"""A fault of XLA on CPUs that `import jaxrec` steers around, and the look at whether it has.
+"""Two faults of XLA on CPUs that `import jaxrec` steers around, and the look at whether it has.
 
 From jaxlib 0.11.0 on, and in 0.10.2, XLA:CPU fuses a product and the sum over it in its YNNPACK path, and the fused
 program reads memory that nobody has written: `((E @ W) * E).sum()` with E f32[512, 8, 32] is NaN or 1e30, another value
 in each run, without a word. The flag keeps that one fusion off, and fast products on.
+
+A collective over virtual devices holds a thread of XLA's pool for each device until the last has come. The pool has no
+more threads than there are cores or devices: where another program holds one of them, the last device never comes, and
+XLA ends the process.
 """
 
 import functools
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +37,30 @@ def with_flag(flags: str, version: tuple[int, ...]) -> str:
     return f"{flags} {FLAG}".strip()
 
 
-def avoid_faulty_fusion() -> None:
-    """Sets the flag for this process, if JAX has computed nothing yet, and for those that it starts."""
+def avoid_faults() -> None:
+    """Sets the flag and the threads for this process, if JAX has computed nothing yet, and for those that it starts."""
     os.environ["XLA_FLAGS"] = with_flag(os.environ.get("XLA_FLAGS", ""), jax.__version_info__)
+    enough_threads(virtual_devices(os.environ["XLA_FLAGS"]))
+
+
+def enough_threads(devices: int) -> None:
+    """Asks XLA for a pool that collectives over so many virtual devices leave room in, unless one was asked for before.
+
+    Args:
+      devices: virtual devices of the CPU, as JAX will be asked for before it computes anything.
+    """
+    if devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * devices + 2)))
+
+
+def virtual_devices(flags: str) -> int:
+    """How many devices of the CPU XLA_FLAGS asks for.
+
+    >>> virtual_devices("--xla_a=1 --xla_force_host_platform_device_count=8"), virtual_devices("")
+    (8, 1)
+    """
+    asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(asked[-1]) if asked else 1
 
 
 @functools.cache

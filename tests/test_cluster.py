@@ -23,7 +23,7 @@ import server_kills
 from server_kills import Killing
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
-from watching import Process, differences
+from watching import Process, command_of, differences, servers_below
 
 from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.checkpoint.names import number_of
@@ -432,14 +432,7 @@ def job(workdir, *flags, short=None, steps=STEPS):
 
 def servers_of(short):
     """The processes of servers, in the order in which they have begun."""
-    found = [process for directory in short.glob("jaxrec-*") for process in marked(str(directory))]
-    return sorted(process for process in found if "ray::Actor" in command_of(process))
-
-
-def command_of(process):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_text()
-    return ""
+    return sorted(servers_below(short))
 
 
 def has_saved(workdir, step):

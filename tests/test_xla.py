@@ -1,4 +1,5 @@
-"""Sums that XLA computes wrongly on CPUs are right where jaxrec is imported, and refused where it came late."""
+"""Sums that XLA computes wrongly on CPUs are right where jaxrec is imported, and refused where it came late; virtual
+devices do not wait for threads that there are not."""
 
 import os
 import subprocess
@@ -42,6 +43,15 @@ except RuntimeError as error:
 """
 
 
+# How many threads XLA's pool has, and how many devices there are.
+POOL = """
+import jax, pathlib
+devices = len(jax.devices())
+names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+print(names.count("tf_XLAEigen"), devices)
+"""
+
+
 def printed(program, flags=""):
     """What a process prints that begins with these flags of XLA."""
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
@@ -64,6 +74,18 @@ def test_sums_over_products_are_right_after_the_import_alone():
 def test_a_step_is_refused_where_jax_had_begun_without_the_flag():
     assert "computes sums over products wrongly" in (said := printed(LATE)) and FLAG in said
     assert printed(LATE, FLAG) == ""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the names of threads are in /proc")
+def test_virtual_devices_come_with_threads_enough_to_wait_for_each_other(monkeypatch):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    flags, cores = "--xla_force_host_platform_device_count=4", os.cpu_count() or 1
+    assert printed(POOL, flags) == f"{max(cores, 4)} 4\n", "XLA makes more threads by itself: leave ours out"
+    assert printed("import jaxrec" + POOL, flags) == f"{max(cores, 10)} 4\n"
+    assert printed("import jaxrec" + POOL) == f"{cores} 1\n"
+    monkeypatch.setenv("PJRT_NPROC", "5")  # what the user has said stands
+    assert printed("import jaxrec" + POOL, flags) == "5 4\n"
 
 
 def test_they_are_right_in_this_process_and_in_those_that_it_starts():
