@@ -118,7 +118,7 @@ class Killer:
 
     def restored(self) -> Watcher:
         """A watcher behind the recovery."""
-        return _Calling(self.engine, self._tell_restored, self._tell_restarted)
+        return _Calling(self.engine, self._tell_restored, self._notify_restarted)
 
     def _tell_restored(self, shards):
         now, kill = time.monotonic(), self._open
@@ -128,7 +128,7 @@ class Killer:
             after = time.monotonic() - now
             kill.checking_s, kill.restored = kill.checking_s + after, now + after
 
-    def _tell_restarted(self, state):
+    def _notify_restarted(self, state):
         if (kill := self._open) is not None:
             kill.restored = time.monotonic()
 

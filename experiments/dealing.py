@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 
-from jaxrec.stream import END, Stream
+from jaxrec.prefetch import END, Stream
 from jaxrec.types import Batch
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from oac_work import Work
 
-from jaxrec.oac.ways import nbytes
+from jaxrec.oac.options import nbytes
 
 
 class EmulatedLink:

@@ -28,9 +28,8 @@ from stopping import stop_on_signals
 from trained import images_directory
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
-from jaxrec.checkpoint.image import is_whole, leaves_of, load_arrays
-from jaxrec.checkpoint.predicting import tables_of_chain
-from jaxrec.checkpoint.restoring import with_chain
+from jaxrec.checkpoint.format import is_whole, leaves_of, load_arrays
+from jaxrec.checkpoint.restore import tables_of_chain, with_chain
 from jaxrec.checkpoint.state import dense_name, leaf_name
 from jaxrec.embedding import Layout
 from jaxrec.embedding.tables import initial_parts, range_of

@@ -23,20 +23,18 @@ from dealing import Deal
 from free_figures import Sums, metrics_of
 from free_state import FreeState, after_last_round, apart, joined, mesh_of
 
-from jaxrec.announced import Announced
-from jaxrec.asked import check_change, check_hooks, tell_restarted
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
+from jaxrec.engine import CutSchedule, EngineBase, check_change, check_hooks, notify_restarted
 from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.prefetch import Streams
 from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, train_stretch
 from jaxrec.sharding import REPLICA
 from jaxrec.step import run_hooks
-from jaxrec.stream import Streams
 from jaxrec.types import Batch, TrainState
-from jaxrec.watched import Watched
 
 
-class FreeTrainers(Watched):
+class FreeTrainers(EngineBase):
     """n trainers that run freely over shared host tables, an engine as far as that goes.
 
     Args:
@@ -82,7 +80,7 @@ class FreeTrainers(Watched):
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers, self._leave_timeout_s = whole_number("workers", workers), leave_timeout_s
         self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._cuts = Announced()  # of which there are none
+        self._cuts = CutSchedule()  # of which there are none
         self._take_state(state)
         self._figures = Sums(self._replicas, past)
 
@@ -286,7 +284,7 @@ class FreeTrainers(Watched):
         replicas = mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
-        tell_restarted(self._watchers, state)
+        notify_restarted(self._watchers, state)
         self._take_state(state)
 
     def together(self) -> TrainState:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrec.boundary import check_is_state, check_not_donated, check_spec
 from jaxrec.shadowsync import FreeStep, Rule, mean_of
-from jaxrec.shadowsync.leaves import floating, with_floating
+from jaxrec.shadowsync.params import floating, with_floating
 from jaxrec.shadowsync.rules import wide
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, make_mesh, put_on_mesh
 from jaxrec.types import DenseState, PyTree
+from jaxrec.validate import check_is_state, check_not_donated, check_spec
 
 
 class FreeState(NamedTuple):

@@ -35,9 +35,9 @@ from tqdm import tqdm
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, capacity_of, plan
 from jaxrec.oac import Pipeline
-from jaxrec.oac.flow import Flow
-from jaxrec.oac.stale import LastWriters
-from jaxrec.oac.steps import Steps
+from jaxrec.oac.ring import LastWriters
+from jaxrec.oac.scheduler import BatchScheduler
+from jaxrec.oac.stages import DeviceStep
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -115,11 +115,11 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
     ]
 
 
-class Watched(Flow):
+class EngineBase(BatchScheduler):
     """Notes the watermark of each batch's gather."""
 
     def admit(self, number, epoch):
-        """As in `Flow`."""
+        """As in `BatchScheduler`."""
         watermark = super().admit(number, epoch)
         if watermark is not None:
             self.__dict__.setdefault("seen", {})[number - self.first] = watermark - self.first
@@ -129,7 +129,7 @@ class Watched(Flow):
 class WatchedPipeline(Pipeline):
     """A pipeline whose gathers are noted."""
 
-    flow_type = Watched
+    scheduler_type = EngineBase
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
@@ -228,23 +228,23 @@ class Delayed:
         return jax.tree.map(np.asarray, tree)
 
 
-class Numbered(Flow):
+class Numbered(BatchScheduler):
     """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take
     it as it comes."""
 
     mine = threading.local()
 
     def admit(self, number, epoch):
-        """As in `Flow`."""
+        """As in `BatchScheduler`."""
         self.mine.batch = number - self.first
         return super().admit(number, epoch)
 
     def claim_fetch(self):
-        """As in `Flow`."""
+        """As in `BatchScheduler`."""
         return self._noted(super().claim_fetch())
 
     def wait_to_write(self, writer):
-        """As in `Flow`."""
+        """As in `BatchScheduler`."""
         return self._noted(super().wait_to_write(writer))
 
     def _noted(self, number):
@@ -298,10 +298,10 @@ class HeldBack:
 class NumberedPipeline(Pipeline):
     """The pipeline itself, as the mutants' control."""
 
-    flow_type = Numbered
+    scheduler_type = Numbered
 
 
-class RowsNotRepaired(Steps):
+class RowsNotRepaired(DeviceStep):
     """Rows stay as stale as they are."""
 
     def repair(self, inputs, loaded, rows, floor):
@@ -309,7 +309,7 @@ class RowsNotRepaired(Steps):
         return rows, super().repair(inputs, loaded, rows, floor)[1]
 
 
-class SlotsNotRepaired(Steps):
+class SlotsNotRepaired(DeviceStep):
     """Embedding rows are repaired, their optimizer slots are not."""
 
     def repair(self, inputs, loaded, rows, floor):
@@ -321,13 +321,13 @@ class SlotsNotRepaired(Steps):
 class NoReplay(NumberedPipeline):
     """Mutant: stale rows are not repaired."""
 
-    steps_type = RowsNotRepaired
+    device_step_type = RowsNotRepaired
 
 
 class SlotsNotPatched(NumberedPipeline):
     """Mutant: the optimizer slots of stale rows are not repaired."""
 
-    steps_type = SlotsNotRepaired
+    device_step_type = SlotsNotRepaired
 
 
 class RingOfOne(NumberedPipeline):
@@ -352,7 +352,7 @@ class Unordered(Numbered):
                 return self._noted(other)
         return super().wait_to_write(writer)
 
-    def mark_written(self, writer, number):
+    def count_written(self, writer, number):
         """Counts the batches from the first on that are written without a gap."""
         self.done.add(number)
         self.written[writer] = self._first_missing()
@@ -372,13 +372,13 @@ class NewestWins(Numbered):
 class UnorderedWriters(NumberedPipeline):
     """Mutant: batches are written in another order."""
 
-    flow_type = Unordered
+    scheduler_type = Unordered
 
 
 class WatermarkNotContiguous(NumberedPipeline):
     """Mutant: admission goes by the fastest of two writers; the other one is slow."""
 
-    flow_type = NewestWins
+    scheduler_type = NewestWins
 
 
 MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotContiguous)
@@ -423,7 +423,7 @@ def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     row = dataclasses.asdict(case) | {"equal": equal_sync and equal_oac, "compilations": oac.compilations}
     row["stale_fraction"] = counters["stale_rows"] / counters["rows"]
     row["patched_fraction"] = counters["patched_rows"] / counters["rows"]
-    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, vars(oac.flow)["seen"]))
+    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, vars(oac.scheduler)["seen"]))
     moved = counters["bytes_sent"] + counters["bytes_fetched"]
     row["bytes_saved_percent"] = 100 * (1 - moved / counters["bytes_without_savings"])
     return row

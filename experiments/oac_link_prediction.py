@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
-from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.tables import initial_rows
 from jaxrec.loop import every, keep_memory
 from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, ranking_metrics
 from jaxrec.oac import Pipeline

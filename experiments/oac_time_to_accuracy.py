@@ -45,7 +45,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.loop import evaluate, every, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
-from jaxrec.oac.ways import nbytes
+from jaxrec.oac.options import nbytes
 from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)

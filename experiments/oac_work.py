@@ -14,7 +14,7 @@ from reference import Job, reference_work, synthetic
 from jaxrec.embedding import HostTables, Tables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
-from jaxrec.oac.stale import LastWriters
+from jaxrec.oac.ring import LastWriters
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
 

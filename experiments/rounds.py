@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxrec.shadowsync import Rule, SyncGroup
-from jaxrec.shadowsync.leaves import floating
+from jaxrec.shadowsync.params import floating
 from jaxrec.types import PyTree, TrainState
 
 

@@ -15,7 +15,7 @@ from runs import Run
 from stopping import say
 
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.checkpoint.names import number_of
+from jaxrec.checkpoint.format import number_of
 from jaxrec.cpr import Recovery
 from jaxrec.types import TrainState
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import simpy
 
-from jaxrec.shadowsync import AllToAll, Left, Rule, Shadow, SyncGroup, easgd, model_averaging
+from jaxrec.shadowsync import AllToAll, PeerLeft, Rule, Shadow, SyncGroup, easgd, model_averaging
 from jaxrec.shadowsync.synchroniser import Synchroniser
 from jaxrec.shadowsync.transport import pack
 from jaxrec.types import PyTree
@@ -165,7 +165,7 @@ class Sleepers:
                     params = sync.exchange(params)
         except BaseException as error:
             # At the end trainers leave one after the other.
-            if not (isinstance(error, Left) and self.over.is_set()):
+            if not (isinstance(error, PeerLeft) and self.over.is_set()):
                 self.failures.append(error)
 
 

@@ -12,7 +12,7 @@ two that differ in one tensor; and what the rules keep can be counted. Regime: f
 In most sets one trainer fails, at a random instant, under both policies: its stream raises, its
 hook raises, a round of its transport raises or stalls past its time-out, it leaves in the middle of
 a round, its hook raises KeyboardInterrupt. After each: the error that comes out is the injected one
-(or `Left` with the trainer's name, where nothing was raised); under 'drop' none comes out, all
+(or `PeerLeft` with the trainer's name, where nothing was raised); under 'drop' none comes out, all
 others have finished, and the dropped one is named; no thread is left. `wrong` counts what was
 otherwise, and metrics.jsonl names it.
 """
@@ -35,7 +35,7 @@ from tqdm import tqdm
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
     Foreground,
-    Left,
+    PeerLeft,
     Shadow,
     SyncGroup,
     bmuf,
@@ -227,7 +227,7 @@ def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> l
     """A sentence for each law that a set has broken."""
     # Nothing is raised where they happen.
     silent = case.failure in ("meet_stalls", "leaves_in_a_round")
-    named = isinstance(error, Left) and f"trainer {case.victim} " in str(error)
+    named = isinstance(error, PeerLeft) and f"trainer {case.victim} " in str(error)
     stops_all = case.failure != "none" and (case.policy == "raise" or case.failure == "interrupt")
     others = set(range(trainers)) - {case.victim}
     broken = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrec.checkpoint import images, read_manifest, verify
-from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.cluster.reaper import marked
 
 LIMIT_S = 240.0  # of a process; it takes 10 s on a core of its own

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxrec import metrics
-from jaxrec.ahead import in_pairs, planned
 from jaxrec.bounds import whole_number
-from jaxrec.engine import Engine
-from jaxrec.serial import Serial
+from jaxrec.engine import Engine, Serial
+from jaxrec.prefetch import in_pairs, planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]

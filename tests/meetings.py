@@ -11,7 +11,7 @@ import numpy as np
 from world import DEADLINE_S, is_inside, join_all, no_threads_left, until, workers
 
 from jaxrec.interrupts import wait
-from jaxrec.shadowsync import Left
+from jaxrec.shadowsync import PeerLeft
 from jaxrec.types import DenseState, TrainState
 
 PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
@@ -136,7 +136,7 @@ class Once(Around):
     def meet(self, trainer, before, done):
         if self.met:
             assert self.left.wait(60)
-            raise Left
+            raise PeerLeft
         self.met = True
         return self.transport.meet(trainer, before, done)
 
@@ -154,7 +154,7 @@ class Steps(Around):
     def meet(self, trainer, before, done):
         assert self.begin.acquire(timeout=60)
         if self.left:
-            raise Left("the test is over")
+            raise PeerLeft("the test is over")
         self.brought.append([np.array(leaf) for leaf in before])
         return self.transport.meet(trainer, before, done)
 

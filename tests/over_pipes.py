@@ -6,8 +6,7 @@ import multiprocessing
 import threading
 from concurrent.futures import Future
 
-from jaxrec.embedding.messages import ServerGone
-from jaxrec.embedding.servers import ShardServer
+from jaxrec.embedding.servers import ServerGone, ShardServer
 
 
 def serve(pipe, *args):

@@ -19,7 +19,7 @@ from test_tables import dense_table
 
 import jaxrec
 from jaxrec.checkpoint import Checkpointer, images, read_manifest, restore, restore_shard, snapshot, verify, write_image
-from jaxrec.checkpoint.image import load_arrays
+from jaxrec.checkpoint.format import load_arrays
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.files import write_json
 

@@ -26,7 +26,7 @@ from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 from watching import Process, command_of, differences, servers_below
 
 from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.checkpoint.names import number_of
+from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray

@@ -30,7 +30,7 @@ from jaxrec.checkpoint import (
     write_image,
 )  # fmt: skip
 from jaxrec.embedding import DeviceTables, HostTables
-from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.tables import initial_rows
 from jaxrec.sharding import make_mesh
 from jaxrec.types import DenseState, TrainState
 

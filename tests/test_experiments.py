@@ -34,7 +34,7 @@ from oac_work import Work, turn
 from reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
-from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.embedding import HostTables
 
 ROOT = Path(__file__).parent.parent
@@ -334,7 +334,7 @@ def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
             assert pipeline.step == int(pipeline.state.dense.step) == 9 * number and not pipeline.running
 
 
-class Ahead:
+class PlanPrefetcher:
     """Stands for a pipeline that plans 20 batches before it trains the first."""
 
     def run(self, stream):
@@ -348,7 +348,7 @@ class Ahead:
 
 def test_a_turn_never_comes_to_the_end_of_its_stream():
     """Else its last batches are trained with nothing to plan, gather and send beside them."""
-    pipeline = Ahead()
+    pipeline = PlanPrefetcher()
     assert turn(pipeline, list(range(9)), 6) > 0 and pipeline.closed
     with pytest.raises(ValueError, match="7 batches leave none to count behind the first 6: give 8"):
         turn(pipeline, list(range(7)), 6)

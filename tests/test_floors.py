@@ -1,64 +1,49 @@
-"""Imports point down, siblings do not meet, and only host files touch threads, clocks and disks.
+"""Imports point down, techniques do not meet, and threads, clocks and disks are where they may be.
 
-docs/design.md shows these floors; `python tests/test_floors.py` prints what has to stand there. And
+docs/design.md shows these levels; `python tests/test_floors.py` prints what has to stand there. And
 of the tests: they look at the library from outside.
 """
 
 import ast
 import functools
-import textwrap
+import graphlib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxrec"
-# One floor per line, lowest first; units of one floor do not import each other, except inside one package.
-FLOORS = [
-    ["types", "files", "interrupts", "bounds", "errors", "xla"],
-    [
-        "sharding", "metrics", "embedding.spec", "embedding.initial", "embedding.kernels", "embedding.messages",
-        "oac.ring", "oac.ends", "shadowsync.rules", "cpr.schedule", "cpr.failure", "cpr.fit", "cpr.trackers",
-    ],
-    ["embedding.tables", "embedding.planning", "shadowsync.leaves", "oac.flow", "ranking"],
-    ["embedding.mapped", "embedding.servers"],
-    [
-        "embedding.device", "embedding.host", "embedding.in_process", "embedding.links",
-        "embedding.optimizers", "embedding.pooling",
-        "models", "data.synthetic", "data.loader", "data.criteo", "data.triples", "oac.stale",
-        "shadowsync.meeting", "cpr.replay", "cpr.traces", "cpr.listed",
-    ],
-    ["embedding.remote", "data.tabular"],
-    ["embedding", "boundary", "losses", "shadowsync.transport", "shadowsync.synchroniser", "cpr.priority"],
-    ["arithmetic"],
-    ["step", "checkpoint", "stream", "announced", "shadowsync.shadow"],
-    ["ahead", "asked", "engine"],
-    ["watched"],
-    ["serial"],
-    ["loop", "oac", "shadowsync", "cpr", "cluster"],
-    ["cluster.trainers"],
-    ["cluster.crew"],
+# A line imports from those above it only; inside of a package any order does that has no circle.
+LEVELS = [
+    ["types", "files", "interrupts", "bounds", "metrics", "xla"],
+    ["sharding", "ranking", "models"],
+    ["embedding", "losses"],
+    ["validate", "data", "checkpoint"],
+    ["step", "prefetch"],
+    ["engine"],
+    ["loop", "oac", "shadowsync", "cpr"],
+    ["cluster"],
     [""],
-]  # fmt: skip
-HOST_FILES = [
-    "files", "interrupts", "xla", "stream", "ahead", "checkpoint", "cluster", "data", "embedding.in_process",
-    "embedding.links", "embedding.mapped", "embedding.servers",
-    "oac.committing", "oac.ends", "oac.leaving", "oac.pipeline", "oac.stages", "oac.view", "oac.threads",
-    "shadowsync.synchroniser", "shadowsync.meeting", "shadowsync.shadow", "shadowsync.trainers",
-    "shadowsync.transport", "shadowsync.workers", "cpr.costs", "cpr.saves", "cpr.traces", "cpr.watch",
+]
+# These alone may use threads, clocks and disks; all others are functions of their arguments.
+HOST = [
+    "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
+    "embedding.host", "embedding.in_process", "embedding.remote", "embedding.servers",
+    "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "oac.view",
+    "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers",
+    "cpr.costs", "cpr.saving", "cpr.tracking", "cpr.traces",
 ]  # fmt: skip
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
-ORBAX_FILE = "checkpoint.image"
+ORBAX_FILE = "checkpoint.format"
 DESIGN = ROOT.parent / "docs" / "design.md"
-MARKERS = "<!-- floors: tests/test_floors.py prints them -->\n", "<!-- end of the floors -->\n"
+MARKERS = "<!-- levels: tests/test_floors.py prints them -->\n", "<!-- end of the levels -->\n"
 
 
-def unit(module):
-    """The longest unit that a module belongs to, and its floor."""
-    while True:
-        for floor, units in enumerate(FLOORS):
-            if module in units:
-                return module, floor
-        module = module.rpartition(".")[0]
+def package_of(module):
+    return module.partition(".")[0]
+
+
+def level_of(module):
+    return next(level for level, packages in enumerate(LEVELS) if package_of(module) in packages)
 
 
 def module_of(path, root):
@@ -76,13 +61,15 @@ def imports(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            if (ROOT / Path(*node.module.split(".")[1:])).is_dir() and node.module.startswith("jaxrec"):
-                for alias in node.names:
-                    sub = ROOT / Path(*node.module.split(".")[1:]) / alias.name
-                    known = sub.with_suffix(".py").exists() or sub.is_dir()
-                    yield f"{node.module}.{alias.name}" if known else node.module
-            else:
-                yield node.module
+            for alias in node.names:
+                below = ROOT / Path(*node.module.split(".")[1:]) / alias.name
+                known = node.module.startswith("jaxrec") and (below.with_suffix(".py").exists() or below.is_dir())
+                yield f"{node.module}.{alias.name}" if known else node.module
+
+
+def ours(tree):
+    """The modules of jaxrec that a module imports."""
+    return {name.partition(".")[2] for name in imports(tree) if package_of(name) == "jaxrec"}
 
 
 def trees():
@@ -93,99 +80,76 @@ def trees():
 def violations(trees):
     found = []
     for module, tree in trees.items():
-        if module in ("data", "models"):
-            continue
-        me, floor = unit(module)
-        for name in imports(tree):
-            if name.split(".")[0] == "jaxrec":
-                other, below = unit(".".join(name.split(".")[1:]))
-                if not (below < floor or other == me):
-                    found.append(f"{module} imports {name}")
-            elif name.split(".")[0] in HOST_MODULES and not is_host(module):
-                found.append(f"{module} imports {name} but is no host file")
-            elif name.split(".")[0] == "orbax" and module != ORBAX_FILE:
+        for other in ours(tree):
+            if package_of(other) != package_of(module) and level_of(other) >= level_of(module):
+                found.append(f"{module} imports {other}, which is not below it")
+        for name in set(map(package_of, imports(tree))):
+            if name in HOST_MODULES and not is_host(module):
+                found.append(f"{module} imports {name}, and is not of the host")
+            elif name == "orbax" and module != ORBAX_FILE:
                 found.append(f"{module} imports {name}, which {ORBAX_FILE} alone knows")
+    inside = lambda module, tree: {other for other in ours(tree) if package_of(other) == package_of(module)}
+    graph = {module: inside(module, tree) for module, tree in trees.items()}
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        found.append(f"a circle of imports: {' -> '.join(error.args[1])}")
     return found
 
 
 def is_host(module):
-    return any(module == host or module.startswith(host + ".") for host in HOST_FILES)
+    return any(f"{module}.".startswith(f"{host}.") for host in HOST)
 
 
-def grouped(units, star="*"):
-    """Names as people read them: ["files*", "oac.{ring,ends*}"], with a star at host files."""
-    packages = {}
-    for unit in units:
-        package, _, name = unit.rpartition(".")
-        packages.setdefault(package, []).append(name + star * is_host(unit))
-    found = packages.pop("", [])
-    for package, names in packages.items():
-        found.append(f"{package}.{{{','.join(names)}}}" if len(names) > 1 else f"{package}.{names[0]}")
-    return found
-
-
-def floors_text():
-    """What docs/design.md shows: the highest floor first, and the host files inside of packages."""
+def levels_text():
+    """What docs/design.md shows: the highest level first."""
     lines = ["```"]
-    for number, units in reversed(list(enumerate(FLOORS))):
-        named = "  ".join(grouped(units)) if units != [""] else "jaxrec itself: what `import jaxrec` gives"
-        lines += textwrap.wrap(named, 96, initial_indent=f"{number:>2}  ", subsequent_indent=" " * 4)
-    units = {unit for floor in FLOORS for unit in floor}
-    inside = [host for host in HOST_FILES if host not in units and host.split(".")[0] in units]
-    told = " *  host files, which may use threads, clocks and disks. So may "
-    told += ", ".join(grouped(inside, star="")) + "."
-    told = textwrap.wrap(told, 96, subsequent_indent=" " * 4)
-    return "\n".join([*lines, *told, "```", ""])
+    for number, packages in reversed(list(enumerate(LEVELS))):
+        lines.append(f"{number}  {'  '.join(packages) or 'jaxrec itself: what `import jaxrec` gives'}")
+    return "\n".join([*lines, "```", ""])
 
 
 if __name__ == "__main__":
-    print(floors_text(), end="")
+    print(levels_text(), end="")
 
 
 def test_imports_point_down():
     assert violations(trees()) == []
 
 
-def test_floors_and_host_files_name_what_is_there():
+def test_levels_and_hosts_name_what_is_there():
     modules = trees()
-    assert [name for units in FLOORS for name in units if name not in modules] == []
-    uses = {module for module, tree in modules.items() if HOST_MODULES & roots_of(tree)}
-    unused = [host for host in HOST_FILES if not any(f"{name}.".startswith(f"{host}.") for name in uses)]
-    assert unused == [], "these touch no thread, clock or disk any more: take them out of HOST_FILES"
+    assert sorted(name for packages in LEVELS for name in packages) == sorted({*map(package_of, modules)})
+    uses = {module for module, tree in modules.items() if HOST_MODULES & {*map(package_of, imports(tree))}}
+    unused = [host for host in HOST if not any(f"{name}.".startswith(f"{host}.") for name in uses)]
+    assert unused == [], "these touch no thread, clock or disk any more: take them out of HOST"
 
 
-def roots_of(tree):
-    return {name.split(".")[0] for name in imports(tree)}
-
-
-def test_the_design_shows_these_floors():
+def test_the_design_shows_these_levels():
     begin, end = MARKERS
     shown = DESIGN.read_text().partition(begin)[2].partition(end)[0]
-    assert shown == floors_text(), f"between the markers of docs/design.md has to stand:\n{floors_text()}"
+    assert shown == levels_text(), f"between the markers of docs/design.md has to stand:\n{levels_text()}"
 
 
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("types.py", "from jaxrec import step"),
-        ("embedding/planning.py", "from jaxrec.embedding.device import DeviceTables"),
-        ("embedding/spec.py", "import jaxrec.embedding.initial"),
+        ("types.py", "from jaxrec.files import write_text"),
+        ("embedding/lookup.py", "from jaxrec.embedding.device import DeviceTables"),
+        ("embedding/spec.py", "from jaxrec.embedding import HostTables"),
         ("models/dlrm.py", "from jaxrec.step import update"),
-        ("data/loader.py", "from jaxrec.data.synthetic import SyntheticClicks"),
         ("step.py", "import threading"),
-        ("serial.py", "import threading"),
-        ("checkpoint/rows.py", "import orbax.checkpoint"),
+        ("engine.py", "import threading"),
+        ("checkpoint/deltas.py", "import orbax.checkpoint"),
         ("metrics.py", "from os import path"),
         ("step.py", "import jaxrec.loop"),
-        ("losses.py", "from jaxrec.arithmetic import update"),
-        ("arithmetic.py", "from jaxrec.step import make_update"),
+        ("losses.py", "from jaxrec.step import update"),
         ("oac/ring.py", "import jaxrec.oac.pipeline"),
-        ("oac/stale.py", "import threading"),
+        ("oac/ring.py", "import threading"),
         ("loop.py", "from jaxrec.oac import Pipeline"),
         ("oac/pipeline.py", "from jaxrec.shadowsync import Shadow"),
         ("shadowsync/rules.py", "import threading"),
         ("shadowsync/hogwild.py", "import time"),
-        ("shadowsync/shadow.py", "from jaxrec.step import update"),
         ("cpr/priority.py", "import time"),
         ("cpr/schedule.py", "from jaxrec.cpr.replay import Replay"),
         ("cpr/recovery.py", "from jaxrec.oac import Pipeline"),

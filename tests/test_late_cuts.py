@@ -219,7 +219,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
     """Each time it fails only when one more step is committed: no step has more than one recovery."""
 
     def save(state):
-        assert engine.flow.wait_until(lambda: engine.step > int(state.dense.step), seconds=60)
+        assert engine.scheduler.wait_until(lambda: engine.step > int(state.dense.step), seconds=60)
         raise ShardsLost([2])
 
     engine = Pipeline(Mortal.dying_in(save=99), UPDATE, window=4)

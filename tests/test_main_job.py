@@ -19,7 +19,7 @@ from stopping import Stopped
 from trained_run import criteo_lines, write_lines
 
 from jaxrec.checkpoint import images, read_manifest
-from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.data.criteo import prepare
 
 ROOT = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ from train_soak import Config, Soak
 from watching import Ended, Process, differences, judge, rows, step_begun, steps_told
 
 from jaxrec.checkpoint import deltas, images
-from jaxrec.checkpoint.names import number_of
+from jaxrec.checkpoint.format import number_of
 
 SMALL = dataclasses.replace(TINY, model="small_dlrm", evaluations=2)
 OAC = dataclasses.replace(SMALL, tables="host", pipeline="oac", window=3, resume=True)

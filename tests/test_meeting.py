@@ -8,7 +8,7 @@ import pytest
 from meetings import Around, Clock, in_meet, in_threads, joined, of, waits
 from world import interrupt_when, no_threads_left, until
 
-from jaxrec.shadowsync import Foreground, Left, Shadow
+from jaxrec.shadowsync import Foreground, PeerLeft, Shadow
 from jaxrec.shadowsync.rules import easgd, model_averaging
 from jaxrec.shadowsync.transport import AllToAll, Centre
 
@@ -36,7 +36,7 @@ def test_a_wrong_number_of_trainers_is_a_time_out_that_names_who_never_joined(ki
         clock.goes_on(0.3)
 
     for error in in_threads(lambda: train(0), lambda: train(2), time_passes)[:2]:
-        assert isinstance(error, Left)
+        assert isinstance(error, PeerLeft)
         assert "trainer 1 never joined within timeout_s=0.2 (are there 4 trainers?), trainer 3 never" in str(error)
 
 
@@ -68,8 +68,8 @@ def test_who_is_overdue_was_last_seen_at_a_round(clock):
             transport.meet(0, of(0.0), False)
 
     error, _ = in_threads(without_end, seven_rounds)
-    assert isinstance(error, Left)
-    with pytest.raises(Left, match=r"trainer 1 was last seen at its round 7, 0\.3 s ago, timeout_s=0\.2"):
+    assert isinstance(error, PeerLeft)
+    with pytest.raises(PeerLeft, match=r"trainer 1 was last seen at its round 7, 0\.3 s ago, timeout_s=0\.2"):
         raise error
 
 
@@ -89,7 +89,7 @@ def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
     zero, one, two = in_threads(*[lambda i=i: train(i) for i in range(3)])
     assert isinstance(one, OSError)
     for error in (zero, two):
-        assert isinstance(error, Left) and "trainer 1 left after its round 0 with OSError: the disk is gone" in str(
+        assert isinstance(error, PeerLeft) and "trainer 1 left after its round 0 with OSError: the disk is gone" in str(
             error
         )
 
@@ -113,11 +113,11 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
     gone, one, two = in_threads(
         leaves_while_it_waits, second, lambda: late.wait(60) and transport.meet(2, of(4.0), False)
     )
-    assert isinstance(gone, Left) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
+    assert isinstance(gone, PeerLeft) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
     for target, last in (one, two):
         np.testing.assert_array_equal(target["w"], of(3.0)["w"])
         assert not last
-    with pytest.raises(Left, match="trainer 0 left"):
+    with pytest.raises(PeerLeft, match="trainer 0 left"):
         transport.meet(0, of(0.0), False)
 
 
@@ -134,7 +134,7 @@ def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
     gone, one, two = in_threads(
         lambda: transport.meet(0, of(1000.0), False), lambda: transport.meet(1, of(2.0), False), leaves_and_meets
     )
-    assert isinstance(gone, Left)
+    assert isinstance(gone, PeerLeft)
     assert [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
 
 
@@ -194,7 +194,7 @@ def test_a_trainer_on_a_slow_server_can_leave():
         return centre.meet(0, of(1.0), False)
 
     found, _ = in_threads(meet, lambda: began.wait(60) and centre.leave(0))  # 24,000 s
-    assert isinstance(found, Left)
+    assert isinstance(found, PeerLeft)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
@@ -226,7 +226,7 @@ def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
                     with pytest.raises(ValueError, match="too late: .* has begun to finish before"):
                         again(params)
     assert told.met == [0] and no_threads_left()
-    with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
+    with pytest.raises(PeerLeft, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
         transport.meet(1, of(0.0), False)
 
 
@@ -284,7 +284,7 @@ def test_a_trainer_on_a_slow_server_hears_that_another_fails():
         centre.leave(1, OSError("the disk is gone"))
 
     found, _ = in_threads(lambda: centre.meet(0, of(1.0), False), fails)
-    assert isinstance(found, Left) and "OSError: the disk is gone" in str(found)
+    assert isinstance(found, PeerLeft) and "OSError: the disk is gone" in str(found)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
@@ -300,7 +300,7 @@ def test_a_trainer_that_has_diverged_is_named_and_poisons_nobody(kind):
 
     zero, one = in_threads(lambda: train(0), lambda: train(1))
     assert isinstance(one, ValueError) and "trainer 1" in str(one) and "['w'] holds nan or inf" in str(one)
-    assert isinstance(zero, Left) and "trainer 1 left after its round 0 with ValueError" in str(zero)
+    assert isinstance(zero, PeerLeft) and "trainer 1 left after its round 0 with ValueError" in str(zero)
 
 
 def test_at_a_centre_that_all_have_left_meanwhile_a_trainer_that_asks_again_is_at_its_end(clock):

@@ -22,8 +22,8 @@ from world import no_threads_left
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.oac import Pipeline, ring
-from jaxrec.oac.stale import LastWriters
-from jaxrec.oac.steps import Steps
+from jaxrec.oac.ring import LastWriters
+from jaxrec.oac.stages import Steps
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -114,7 +114,7 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
     with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), mesh=mesh, **options) as pipeline:
-        pipeline.flow_type = Numbered
+        pipeline.scheduler_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)
 
@@ -297,7 +297,7 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
 
     def save(state):
         # Training fills the window, no more, while this save lasts.
-        assert pipeline.flow.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
+        assert pipeline.scheduler.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
         cuts.append(frozen(state))
         assert pipeline.step == at + window + 1
 
@@ -430,12 +430,12 @@ def test_the_window_bounds_what_is_in_flight():
     window, seen = 3, []
 
     def look():
-        seen.append(Numbered.mine.batch - (pipeline.flow.watermark() - pipeline.flow.first))
+        seen.append(Numbered.mine.batch - (pipeline.scheduler.watermark() - pipeline.scheduler.first))
 
     batches, state = make_batches(20), watched(make_state(), before_read=look)
     held = HeldBack(window, 20)
     with Pipeline(state, update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
-        pipeline.flow_type = Numbered
+        pipeline.scheduler_type = Numbered
         for _ in pipeline.run(batches):
             pass
     assert max(seen) == window and len(seen) == 20

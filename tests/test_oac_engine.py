@@ -177,11 +177,11 @@ class Waiting(MortalTables):
         return super().read(plans)
 
 
-def pipeline_over_waiting(death, until, flow_type, **options):
+def pipeline_over_waiting(death, until, scheduler_type, **options):
     tables = Waiting.of(make_state().tables, [death])
-    tables.__dict__.update(begun=threading.Event(), until=lambda: until(pipeline.flow))
+    tables.__dict__.update(begun=threading.Event(), until=lambda: until(pipeline.scheduler))
     pipeline = Pipeline(make_state()._replace(tables=tables), update_of(SPEC), window=4, loaders=1, **options)
-    pipeline.flow_type = flow_type
+    pipeline.scheduler_type = scheduler_type
     return pipeline
 
 
@@ -189,16 +189,16 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
     """A loader gathers when a write meets the loss: it tells of it before it lets anybody alone with the tables."""
 
     class Late(Numbered):
-        def tell_lost(self, shards):
+        def mark_lost(self, shards):
             if threading.current_thread().name == "oac-load":
                 self.wait_until(lambda: self.epoch > 0 and not self.gone, seconds=5)
-            super().tell_lost(shards)
+            super().mark_lost(shards)
 
     def fetch(tree):
         assert Numbered.mine.batch != 4 or pipeline.tables.begun.wait(60)
         return jax.tree.map(np.asarray, tree)
 
-    gone = lambda flow: flow.wait_until(lambda: flow.gone, seconds=60)
+    gone = lambda scheduler: scheduler.wait_until(lambda: scheduler.gone, seconds=60)
     with pipeline_over_waiting(("write", 4, 1), gone, Late, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -208,13 +208,17 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
 
 def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     def fetch(tree):
-        flow = pipeline.flow
+        scheduler = pipeline.scheduler
         if Numbered.mine.batch >= 5:  # committed by then, and written only when the loss is known
-            assert flow.wait_until(lambda: flow.gone or watcher.lost, seconds=60)
+            assert scheduler.wait_until(lambda: scheduler.gone or watcher.lost, seconds=60)
         return jax.tree.map(np.asarray, tree)
 
-    reached = lambda flow: flow.committed - flow.first >= 6 and min(flow.written) - flow.first >= 5
-    before = lambda flow: flow.wait_until(lambda: reached(flow), seconds=60)  # writes that were under way meet the loss
+    reached = lambda scheduler: (
+        scheduler.committed - scheduler.first >= 6 and min(scheduler.written) - scheduler.first >= 5
+    )
+    before = lambda scheduler: scheduler.wait_until(
+        lambda: reached(scheduler), seconds=60
+    )  # writes that were under way meet the loss
     with pipeline_over_waiting(("read", 8, 1), before, Numbered, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))

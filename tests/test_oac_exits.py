@@ -38,7 +38,7 @@ from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
 from jaxrec.loop import planned
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.oac.flow import Flow
+from jaxrec.oac.scheduler import BatchScheduler
 
 WINDOW = 3
 REGIMES = [
@@ -166,7 +166,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
 
     batches = make_batches(16)
     pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=5, writers=2)
-    pipeline.flow_type = Numbered
+    pipeline.scheduler_type = Numbered
     with pytest.raises(Broken) as raised, pipeline:
         for _ in pipeline.run(batches):
             pass
@@ -310,10 +310,10 @@ def goes_on(pipeline, stream, batches):
 
 
 def interrupting(when):
-    """A kind of `Flow` that sends a real Ctrl-C, once, where somebody has to wait and a condition holds."""
+    """A kind of `BatchScheduler` that sends a real Ctrl-C, once, where somebody has to wait and a condition holds."""
     asked = []
 
-    class Interrupting(Flow):
+    class Interrupting(BatchScheduler):
         def wait(self, ready):
             if not asked and when() and not ready():
                 asked.append(True)
@@ -331,7 +331,7 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
     send = BrokenSend(batches[6] if way == "load" else None, stream.blocked)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **SKIPS)
     if way == "ctrl-c":
-        pipeline.flow_type = interrupting(lambda: pipeline.step == last)
+        pipeline.scheduler_type = interrupting(lambda: pipeline.step == last)
     raised = {"ctrl-c": pytest.raises(KeyboardInterrupt), "load": pytest.raises(Broken)}
     with raised.get(way, contextlib.nullcontext()), pipeline:
         for _ in pipeline.run(stream):
@@ -444,7 +444,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
     """`exclusive` waits until nobody gathers, and the one who gathers fails."""
     gathering, pausing = threading.Event(), threading.Event()
 
-    class Telling(Flow):
+    class Telling(BatchScheduler):
         def pause(self):
             pausing.set()
             super().pause()
@@ -464,7 +464,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
 
     calls, batches = itertools.count(), make_batches(12)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, loaders=1)
-    pipeline.flow_type = Telling
+    pipeline.scheduler_type = Telling
     with pytest.raises(Broken) as raised, pipeline:
         for _ in pipeline.run(batches, [change]):
             pass
@@ -475,7 +475,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
 def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets_it_go():
     claimed, go = threading.Event(), threading.Event()
 
-    class Sleepy(Flow):
+    class Sleepy(BatchScheduler):
         def claim(self):
             found = super().claim()
             if found and found[0] - self.first == 6 and not claimed.is_set():
@@ -493,7 +493,7 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
 
     batches = make_batches(20)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, loaders=2)
-    pipeline.flow_type = Sleepy
+    pipeline.scheduler_type = Sleepy
     with pipeline:
         for _ in pipeline.run(batches, [hook]):
             pass
@@ -639,11 +639,11 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
 
 # Where the main thread waits, by the function of the pipeline, or of the flow, that it is called in.
 WAITS = {
-    "drain": Flow.drain,
-    "exclusive": Flow.drain,
-    "cut": Flow.wait_for_release,
-    "commit": Flow.wait_to_commit,
-    "leave": Flow.wait_for_threads,
+    "drain": BatchScheduler.drain,
+    "exclusive": BatchScheduler.drain,
+    "cut": BatchScheduler.wait_for_release,
+    "commit": BatchScheduler.wait_to_commit,
+    "leave": BatchScheduler.wait_for_threads,
 }
 
 
@@ -684,7 +684,7 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
     """The hold is there, the thread that will end it is not: Ctrl-C waits for that thread, leaving for the save."""
     saved = []
 
-    class Telling(Flow):
+    class Telling(BatchScheduler):
         def hold_writes(self):
             held = super().hold_writes()
             signal.raise_signal(signal.SIGINT)
@@ -692,7 +692,7 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
 
     batches = make_batches(12)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    pipeline.flow_type = Telling
+    pipeline.scheduler_type = Telling
     pipeline.cut(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(batches):

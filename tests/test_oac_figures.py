@@ -32,7 +32,7 @@ from test_oac import (
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
 from jaxrec.oac import Pipeline, memory_bytes, ring
-from jaxrec.oac.ways import nbytes
+from jaxrec.oac.options import nbytes
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows
 
@@ -140,9 +140,11 @@ def test_rows_travel_without_gaps_and_find_their_places(seed, width, shards):
 def planned_late(pipeline, batches, window):
     """Each batch is known only when the one of a window before it has its rows: so which of these will be rewritten."""
     for number, batch in enumerate(batches):
-        flow = pipeline.flow
-        before = flow.first + number - window
-        assert number < window or flow.wait_until(lambda flow=flow, n=before: n in flow.loaded, seconds=60)
+        scheduler = pipeline.scheduler
+        before = scheduler.first + number - window
+        assert number < window or scheduler.wait_until(
+            lambda scheduler=scheduler, n=before: n in scheduler.loaded, seconds=60
+        )
         yield batch
 
 
@@ -211,9 +213,9 @@ def rows_of(p):
 
 def one_by_one(pipeline, batches):
     """Every batch is planned when all before it are written: nothing is stale, though the ring holds much."""
-    flow = pipeline.flow  # when the first batch is asked for, that of this run
+    scheduler = pipeline.scheduler  # when the first batch is asked for, that of this run
     for number, batch in enumerate(batches):
-        assert flow.wait_until(lambda n=number: flow.watermark() - flow.first >= n, seconds=60)
+        assert scheduler.wait_until(lambda n=number: scheduler.watermark() - scheduler.first >= n, seconds=60)
         yield batch
 
 
@@ -272,9 +274,9 @@ def growth(number, **options):
         if step in (number // 2, number):
             pipeline.drain()
             # Planned as far ahead as may be, so that both times as much is in flight.
-            flow, depth = pipeline.flow, pipeline.window + 1
-            full = lambda: flow.planned == flow.committed + depth + 2 and len(flow.loaded) >= depth
-            assert flow.wait_until(full, seconds=60)
+            scheduler, depth = pipeline.scheduler, pipeline.window + 1
+            full = lambda: scheduler.planned == scheduler.committed + depth + 2 and len(scheduler.loaded) >= depth
+            assert scheduler.wait_until(full, seconds=60)
             gc.collect()
             found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
         return state
@@ -345,11 +347,17 @@ def held_on_the_host(pipeline):
     return sum(thing.nbytes for thing in mine if isinstance(thing, (np.ndarray, np.generic)))
 
 
-def await_(flow, ready):
-    """Waits for what threads do, also for what they do without telling `flow`."""
+def await_(scheduler, ready):
+    """Waits for what threads do, also for what they do without telling `scheduler`."""
     end = time.monotonic() + 60
-    while not flow.wait_until(ready, seconds=0.01):
-        assert time.monotonic() < end, (flow.planned, flow.claimed, flow.committed, flow.loaded, flow.fetched)
+    while not scheduler.wait_until(ready, seconds=0.01):
+        assert time.monotonic() < end, (
+            scheduler.planned,
+            scheduler.claimed,
+            scheduler.committed,
+            scheduler.loaded,
+            scheduler.fetched,
+        )
 
 
 class Live:
@@ -413,23 +421,23 @@ class Measured:
         return found
 
     def save(self, state):
-        flow = self.pipeline.flow
-        end = flow.first + self.cut_at + self.pipeline.window + 1  # committed while nothing is written
-        await_(flow, lambda: (
-            flow.committed == end and flow.planned == end + self.pipeline.window + 3
-            and all(n in flow.fetched for n in range(end - self.pipeline.window - 1, end))
+        scheduler = self.pipeline.scheduler
+        end = scheduler.first + self.cut_at + self.pipeline.window + 1  # committed while nothing is written
+        await_(scheduler, lambda: (
+            scheduler.committed == end and scheduler.planned == end + self.pipeline.window + 3
+            and all(n in scheduler.fetched for n in range(end - self.pipeline.window - 1, end))
         ))  # fmt: skip
         self.host.append(held_on_the_host(self.pipeline))
 
     def update(self, update, *args):
-        flow = self.pipeline.flow
-        slow = flow.committed == flow.first + self.slow_at
+        scheduler = self.pipeline.scheduler
+        slow = scheduler.committed == scheduler.first + self.slow_at
         if slow:  # nothing is committed until all that may be gathered is, and all threads wait
-            end = flow.committed + self.pipeline.window + 1
-            await_(flow, lambda: (
-                flow.planned == end + 2 and flow.watermark() == flow.committed
-                and flow.first + self.inputs == end + 2
-                and all(n in flow.loaded for n in range(flow.committed, end))
+            end = scheduler.committed + self.pipeline.window + 1
+            await_(scheduler, lambda: (
+                scheduler.planned == end + 2 and scheduler.watermark() == scheduler.committed
+                and scheduler.first + self.inputs == end + 2
+                and all(n in scheduler.loaded for n in range(scheduler.committed, end))
             ))  # fmt: skip
         found = update(*args)
         self.most.append(self.live.bytes())

@@ -24,7 +24,7 @@ from world import interrupt_when, no_threads_left, workers
 import jaxrec
 from jaxrec.embedding import HostTables
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.oac.flow import Flow
+from jaxrec.oac.scheduler import BatchScheduler
 
 WINDOW = 3
 
@@ -298,7 +298,7 @@ def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches
     batches, pipeline, seen = make_batches(16), pipeline_of(skip_rewritten=True), []
     saving, drained, go = threading.Event(), threading.Event(), threading.Event()
 
-    class Telling(Flow):
+    class Telling(BatchScheduler):
         def wait_for_cut(self):
             go.set()
             super().wait_for_cut()
@@ -308,7 +308,7 @@ def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches
         assert go.wait(60)
         seen.append((state.tables.step, drained.is_set()))
 
-    pipeline.flow_type = Telling
+    pipeline.scheduler_type = Telling
     pipeline.cut(6, save)
     with pipeline:
         for number, _ in enumerate(pipeline.run(batches), 1):
@@ -356,14 +356,14 @@ def test_close_in_another_thread_is_refused_and_harms_nothing():
             said.append(str(error))
 
     with pipeline:
-        for number, _ in enumerate(pipeline.run(batches, [at_step(4, lambda state: elsewhere(close))]), 1):
+        for number, _ in enumerate(pipeline.run(batches, [at_step(4, lambda state: remote_rows(close))]), 1):
             if number == 2:
-                elsewhere(close)
+                remote_rows(close)
     assert len(said) == 2 and all("another thread" in text for text in said)
     assert equal(pipeline.state, states_of(batches)[6])
 
 
-def elsewhere(act):
+def remote_rows(act):
     thread = threading.Thread(target=act)
     thread.start()
     thread.join(60)
@@ -537,7 +537,7 @@ class Hanging:
         return jax.device_put(tree, *placement) if placement else to_host(tree)
 
 
-class Said(Flow):
+class Said(BatchScheduler):
     """Sends a real Ctrl-C when the threads are waited for once more, after the warning."""
 
     waits = 0
@@ -554,7 +554,7 @@ def test_ctrl_c_gives_up_what_hangs_once_it_was_said(stage, ctrl_c):
     """Two real signals: one leaves the loop, the other, after the warning, what hangs."""
     transfer = Hanging()
     pipeline = pipeline_of(**{stage: transfer})
-    pipeline.flow_type, pipeline.patience_seconds = Said, 0.05
+    pipeline.scheduler_type, pipeline.patience_seconds = Said, 0.05
     try:
         with pytest.warns(UserWarning, match=f"oac-{'load' if stage == 'send' else stage} at batch"):
             with pytest.raises(KeyboardInterrupt), pipeline:

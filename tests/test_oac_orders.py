@@ -12,7 +12,7 @@ from world import is_inside, until, workers
 import jaxrec
 from jaxrec.interrupts import wait
 from jaxrec.oac import Pipeline
-from jaxrec.oac.flow import Flow
+from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.types import TrainState
 
 BOTH = {"skip_stale_reads": True, "skip_rewritten": True}
@@ -108,7 +108,7 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
 
     def save(state):
         # An `exclusive` that does not wait is inside while the cut is not there yet.
-        until(lambda: inside.is_set() or (is_inside(Flow.wait_for_cut) and is_inside(wait)))
+        until(lambda: inside.is_set() or (is_inside(BatchScheduler.wait_for_cut) and is_inside(wait)))
         cuts.append(frozen(state))
 
     def change(tables):
@@ -150,23 +150,25 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
     batches, at = make_batches(16), 7
 
     def wait():
-        flow, number = pipeline.flow, Numbered.mine.batch
+        scheduler, number = pipeline.scheduler, Numbered.mine.batch
         if changed and number == at + 1:  # a write that does not wait for this gather comes first
             (writer,) = workers("oac-write back")
-            until(lambda: flow.first + at in flow.fetched.found and is_inside(threading.Condition.wait, writer))
+            until(
+                lambda: scheduler.first + at in scheduler.fetched.found and is_inside(threading.Condition.wait, writer)
+            )
 
     def change(state, step, plan, metrics):
         if step == at:
             pipeline.drain()
-            flow = pipeline.flow
-            assert flow.wait_until(lambda: flow.last_gathered >= flow.committed + 1, seconds=60)
+            scheduler = pipeline.scheduler
+            assert scheduler.wait_until(lambda: scheduler.last_gathered >= scheduler.committed + 1, seconds=60)
             changed.append(step)
             pipeline.exclusive(reset)
         return state
 
     changed: list = []
     pipeline = Pipeline(watched(make_state(), before_read=wait), update_of(SPEC), mode="semisync", loaders=1)
-    pipeline.flow_type = Looking
+    pipeline.scheduler_type = Looking
     losses = losses_of(pipeline, batches, [change])
     assert same((pipeline.state, losses), delayed_loop_with_reset(batches, at))
 
@@ -197,13 +199,13 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
     def send(tree, placement):
         sent = held.send(tree, placement)  # tells `held`, which lets the oldest batch of the window be written
         if len(tree) == 3:  # rows
-            flow, oldest = pipeline.flow, pipeline.flow.first + Numbered.mine.batch - window
-            assert flow.wait_until(lambda: oldest < flow.first or flow.watermark() > oldest, seconds=60)
+            scheduler, oldest = pipeline.scheduler, pipeline.scheduler.first + Numbered.mine.batch - window
+            assert scheduler.wait_until(lambda: oldest < scheduler.first or scheduler.watermark() > oldest, seconds=60)
         return sent
 
     options = {"window": window, "loaders": 1, "validation": validation}
     pipeline = Pipeline(make_state(), update_of(SPEC), send=send, fetch=held.fetch, **options)
-    pipeline.flow_type = Numbered
+    pipeline.scheduler_type = Numbered
     losses = losses_of(pipeline, batches)
     assert same((pipeline.state, losses), plain_loop(batches))
     # All rows that the ring held were stale when the gathers began: of each batch the oldest of the window, too.

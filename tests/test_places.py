@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrec.cluster.places import MeetingPlace, Visit, deal_leaves
-from jaxrec.embedding.messages import ServerGone
+from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, bmuf, easgd, model_averaging
-from jaxrec.shadowsync.meeting import Left
+from jaxrec.shadowsync.transport import PeerLeft
 
 PARAMS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32(2.0), "c": np.ones(4, np.float32)}
 RULES = {"easgd": easgd(0.3), "ma": model_averaging(0.7), "lerp": model_averaging(1.0, form="lerp"), "bmuf": bmuf()}
@@ -126,7 +126,7 @@ def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor
         both, last = successor.meet(1, brought(9), True)
         assert last and ended.result(10)[1]
     np.testing.assert_allclose(both["c"], (brought(8)["c"] + brought(9)["c"]) / 2, rtol=1e-6)
-    with pytest.raises(Left, match="has a successor"):  # that was stopped, and comes back
+    with pytest.raises(PeerLeft, match="has a successor"):  # that was stopped, and comes back
         visits[1].meet(1, brought(3), False)
 
 
@@ -176,9 +176,9 @@ def test_a_trainer_that_leaves_ends_its_wait_and_a_place_refuses_the_past():
         with pytest.raises(TimeoutError):
             waits.result(0.5)
         visit.leave(0)
-        with pytest.raises(Left, match="trainer 0"):
+        with pytest.raises(PeerLeft, match="trainer 0"):
             waits.result(20)
-    with pytest.raises(Left, match="has a successor"):
+    with pytest.raises(PeerLeft, match="has a successor"):
         way.call("join", 0, 1).result(10)
     assert way.call("tell", 0, 1, 0.0).result(10) == "has a successor"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import draw_ids, examples, specs
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, bucket, capacity_of, device_plan, host_plan, plan
-from jaxrec.embedding.planning import is_plan_of
+from jaxrec.embedding.lookup import is_plan_of
 from jaxrec.sharding import SPLIT, make_mesh, plan_specs
 
 

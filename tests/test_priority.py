@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chosen, examples
 
-from jaxrec.cpr import listed, trackers
+from jaxrec.cpr import counters, row_set
 from jaxrec.cpr.priority import Pick, budget_rows, mfu, random, round_robin, scar, ssu
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, host_plan
 from jaxrec.sharding import SPLIT, make_mesh, put_on_mesh
@@ -257,7 +257,7 @@ def test_memory_is_that_of_the_paper():
     assert size(mfu()) == 4 * rows == 0.0625 * 64 * rows
     assert size(ssu()) == 0.125 * 4 * rows
     assert size(scar()) == 64 * rows
-    assert [listed.entries(n) for n in (1, 4, 7, 8)] == [4, 4, 4, 8]
+    assert [row_set.entries(n) for n in (1, 4, 7, 8)] == [4, 4, 4, 8]
 
 
 def test_arguments_out_of_range_are_refused():
@@ -271,7 +271,7 @@ def test_arguments_out_of_range_are_refused():
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 12), st.booleans())
 def test_the_largest_are_picked_never_more_and_never_zeros(weight, budget, real):
     weight = np.array(weight, np.int32)
-    rows = trackers.largest(weight.astype(np.float32) / 7 if real else weight, budget)
+    rows = counters.largest(weight.astype(np.float32) / 7 if real else weight, budget)
     assert len(rows) == min(budget, (weight > 0).sum()) and (np.diff(rows) > 0).all()
     assert sorted(weight[rows]) == sorted(weight)[len(weight) - len(rows) :]
 

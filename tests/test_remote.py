@@ -26,8 +26,7 @@ from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.messages import Superseded
-from jaxrec.embedding.servers import ShardServer, deal
+from jaxrec.embedding.servers import ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all
 from jaxrec.oac import Pipeline
@@ -411,7 +410,7 @@ def test_all_that_is_lost_comes_back_once_more_when_a_server_dies_meanwhile(make
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp_path):
     with Fleet(SPEC, ROWS, 2) as fleet:
-        gate = lambda index: fleet.tables.tell_lost([1], "the supervisor saw it") if index == 10 else None
+        gate = lambda index: fleet.tables.mark_lost([1], "the supervisor saw it") if index == 10 else None
         engine = make(fresh("host")._replace(tables=fleet.tables))
         found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
         assert fleet.died == [1] and recovery.failed == 2
@@ -602,7 +601,7 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
     class Mounted(HostTables):
         """Tables of a machine that has another directory under this name."""
 
-        elsewhere = True
+        remote_rows = True
 
         def on_shards(self, function, directory, *args):
             return super().on_shards(function, str(tmp_path / "other"), *args)

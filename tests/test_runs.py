@@ -28,7 +28,7 @@ from saving import PeriodicSaves
 from stopping import STOPPING, Stopped, stop_on_signals
 
 from jaxrec.checkpoint import images, read_manifest
-from jaxrec.checkpoint.image import leaves_of, load_arrays
+from jaxrec.checkpoint.format import leaves_of, load_arrays
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,8 +10,17 @@ import pytest
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.messages import ANY, OldWrite, OtherIncarnation, Piece, Sender, ServerGone, Superseded
-from jaxrec.embedding.servers import ShardServer, deal
+from jaxrec.embedding.servers import (
+    ANY,
+    OldWrite,
+    OtherIncarnation,
+    Piece,
+    Sender,
+    ServerGone,
+    ShardServer,
+    Superseded,
+    deal,
+)
 
 SPEC = EmbeddingSpec({"item": Table(40, 4), "w": Table(9, 1)}, {"item": Lookup("item"), "w": Lookup("w")}, shards=4)
 LAYOUT = SPEC.layout(adagrad(0.1))

@@ -7,7 +7,7 @@ import pytest
 from meetings import PARAMS, Gate, Stuck, state_of, step
 from world import join_all, no_threads_left, until
 
-from jaxrec.shadowsync import AllToAll, Left, Shadow, model_averaging
+from jaxrec.shadowsync import AllToAll, PeerLeft, Shadow, model_averaging
 
 
 def test_nobody_waits_for_a_trainer_that_fails():
@@ -24,7 +24,7 @@ def test_nobody_waits_for_a_trainer_that_fails():
     thread = threading.Thread(target=failing)
     thread.start()
     with (
-        pytest.raises(Left, match="trainer 1 left after its round . with RuntimeError: out of memory"),
+        pytest.raises(PeerLeft, match="trainer 1 left after its round . with RuntimeError: out of memory"),
         Shadow(transport, 0) as shadow,
     ):
         state = shadow.exchange(state_of(1.0))
@@ -139,7 +139,7 @@ def test_ctrl_c_while_entering_ends_the_thread():
     with pytest.raises(KeyboardInterrupt), Shadow(Asked(rule, PARAMS)):
         raise AssertionError("it was entered")
     until(no_threads_left)
-    with pytest.raises(Left, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
+    with pytest.raises(PeerLeft, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
         transport.join(1)
 
 

@@ -32,8 +32,7 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )  # fmt: skip
-from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.tables import is_initial
+from jaxrec.embedding.tables import initial_rows, is_initial
 from jaxrec.types import Rows
 
 OPTIMIZERS = {
@@ -271,7 +270,7 @@ def test_a_full_disk_leaves_nothing_behind_and_other_tables_alone(tmp_path, monk
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(*args)
 
-    monkeypatch.setattr("jaxrec.embedding.mapped.os.posix_fallocate", full)
+    monkeypatch.setattr("jaxrec.embedding.host.os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left") as raised:
         HostTables.create(spec, sgd(0.1), tmp_path / "new")
     assert "free space there" in raised.value.__notes__[0]
@@ -445,7 +444,7 @@ def test_tables_are_on_disk_before_they_are_named_complete(tmp_path, monkeypatch
     """flush did nothing before: it looked for maps where numpy keeps memoryviews."""
     synced = []
     record = lambda path: synced.append((path.name, (tmp_path / "t" / "tables.json").exists()))
-    for module in ("jaxrec.files", "jaxrec.embedding.mapped"):
+    for module in ("jaxrec.files", "jaxrec.embedding.host"):
         monkeypatch.setattr(f"{module}.sync", record)
     tables = HostTables.create(small_spec(2), adagrad(0.1), tmp_path / "t")
     files = {"steps", "width_4.000", "width_4.001", "width_1.000", "width_1.001"}

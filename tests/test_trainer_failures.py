@@ -244,7 +244,7 @@ def test_ctrl_c_again_and_again_while_leaving_leaves_no_synchroniser_behind(monk
             armed.append(True)
             assert wake.wait(60)
 
-    monkeypatch.setattr("jaxrec.shadowsync.trainers._pause", pause)
+    monkeypatch.setattr("jaxrec.shadowsync.workers._pause", pause)
     make = synchronisers(kind, model_averaging(), 3, of=Counting, **every(1, kind))
     tables, streams = HostTables.create(SPEC, sgd(0.1)), [stream(i, 10**9) for i in range(3)]
     with pytest.raises(KeyboardInterrupt) as caught:

@@ -15,7 +15,7 @@ from jaxrec.cluster.trainers import PatientTables, Stream, TrainerProcess, Work
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.planning import plan
+from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.shadowsync import FreeStep, model_averaging, train_stretch
 from jaxrec.step import init_state

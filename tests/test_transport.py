@@ -13,7 +13,7 @@ from meetings import in_threads, joined, of, waits
 from world import is_inside, until
 
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
-from jaxrec.shadowsync import Emulation, Foreground, Left, Script, Shadow
+from jaxrec.shadowsync import Emulation, Foreground, PeerLeft, Script, Shadow
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, model_averaging
 from jaxrec.shadowsync.transport import AllToAll, Centre, pack, queued
 from jaxrec.types import Batch
@@ -182,7 +182,7 @@ def test_a_combine_that_raises_between_two_leaves_leaves_the_centre_as_it_was():
 def test_who_is_dropped_while_it_combines_does_not_move_the_centre():
     centre = Centre(summing(lambda brought: centre.leave(0)), PARAMS, 2, on_failure="drop")
     joined(centre, 0, 1)
-    with pytest.raises(Left, match="trainer 0 left"):
+    with pytest.raises(PeerLeft, match="trainer 0 left"):
         centre.meet(0, of(1.0), False)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
@@ -210,7 +210,7 @@ def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
 
     meets = [lambda i=i: transport.meet(i, of(2.0), False) for i in (0, 1)]
     gone, one, two = in_threads(*meets, comes_last)
-    assert isinstance(gone, Left) and [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
+    assert isinstance(gone, PeerLeft) and [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
     assert calls == pytest.approx([10 / 3, 3.0])
 
 

@@ -189,7 +189,7 @@ def test_a_killed_save_leaves_what_was_there(tmp_path):
     """kill -9 within the write: the base is as it was, and the next save goes over what is left."""
     base = save_tree(tmp_path, tree_of(0), 1)
     program = f"""
-        import os, numpy as np, jaxrec.checkpoint.image as image
+        import os, numpy as np, jaxrec.checkpoint.format as image
         from jaxrec.checkpoint.trees import save_rows
         from test_trees import ITEM, tree_of
         image.sync = lambda path: os.kill(os.getpid(), 9)

@@ -1,23 +1,73 @@
 """From a training state to an image and back: any home of the rows, any mesh, any number of shards,
 value for value.
 
+Rows in other processes are written and restored there, all at once, and no row travels: each process has its part of an
+image in directories of its own, and says what their files hold; the one that saves writes the manifest and renames. So
+all must see one directory, which is tried before anything is written.
+
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint.elsewhere import live_elsewhere, write_there
-from jaxrec.checkpoint.image import Image, Snapshot
+from jaxrec.checkpoint.format import Image, Snapshot, write_piece
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.sharding import mean_replica
 from jaxrec.types import DenseState, TrainState
+
+_PROBE = "probe"
+
+
+def is_remote(tables: Tables) -> bool:
+    """Whether the rows live in other processes than this one."""
+    return getattr(tables, "remote_rows", False)
+
+
+def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], directory: Path) -> dict[str, list[int]]:
+    """Has all shards written into the directory of an image by those who have them.
+
+    Args:
+      tables: whose rows live elsewhere.
+      leaf_name: (stack, shard, part) -> name of a leaf.
+      directory: of the image.
+
+    Returns:
+      {file: [bytes, crc32]}, for the manifest.
+
+    Raises:
+      ValueError: a server does not see the directory.
+      ShardsLost: a server has died; what is written is no image.
+    """
+    # A name of its own: who was late with an image before writes beside these files, not into them.
+    token, probe = uuid.uuid4().hex[:12], directory / _PROBE
+    probe.write_text(token)
+    files: dict[str, list[int]] = {}
+    for written in tables.on_shards(_write_shard, str(directory.resolve()), token, leaf_name).values():
+        files |= written
+    probe.unlink()
+    return files
+
+
+def _write_shard(stack, shard, parts, directory, token, leaf_name):
+    """Runs where the rows are."""
+    probe = Path(directory) / _PROBE
+    if not probe.is_file() or probe.read_text() != token:
+        raise ValueError(
+            f"the server of shard {shard} does not see {directory}, where it is to save its rows: give a directory "
+            "that all machines see under one name, such as one of a shared file system."
+        )
+    arrays = {leaf_name(stack, shard, part): rows for part, rows in parts.items()}
+    return write_piece(Path(directory), f"{token}.{stack}.{shard:04d}", arrays)
+
 
 ROW_IDS = "row_ids"
 
@@ -37,8 +87,8 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     """
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
-    if not copy and live_elsewhere(state.tables):
-        return Snapshot(arrays, manifest, elsewhere=functools.partial(write_there, state.tables, leaf_name))
+    if not copy and is_remote(state.tables):
+        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_there, state.tables, leaf_name))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:

@@ -1,7 +1,7 @@
 """Partial recovery for a pytree of one's own: some rows of some leaves saved over a base, and restored alone.
 
 What `RowCheckpointer` is for tables, for whoever keeps embeddings as plain leaves [V, ...] of a pytree, sharded over
-devices or not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.trackers` counts, `cpr.schedule` plans.
+devices or not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.counters` counts, `cpr.schedule` plans.
 
     directory/step_00000010     a base: `save_tree`, all leaves
     directory/delta_000003      `save_rows`: some rows of some leaves, over the base and all deltas before it
@@ -20,8 +20,17 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.deltas import chain
-from jaxrec.checkpoint.image import Image, Snapshot, leaves_of, load_arrays, read_manifest, verify, write_image
-from jaxrec.checkpoint.names import deltas, number_of
+from jaxrec.checkpoint.format import (
+    Image,
+    Snapshot,
+    deltas,
+    leaves_of,
+    load_arrays,
+    number_of,
+    read_manifest,
+    verify,
+    write_image,
+)
 from jaxrec.files import Lock, local_path, make_directory
 from jaxrec.types import PyTree
 

@@ -36,13 +36,13 @@ from jaxrec.cluster.processes import Process, ServerWay, packed
 from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
 from jaxrec.cluster.trainers import TrainerProcess, Work, examples_in
-from jaxrec.embedding.messages import ServerGone
-from jaxrec.shadowsync.leaves import initial_leaves
+from jaxrec.embedding.servers import ServerGone
+from jaxrec.shadowsync.params import initial_leaves
 from jaxrec.types import PyTree
 
 _LOOK_S, _ASK_S = 0.1, 2.0
 # What a trainer may fail by when others die: its successor does not fail by it as well.
-_OF_OTHERS = ("Left", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
+_OF_OTHERS = ("PeerLeft", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
 
 
 class Crew:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrec.shadowsync.leaves import replica_spread
+from jaxrec.shadowsync.params import replica_spread
 from jaxrec.types import PyTree
 
 # Of the progress of a trainer, what all of its incarnations have together.

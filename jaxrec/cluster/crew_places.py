@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrec.cluster.places import MeetingPlace, deal_leaves
 from jaxrec.cluster.processes import Ask, Process
-from jaxrec.embedding.messages import ServerGone
+from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync.rules import Rule
 
 

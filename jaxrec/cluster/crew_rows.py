@@ -16,7 +16,7 @@ from jaxrec.cluster.processes import ServerWay
 from jaxrec.cluster.servers import RayServer
 from jaxrec.cluster.supervisor import Supervisor
 from jaxrec.files import local_path
-from jaxrec.shadowsync.leaves import with_floating
+from jaxrec.shadowsync.params import with_floating
 from jaxrec.types import DenseState, PyTree, ShardsLost, TrainState
 
 
@@ -52,7 +52,7 @@ class CrewRows:
         for server in self._servers.in_use:
             # Who has a successor that answers is lost to a trainer only that has not heard of it.
             if set(server.shards) & set(lost) and not self._answers(server):
-                self._servers.tables.tell_lost(server.shards, "a trainer waits for it in vain")
+                self._servers.tables.mark_lost(server.shards, "a trainer waits for it in vain")
 
     def _answers(self, server):
         try:

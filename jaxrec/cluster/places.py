@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.embedding.messages import Answer, ServerGone
-from jaxrec.shadowsync.leaves import floating, initial_leaves, with_floating
-from jaxrec.shadowsync.meeting import Left
+from jaxrec.embedding.servers import Answer, ServerGone
+from jaxrec.shadowsync.params import floating, initial_leaves, with_floating
 from jaxrec.shadowsync.rules import Rule
-from jaxrec.shadowsync.transport import AllToAll, Centre, pack
+from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, pack
 from jaxrec.types import PyTree
 
 _LOOK_S = 0.2  # how soon a visit sees that it has been left
@@ -123,7 +122,7 @@ class MeetingPlace:
 
     def _check(self, trainer, incarnation):
         if incarnation < self._incarnations[trainer]:
-            raise Left(f"trainer {trainer} (incarnation {incarnation}) has a successor: it takes no part any more.")
+            raise PeerLeft(f"trainer {trainer} (incarnation {incarnation}) has a successor: it takes no part any more.")
 
 
 class Visit:
@@ -171,11 +170,11 @@ class Visit:
             self._tell(0.0)
 
     def last_seen(self, trainer: int) -> float:
-        """As `Meeting.last_seen`."""
+        """As `Membership.last_seen`."""
         return self._seen
 
     def why_gone(self, trainer: int) -> str:
-        """As `Meeting.why_gone`, as far as it is known here."""
+        """As `Membership.why_gone`, as far as it is known here."""
         return self._why
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
@@ -256,7 +255,7 @@ class Visit:
 
     def _refuse_left(self):
         if self._left:
-            raise Left(f"trainer {self._me[0]} has left.")
+            raise PeerLeft(f"trainer {self._me[0]} has left.")
 
     def _tell(self, ago_s):
         for place, joined in zip(self._places, self._joined, strict=True):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxrec.cluster.runtime import import_ray
 from jaxrec.cluster.servers import ACTOR_OPTIONS, RayAnswer
-from jaxrec.embedding.messages import Sender, ServerGone
+from jaxrec.embedding.servers import Sender, ServerGone
 
 START_TIMEOUT_S = 120.0  # of a process, until it answers for the first time
 
@@ -30,7 +30,7 @@ class Ask(NamedTuple):
 
 
 class ServerWay(NamedTuple):
-    """A way to a shard server, see `jaxrec.embedding.messages.Server`."""
+    """A way to a shard server, see `jaxrec.embedding.servers.Server`."""
 
     actor: Any
     who: str

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import jaxrec.checkpoint  # a server saves and restores: else its first time would wait for this
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.embedding.messages import Sender, ServerGone
-from jaxrec.embedding.servers import ShardServer
+from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 
 ACTOR_OPTIONS: dict[str, Any] = {

@@ -23,8 +23,7 @@ from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
 from jaxrec.cluster.servers import Process, RayServer, Served
 from jaxrec.embedding import RemoteTables
-from jaxrec.embedding.messages import ServerGone
-from jaxrec.embedding.servers import deal
+from jaxrec.embedding.servers import ServerGone, deal
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
@@ -283,7 +282,7 @@ class Supervisor:
                 return  # somebody knows already
             why = server.why()
             if self._in_use[server.place] is server:
-                self.tables.tell_lost(server.shards, why)
+                self.tables.mark_lost(server.shards, why)
             if self._entered:
                 self._dies(server.place, why)
 

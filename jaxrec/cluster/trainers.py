@@ -23,10 +23,10 @@ from jaxrec.cluster.crew_figures import Progress
 from jaxrec.cluster.places import Visit
 from jaxrec.cluster.processes import unpacked
 from jaxrec.embedding import RemoteTables
-from jaxrec.embedding.messages import Server
+from jaxrec.embedding.servers import Server
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow, train_stretch
-from jaxrec.shadowsync.leaves import with_floating
+from jaxrec.shadowsync.params import with_floating
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state
 from jaxrec.types import Batch, Plan, PyTree, RowOptimizer, Rows, ShardsLost
@@ -154,7 +154,7 @@ class PatientTables(RemoteTables):
 
     def take_over(self, server: Server, shards: Sequence[int], why: str) -> None:
         """Takes the successor of a server whose rows are back."""
-        self.tell_lost(shards, why)
+        self.mark_lost(shards, why)
         try:  # who replaces must have heard of the loss
             self.take({(next(iter(self.spec.stacks)), shards[0]): np.zeros(0, np.int32)})
         except ShardsLost:

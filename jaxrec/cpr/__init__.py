@@ -11,7 +11,7 @@ from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.recovery import Recovery
 from jaxrec.cpr.schedule import Costs, Overhead, RecoveryPlan, plan_recovery
-from jaxrec.cpr.watch import lose
+from jaxrec.cpr.tracking import lose
 from jaxrec.types import RolledBack
 
 __all__ = [

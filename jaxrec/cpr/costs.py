@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxrec.boundary import check_is_state, check_not_donated
 from jaxrec.bounds import whole_number
 from jaxrec.checkpoint import Checkpointer, restore, restore_shard, shard_source
 from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
 from jaxrec.files import PARTIAL, Lock, local_path
 from jaxrec.types import TrainState
+from jaxrec.validate import check_is_state, check_not_donated
 
 
 class _Seconds(NamedTuple):

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrec.bounds import is_portion, real_number, whole_number
-from jaxrec.cpr import listed, trackers
+from jaxrec.cpr import counters, row_set
 from jaxrec.types import Array
 
 
@@ -98,7 +98,7 @@ def mfu(by_access: bool = True) -> Priority:
         Plans that know no accesses (`inverse` empty) count once.
     """
     name = "mfu" if by_access else "mfu_by_batch"
-    return _counted(name, by_access, lambda count, budget, turn, shard: (trackers.largest(count, budget), turn))
+    return _counted(name, by_access, lambda count, budget, turn, shard: (counters.largest(count, budget), turn))
 
 
 def round_robin() -> Priority:
@@ -120,7 +120,7 @@ def random(seed: int = 0) -> Priority:
     def choose(count, budget, turn, shard):
         # Above 0.
         draw = 1 - np.random.default_rng([seed, turn, shard]).random(len(count), np.float32)
-        return trackers.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
+        return counters.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
 
     return _counted("random", False, choose)
 
@@ -130,11 +130,11 @@ def _counted(name, by_access, choose):
     ascending; next turn."""
 
     def init(value, budget):
-        shards, rows = trackers.shape_of(value)
-        return Counts(trackers.filled(value, rows, 0), np.zeros(shards, np.int32))
+        shards, rows = counters.shape_of(value)
+        return Counts(counters.filled(value, rows, 0), np.zeros(shards, np.int32))
 
     def touch(tracker, plan):
-        return Counts(trackers.add_accesses(tracker.count, plan, by_access), tracker.turn)
+        return Counts(counters.add_accesses(tracker.count, plan, by_access), tracker.turn)
 
     def pick(tracker, budget, value):
         # The counts stay as they are until the save is committed; what was seen of them goes with
@@ -148,10 +148,10 @@ def _counted(name, by_access, choose):
 
     def saved(tracker, pick):
         # Subtracted, not set to 0: the row may have been used since it was picked.
-        return Counts(trackers.subtract(tracker.count, *pick), tracker.turn)
+        return Counts(counters.subtract(tracker.count, *pick), tracker.turn)
 
     def restored(tracker, shard, value):
-        return Counts(trackers.set_shard(tracker.count, shard, 0), tracker.turn)
+        return Counts(counters.set_shard(tracker.count, shard, 0), tracker.turn)
 
     def remember(tracker):
         return {"turn": np.asarray(tracker.turn).tolist()}
@@ -162,8 +162,8 @@ def _counted(name, by_access, choose):
     return Priority(name, init, touch, pick, saved, restored, remember, recall)
 
 
-class Listed(NamedTuple):
-    """A set of rows per shard, see `listed.py`."""
+class SampledRows(NamedTuple):
+    """A set of rows per shard, see `row_set.py`."""
 
     entry: Array  # i32[S, C]
     batch: Array  # i32[] batches seen
@@ -184,7 +184,7 @@ def ssu(every: int = 2) -> Priority:
     whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 
     def init(value, budget):
-        return Listed(trackers.filled(value, listed.entries(budget), listed.EMPTY), np.int32(0))
+        return SampledRows(counters.filled(value, row_set.entries(budget), row_set.EMPTY), np.int32(0))
 
     def touch(tracker, plan):
         entry, batch = tracker
@@ -192,20 +192,20 @@ def ssu(every: int = 2) -> Priority:
         # ones.
         sampled = batch % every == 0  # traced under jit
         if not isinstance(sampled, np.bool_) or sampled:
-            entry = listed.insert(entry, plan, batch, sampled)
-        return Listed(entry, batch + np.int32(1))
+            entry = row_set.insert(entry, plan, batch, sampled)
+        return SampledRows(entry, batch + np.int32(1))
 
     def pick(tracker, budget, value):
-        entry, rows = listed.pick(tracker.entry, budget)
+        entry, rows = row_set.pick(tracker.entry, budget)
         nothing = [np.zeros(0, np.int32)] * len(rows)
-        return Pick(rows, nothing), tracker._replace(entry=trackers.replaced(tracker.entry, entry))
+        return Pick(rows, nothing), tracker._replace(entry=counters.replaced(tracker.entry, entry))
 
     def saved(tracker, pick):
         # Only now: until the save is committed its rows keep their places.
-        return tracker._replace(entry=listed.drop_picked(tracker.entry))
+        return tracker._replace(entry=row_set.drop_picked(tracker.entry))
 
     def restored(tracker, shard, value):
-        return tracker._replace(entry=trackers.set_shard(tracker.entry, shard, listed.EMPTY))
+        return tracker._replace(entry=counters.set_shard(tracker.entry, shard, row_set.EMPTY))
 
     def remember(tracker):
         return {"batch": int(tracker.batch)}
@@ -227,7 +227,7 @@ def scar() -> Priority:
     1810.07354)."""
 
     def init(value, budget):
-        return Saved(trackers.copy(value))
+        return Saved(counters.copy(value))
 
     def touch(tracker, plan):
         return tracker
@@ -235,16 +235,16 @@ def scar() -> Priority:
     def pick(tracker, budget, value):
         picked = []
         # Shard by shard: each has a budget of its own, as every node in CPR.
-        for shard, change in enumerate(trackers.changes(value, tracker.value)):
-            picked.append((trackers.largest(change, budget) * len(value) + shard).astype(np.int32))
-        return Pick(picked, trackers.rows_of(value, picked)), tracker
+        for shard, change in enumerate(counters.changes(value, tracker.value)):
+            picked.append((counters.largest(change, budget) * len(value) + shard).astype(np.int32))
+        return Pick(picked, counters.rows_of(value, picked)), tracker
 
     def saved(tracker, pick):
         # With the values of the pick, not those of now, which the image does not hold.
-        return Saved(trackers.overwrite(tracker.value, *pick))
+        return Saved(counters.overwrite(tracker.value, *pick))
 
     def restored(tracker, shard, value):
-        return Saved(trackers.set_shard(tracker.value, shard, value[shard]))
+        return Saved(counters.set_shard(tracker.value, shard, value[shard]))
 
     def recall(tracker, known):
         return tracker

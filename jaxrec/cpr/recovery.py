@@ -24,39 +24,252 @@ Legend: S shards, V rows of a stack.
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrec.checkpoint import Image
-from jaxrec.cpr.arguments import (
-    check_alone,
-    check_image,
-    check_numbers,
-    check_scheme,
-    check_shards,
-    check_step,
-    checked_failures,
-    spec_of,
-    warn_missed,
-)
-from jaxrec.cpr.beginning import begin_watch, wants_base
-from jaxrec.cpr.figures import Figures
-from jaxrec.cpr.priority import Priority
-from jaxrec.cpr.returning import bring_back, restored_whole, settle
-from jaxrec.cpr.saves import Clock, Cuts, Saves, at_step
-from jaxrec.cpr.schedule import Mode
-from jaxrec.cpr.watch import Watch, ranges_of
-from jaxrec.embedding import Tables
+import numpy as np
+
+from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
+from jaxrec.checkpoint.format import set_aside, warn_skipped
+from jaxrec.cpr.priority import Priority, budget_rows
+from jaxrec.cpr.saving import Clock, Saves, SaveScheduler, at_step
+from jaxrec.cpr.schedule import Mode, lost_portion
+from jaxrec.cpr.tracking import RowTracker, ranges_of
+from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
-from jaxrec.types import Plan, RolledBack, TrainState
+from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
+
+
+def spec_of(engine) -> EmbeddingSpec:
+    """The spec of an engine's tables; refuses what is no engine."""
+    missing = [name for name in ("cut", "withdraw", "exclusive", "lose", "enter") if not hasattr(engine, name)]
+    if missing:
+        raise ValueError(
+            f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
+            "Recovery(engine, directory, ...)."
+        )
+    return engine.tables.spec
+
+
+def check_image(directory: Path, image: Image | None, step: int) -> None:
+    """Refuses a directory whose images are not those that a run goes on from.
+
+    Args:
+      directory: of the run's images.
+      image: what `restore` returned; None for a run that begins.
+      step: of the engine.
+    """
+    found = newest_first(directory)
+    if image is None and found:
+        raise ValueError(
+            f"{directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
+            "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
+            "image=image)), or give another directory."
+        )
+    if image is not None and not isinstance(image, Image):
+        raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
+    if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
+        raise ValueError(
+            f"image {image.path} of step {image.step} must lie in {directory}, and the engine's state, of "
+            f"step {step}, must be what `restore` returned with it."
+        )
+
+
+def warn_missed(first: int, last: int) -> None:
+    """Says that steps were trained which a recovery's hook has not seen."""
+    warnings.warn(
+        f"steps {first} to {last} were trained without recovery.hook: hooks=[recovery.hook] has what they changed "
+        "saved.",
+        stacklevel=5,
+    )
+
+
+def check_shards(spec, shards):
+    """Refuses what is no list of distinct shards."""
+    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
+        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
+    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
+        raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
+
+
+def checked_failures(spec, failures):
+    """{step: shards} of failures, each looked at."""
+    for step, shards in failures.items():
+        whole_number("failures: step", step)
+        check_shards(spec, shards)
+    return dict(failures)
+
+
+def check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
+    """Refuses numbers of a schedule that are out of range."""
+    real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
+    whole_number("total_steps", total_steps)
+    if most_deltas is not None:
+        whole_number("most_deltas", most_deltas)
+    whole_number("pick_ahead_steps", pick_ahead_steps, 0)
+
+
+def check_scheme(spec, mode, scheme, fraction, whole):
+    """Refuses a scheme that does not fit mode, fraction or tables."""
+    if not isinstance(scheme, Priority | None):
+        raise ValueError(f"scheme={scheme!r:.80} must be one of mfu(), ssu(), ... or None.")
+    if mode not in ("partial", "full"):
+        raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
+    if scheme and mode == "full":
+        raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
+    if whole and scheme and not scheme.by_tracker:
+        raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
+    unknown = sorted(set(whole) - set(spec.tables))
+    if unknown:
+        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
+    budget_rows(1, fraction)
+
+
+def check_alone(other) -> None:
+    """Refuses a second recovery of an engine, beside one that is not closed."""
+    if other is not None and not other.closed:
+        raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
+
+
+def check_step(step: int, engines: int, seen: int) -> None:
+    """Refuses a step that is not the engine's, or was seen before."""
+    if step != engines:
+        raise ValueError(f"step {step} is not that of this recovery's engine, {engines}: train with it.")
+    if step <= seen:
+        raise ValueError(f"step {step} was seen before (up to {seen}): give the hook once, to this recovery's engine.")
+
+
+def init_trackers(
+    watch: RowTracker | None, tables: Tables, image: Image | None, scheme: str | None
+) -> Mapping[str, Any]:
+    """Begins to track rows, with what an image remembers; returns that.
+
+    Trackers of another scheme, or of tables that are split otherwise, begin anew.
+    """
+    known = image.extra.get("cpr", {}) if image else {}
+    same = image is not None and (image.spec, known.get("scheme")) == (tables.spec.digest, scheme)
+    if watch:
+        watch.begin(tables, known.get("trackers", {}) if same else {})
+    return known
+
+
+def needs_base(directory: Path, image: Image | None, tables: Tables, step: int, mode: Mode, deltas: bool) -> bool:
+    """Whether a run has to save all rows before it begins.
+
+    Args:
+      directory: of the run's images.
+      image: that it goes on from.
+      tables: to begin with; initial rows can be made again.
+      step: to begin with.
+      mode: with full recovery dense parameters need an image to go back to.
+      deltas: whether rows are saved over a base.
+    """
+    if image is None:
+        return mode == "full" or step > 0 or not is_initial(tables)
+    # A base is one of all rows, split as they are now; or the chain of one goes on.
+    return image.spec != tables.spec.digest or not (deltas or image.path in images(directory))
+
+
+_KEPT = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
+
+
+def settle(saves: Saves, watch: RowTracker | None, step: int) -> None:
+    """Ends what is being picked and saved; a save that failed does not keep a shard from coming
+    back."""
+    try:
+        if watch:
+            watch.drop_picks()  # rows of lost shards are no longer what was picked
+            watch.touch(step)
+        saves.settle()
+    except Exception as error:
+        warnings.warn(f"a save failed: {error}", stacklevel=6)
+
+
+def restored_whole(engine, directory: Path, watcher) -> tuple[TrainState, Image, int]:
+    """The newest whole image in the tables of an engine between two runs, however many servers die meanwhile.
+
+    Args:
+      engine: whose other watchers replace what is lost.
+      directory: of the images.
+      watcher: the recovery that restores.
+
+    Returns:
+      The state, its image, and how many shards were lost on the way.
+
+    Raises:
+      DamagedImage: no image is whole.
+      ShardsLost: nobody replaces them, or they are lost again and again.
+    """
+    lost = 0
+    while True:
+        try:
+            return (*restore(directory, engine.state), lost)
+        except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
+            engine.replace_lost(gone.shards, watcher)
+            lost += len(gone.shards)
+
+
+def restore_lost_shards(
+    saves: Saves,
+    watch: RowTracker | None,
+    state: TrainState,
+    shards: Sequence[int],
+    without: Collection[str],
+    first: int,
+) -> tuple[Tables, list[int]]:
+    """Restores lost shards from the newest images of each; nothing is picked or saved meanwhile.
+
+    Args:
+      saves, watch: of the recovery, settled.
+      state: alone with its tables, at the step that is committed.
+      shards: the lost ones.
+      without: names of images to leave out.
+      first: the step that the run began at, whose rows count where no image is left.
+
+    Returns:
+      The tables, and for each shard the step up to which it counts as saved.
+
+    Raises:
+      DamagedImage: no image is whole; nothing has changed.
+    """
+    known: dict = {}
+    every, tables = saves.sources(without), state.tables
+    # All is read and verified before the first row changes.
+    sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
+    saved = [_saved_up_to(saves, source, bool(damaged or without), without, first) for source, damaged in sources]
+    # Once, for the shard that had to go back furthest.
+    warn_skipped(max((damaged for _, damaged in sources), key=len))
+    for shard, (source, _) in zip(shards, sources, strict=True):
+        tables, _ = restore_shard(source, tables, shard, without)
+        if watch:
+            watch.restored(tables, shard)
+    skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
+    if (skipped or without) and watch:
+        # Nothing more goes over a damaged chain.
+        saves.save_base(state._replace(tables=tables))
+    for path in () if watch else skipped:
+        set_aside(path)  # it does not count among the images to keep
+    return tables, saved
+
+
+def _saved_up_to(saves, source, older, without, first):
+    """The step of a shard's source; `older` if that is not the newest one."""
+    found = chain(source, without) if older and source is not None else []
+    if found:  # mini-saves do not move it
+        return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
+    return first if older else saves.regular
+
 
 # Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
 _watching: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class Recovery(Figures):
+class Recovery:
     """Saves a run's embedding rows and restores lost shards; watches an engine, serial or OAC's
     pipeline.
 
@@ -94,7 +307,10 @@ class Recovery(Figures):
       extra: step -> JSON values to save along with that step, such as the data position; called when
         the save is made, under OAC in a thread of its own.
 
-    `Figures` says what it counts.
+    Attributes:
+      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there,
+        as we recall the paper.
+      failed: shards lost so far. lost_steps: steps trained again, with full recovery.
 
     Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
@@ -113,22 +329,90 @@ class Recovery(Figures):
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
         run: str | None = None, extra: Callable[[int], Mapping[str, Any]] | None = None,
     ):  # fmt: skip
-        super().__init__(total_steps, extra)
+        self._total, self._extra = total_steps, extra
+        self.pls, self.failed, self.lost_steps = 0.0, 0, 0
         self._engine, self.spec = engine, spec_of(engine)
         check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
         check_scheme(self.spec, mode, scheme, fraction, whole)
         self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
         self._failures = checked_failures(self.spec, failures or {})
-        self._watch = Watch(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
+        self._watch = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
-        self._ahead = max(0, min(ahead, int(self._clock.mini) - 1))
+        self._ahead = max(0, min(ahead, int(self._clock.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
         self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
         self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
-        self._cuts = Cuts(engine, self._clock, self._at_cut)
+        self._cuts = SaveScheduler(engine, self._clock, self._at_cut)
         self._first, self.closed = 0, False  # step on entering
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
+
+    # ---- what it has saved, lost and brought back
+
+    @property
+    def saves(self) -> int:
+        """Saves so far."""
+        return self._saves.saves
+
+    @property
+    def rows_saved(self) -> int:
+        """Rows in them."""
+        return self._saves.rows_saved
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training has waited for saves: for picking, copying, and what was being written
+        still; of an engine that saves beside training, how long its writes were held."""
+        return self._saves.stall_seconds
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all images and deltas committed since it was entered, merged deltas included."""
+        return self._saves.bytes_written
+
+    @property
+    def failed_saves(self) -> list[str]:
+        """What went wrong with saves, a line for each that failed."""
+        return self._saves.failures
+
+    @property
+    def scheme_name(self) -> str | None:
+        """Of the scheme that picks rows, if there is one."""
+        return self._watch.scheme.name if self._watch else None
+
+    def remember(self, step: int, regular: int) -> dict[str, Any]:
+        """What a save says beside rows and dense state.
+
+        Args:
+          step: of the save.
+          regular: step of the last regular save.
+
+        Raises:
+          ValueError: what the caller saves along has the name that the recovery has.
+        """
+        extra = dict(self._extra(step)) if self._extra else {}
+        if "cpr" in extra:
+            raise ValueError("extra holds 'cpr', under which the recovery saves its own figures: take another name.")
+        trackers = self._watch.remember() if self._watch else {}
+        more = {"regular": regular, "scheme": self.scheme_name, "trackers": trackers}
+        return {**extra, "cpr": {name: getattr(self, name) for name in _KEPT} | more}
+
+    def go_on(self, known: Mapping[str, Any], step: int) -> None:
+        """Goes on with what an image remembers; what that lacks of its step is lost in all shards."""
+        self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
+        self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
+        regular = known.get("regular", step)
+        # And no more of it later: a shard that fails next comes back with what was restored now.
+        if regular < step:
+            self.pls += self._portion(step, regular, self.spec.shards)
+
+    def count_lost(self, step: int, saved: Sequence[int]) -> None:
+        """Counts shards that failed right after a step; for each the step up to which it was saved."""
+        self.pls += sum(self._portion(step, at, 1) for at in saved)
+        self.failed += len(saved)
+
+    def _portion(self, step, saved, shards):
+        return lost_portion(step, saved, max(self._total, step), self.spec.shards, shards)
 
     # ---- the beginning and the end
 
@@ -151,8 +435,8 @@ class Recovery(Figures):
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
         self._first = self._seen = step
-        self.go_on(begin_watch(self._watch, state.tables, self._image, self.scheme_name), step)
-        if wants_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
+        self.go_on(init_trackers(self._watch, state.tables, self._image, self.scheme_name), step)
+        if needs_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
             self._saves.save_first(state)
 
     def __exit__(self, kind, error, trace) -> None:
@@ -279,7 +563,7 @@ class Recovery(Figures):
         # First: a save that was being written is among the sources then, or has failed.
         settle(self._saves, self._watch, step)
         state = at_step(state, step)
-        tables, saved = bring_back(self._saves, self._watch, state, shards, without, self._first)
+        tables, saved = restore_lost_shards(self._saves, self._watch, state, shards, without, self._first)
         # Counted when all shards are back: a restore that raises has changed no figure.
         self.count_lost(step, saved)
         return tables

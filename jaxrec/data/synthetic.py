@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrec.bounds import is_not_negative, real_number, whole_number
-from jaxrec.embedding.initial import initial_rows
+from jaxrec.embedding.tables import initial_rows
 from jaxrec.types import Batch
 
 # Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with

@@ -2,13 +2,14 @@
 (`Tables`).
 
 Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` are three homes of
-that one interface, whose verbs are `read`, `put` and `add`. `planning` numbers rows, `pooling`
-turns them into activations, and `optimizers` step them. `embedding_matrix` copies a table out of
+that one interface, whose verbs are `read`, `put` and `add`. `lookup` numbers rows and turns them
+into activations, and `optimizers` step them. `embedding_matrix` copies a table out of
 any home. Remote rows are with `servers`, of which `in_process` has some for a test.
 """
 
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables
+from jaxrec.embedding.lookup import activations, bucket, capacity_of, device_plan, host_plan, plan
 from jaxrec.embedding.optimizers import (
     adagrad,
     ftrl,
@@ -20,8 +21,6 @@ from jaxrec.embedding.optimizers import (
     with_clipping,
     with_weight_decay,
 )
-from jaxrec.embedding.planning import bucket, capacity_of, device_plan, host_plan, plan
-from jaxrec.embedding.pooling import activations
 from jaxrec.embedding.remote import RemoteTables
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables, embedding_matrix

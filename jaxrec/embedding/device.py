@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.embedding.initial import initial_rows
-from jaxrec.embedding.planning import bucket
+from jaxrec.embedding.lookup import bucket
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
-from jaxrec.embedding.tables import RowIds, check_parts, check_shard, empty_parts, fill_initial
+from jaxrec.embedding.tables import RowIds, check_parts, check_shard, empty_parts, fill_initial, initial_rows
 from jaxrec.sharding import SPLIT, as_mesh, check_split, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxrec.embedding.messages import Sender, ServerGone
-from jaxrec.embedding.servers import ShardServer
+from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 
 # How often a message arrives at once.
 _TIMES = {"": 1, "twice": 2, "twice, once late": 1, "late": 0, "drop": 0, "answer and die": 1}

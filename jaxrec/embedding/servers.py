@@ -13,15 +13,83 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import kernels
-from jaxrec.embedding.messages import ANY, About, OldWrite, OtherIncarnation, Piece, Sender, Superseded
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import Parts, RowIds, check_parts, check_shard, empty_parts, fill_initial
+from jaxrec.types import Array
+
+ANY = 0  # in place of an incarnation, by who says hello and does not know it yet
+
+
+class Sender(NamedTuple):
+    """Who sends a message, and to whom."""
+
+    client: str
+    incarnation: int  # of the client: whoever takes its place has a higher one
+    server: int  # the incarnation of the server that the client believes in; `ANY` for a first hello
+    number: int = 0  # of a write: 1, 2, ... for each server; a message that is sent again keeps it
+
+
+class ServerInfo(NamedTuple):
+    """What a server says of itself."""
+
+    spec: str  # the digest of its spec
+    layout: dict[str, dict[str, tuple[int, str]]]  # {stack: {part: (width, dtype)}}
+    shards: tuple[int, ...]
+    incarnation: int
+
+
+class RowBlock(NamedTuple):
+    """What a message holds of one stack, for p shards in the order of the message."""
+
+    unique: Array  # i32[p, C] rows of the stack
+    count: Array  # i32[p] of them in use
+    parts: dict[str, np.ndarray]  # {part: f32[p, C, width]} new rows, or what is to be added; empty to read
+
+
+class ServerGone(Exception):
+    """A server has ended, and its rows with it; or nothing reaches it any more."""
+
+
+class OtherIncarnation(Exception):
+    """A message was meant for another incarnation of a server, whose rows are gone."""
+
+
+class Superseded(Exception):
+    """Another client has taken the place of the one that has sent this: it must not change a row any more."""
+
+
+class OldWrite(ValueError):
+    """A write came behind a newer one to the same shard, and would have rolled rows back."""
+
+
+class Answer(Protocol):
+    """What a call returns at once; a `concurrent.futures.Future` is one."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the answer.
+
+        Args:
+          timeout: seconds; 0 only looks.
+
+        Raises:
+          TimeoutError: there is none yet; it may be asked for again.
+          ServerGone: there will be none.
+          Whatever `ShardServer.answer` has raised, as it was raised there.
+        """
+
+
+class Server(Protocol):
+    """A way to a `ShardServer`; whatever carries messages there is made into one of these."""
+
+    def call(self, verb: str, sender: Sender, *args) -> Answer:
+        """Sends a message, and returns at once; the server may see it late, never, or more than once."""
+
 
 READS = ("hello", "read", "take", "shard", "on_shards")
 # Of one writer at a time for each shard, in the order of their numbers; `add` comes in any order.
@@ -118,7 +186,7 @@ class ShardServer:
 
     # ---- who may do what
 
-    def _hello(self, sender: Sender, token: str) -> About:
+    def _hello(self, sender: Sender, token: str) -> ServerInfo:
         """What this server is; `token` is of the object that says hello, which may have to say it again."""
         with self._lock:
             known = self._clients.get(sender.client)
@@ -133,7 +201,7 @@ class ShardServer:
         layout = {
             name: {part: (one.width, one.dtype) for part, one in self.layout[name].items()} for name in self.layout
         }
-        return About(self.spec.digest, layout, self.shards, self.incarnation)
+        return ServerInfo(self.spec.digest, layout, self.shards, self.incarnation)
 
     def _client(self, verb, sender):
         known = self._clients.get(sender.client)
@@ -166,7 +234,7 @@ class ShardServer:
 
     # ---- the verbs
 
-    def _read(self, shards: Sequence[int], pieces: Mapping[str, Piece]) -> dict[str, dict[str, np.ndarray]]:
+    def _read(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> dict[str, dict[str, np.ndarray]]:
         """{stack: {part: f32[p, C, width]}}; padding reads zero."""
         self._check_mine(shards)
         return {name: self._read_stack(name, shards, self._checked(name, shards, p)) for name, p in pieces.items()}
@@ -180,13 +248,13 @@ class ShardServer:
                 kernels.gather(table, unique, self.spec.shards, count, out[part][place])
         return out
 
-    def _put(self, shards: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+    def _put(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
         def put(table, unique, count, values):
             kernels.scatter(table, unique, self.spec.shards, count, values)
 
         self._store(put, shards, pieces)
 
-    def _add(self, shards: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+    def _add(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
         """Adds the parts of the pieces to the rows as they are now."""
 
         def add(table, unique, count, difference):
@@ -269,7 +337,7 @@ class ShardServer:
             )
         if (count > shape[1]).any() or kernels.outside(unique, count, self.spec.stacks[name].rows):
             raise ValueError(f"a message leads to rows that {name!r} has not: plan with the spec of the tables.")
-        return Piece(unique, count, piece.parts)
+        return RowBlock(unique, count, piece.parts)
 
 
 class _Client:

@@ -6,9 +6,9 @@ For tables that are larger than the memory of the devices. `Pipeline` trains in 
 `pipeline`, whose first lines name the stages.
 """
 
+from jaxrec.oac.options import memory_bytes
 from jaxrec.oac.pipeline import Pipeline
 from jaxrec.oac.ring import Ring, append, commit, init, replay, validate
 from jaxrec.oac.view import BrokenPipeline
-from jaxrec.oac.ways import memory_bytes
 
 __all__ = ["BrokenPipeline", "Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]

@@ -4,40 +4,54 @@ after the other.
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
     planner  `---------------- loaders ----------------'   caller   fetchers  writers            who does it
 
-The planner numbers the rows of each batch and knows their last writers (`stale`). Loaders gather
-when all but the last W batches are written (`flow`, the only throttle). The caller's thread commits
-in batch order: replay what is stale, update, append to the ring (`steps`). Writers put final rows
-in batch order, each its own shards. `stages` say what is done to a batch, `threads` has the threads
-that do it, and `leaving` is how a run ends.
+The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather
+when all but the last W batches are written (`scheduler`, the only throttle). The caller's thread
+commits in batch order: replay what is stale, update, append to the ring. Writers put final rows
+in batch order, each its own shards. `stages` say what is done to a batch, `workers` has the threads
+that do it.
 
 Legend: W window.
 """
 
+import atexit
 import collections
+import os
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
-from jaxrec.announced import Cut
-from jaxrec.asked import check_hooks, checked_capacity, tell_restarted
 from jaxrec.bounds import whole_number
-from jaxrec.errors import first, note
-from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.committing import Committing
-from jaxrec.oac.flow import Flow
-from jaxrec.oac.stages import Stages, fetch_whole
-from jaxrec.oac.steps import Steps, check_same_shapes
-from jaxrec.oac.threads import Cuts, Workers
-from jaxrec.oac.view import Standing, begin_run, check_alone
-from jaxrec.oac.ways import Threads, check_threads, check_update, check_way, mesh_for, state_itself
+from jaxrec.embedding import HostTables
+from jaxrec.engine import (
+    Cut,
+    EngineBase,
+    caught,
+    check_change,
+    check_hooks,
+    checked_capacity,
+    checked_shards,
+    first,
+    note,
+    notify_restarted,
+)
+from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.oac.options import Threads, check_options, check_threads, check_update, mesh_for, state_itself
+from jaxrec.oac.scheduler import BatchScheduler
+from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
+from jaxrec.oac.view import StaleTables, TableProgress, begin_run, check_alone, end_run, pipelines_in_a_run
+from jaxrec.oac.workers import CutSaver, Workers
+from jaxrec.prefetch import Stream, Streams
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
-from jaxrec.stream import Stream, Streams
+from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
+REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
 
-class Pipeline(Committing):
+
+class Pipeline(EngineBase):
     """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
         with Pipeline(state, update, mode="oac", window=8) as pipeline:
@@ -55,7 +69,7 @@ class Pipeline(Committing):
     refuses to be read until `drain`, and from then to the next batch it can be read.
     `pipeline.tables` are the tables themselves, unguarded.
 
-    However a run is left, what is committed is written, and no failure is swallowed: see `leaving`.
+    However a run is left, what is committed is written, and no failure is swallowed: see `close`.
     At a step come the commit, the hooks in their order, the cut, and then failures that are
     emulated; shards that their home has lost come back before the cut.
 
@@ -96,7 +110,11 @@ class Pipeline(Committing):
         of range; state, update and mesh that do not fit each other.
     """
 
-    flow_type, steps_type = Flow, Steps
+    _name = "pipeline"
+    # How long leaving waits before it says what it waits for, and `run` for an iterator in use.
+    patience_seconds = 10.0
+    scheduler_type, device_step_type = BatchScheduler, DeviceStep
+    _cuts: CutSaver
 
     def __init__(
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
@@ -105,18 +123,22 @@ class Pipeline(Committing):
         skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__()
+        self._interrupted: list[int] = []  # signals that came while a finalizer left the run
+        self._iterating: threading.Thread | None = None  # who takes the batches of the run
+        self._left, self._in_hooks = True, False
+        self._to_lose: set[int] = set()  # after the cut of this step
         state = state_itself(state)
         check_update(update)
-        way = check_way(mode, window, validation, skip_stale_reads, skip_rewritten)
-        self.mode, self.window, self._way = way.mode, way.window, way
+        options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
+        self.mode, self.window, self._options = options.mode, options.window, options
         self._threads = check_threads(Threads(loaders, fetchers, writers, ahead), state.tables.spec.shards)
         self.tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._steps = self.steps_type(update, way, self.tables, mesh, state.dense)
+        self._steps = self.device_step_type(update, options, self.tables, mesh, state.dense)
         self._stages = Stages(
             self.tables,
-            way,
+            options,
             mesh.size,
             send or jax.device_put,
             fetch or fetch_whole,
@@ -126,25 +148,48 @@ class Pipeline(Committing):
             None if capacity is None else checked_capacity(spec, capacity),
         )
         self.compilations, self._compiled_before = 0, 0
-        self._cuts, self._streams = Cuts(self._stages, self._steps), Streams()
-        self._standing, self._view = self._standing_of(self.tables), self.tables
-        self._begin_flow(0, Stream(iter(())))
+        self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
+        self._progress = self._progress_of(self.tables)
+        self._view: HostTables = self.tables  # the tables of the state: they refuse while they lag
+        self._new_scheduler(0, Stream(iter(())))
 
-    def _standing_of(self, tables):
-        whole = not self._way.skip_writes
-        return Standing(tables, not self._way.adds and whole, whole)
+    def _progress_of(self, tables):
+        whole = not self._options.skip_writes
+        return TableProgress(tables, not self._options.adds and whole, whole)
 
-    def _begin_flow(self, number, stream, gone=()):
-        ahead = self._threads.ahead + self._way.lookahead
-        self.flow = self.flow_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
-        self.flow.tell_lost(gone)
-        self._standing.begin(self.flow, int(self._steps.dense.step))
-        self._workers = Workers(self.flow, self._stages, stream, self._standing, self._threads)
+    def _new_scheduler(self, number, stream, gone=()):
+        ahead = self._threads.ahead + self._options.lookahead
+        self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
+        self.scheduler.mark_lost(gone)
+        self._progress.begin(self.scheduler, int(self._steps.dense.step))
+        self._workers = Workers(self.scheduler, self._stages, stream, self._progress, self._threads)
 
     @property
     def counters(self) -> collections.Counter:
         """What has gone through, see above."""
         return self._stages.counters
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step; for who calls between two steps.
+
+        Raises:
+          ValueError: in a hook or in the save of a cut, which have one of their own.
+        """
+        if self._in_hooks or threading.current_thread() in self._workers.threads:
+            raise ValueError(
+                "pipeline.state was read in a hook or in the save of a cut: take the state that it was given, as this "
+                "one is behind what earlier hooks have made of it, or ahead."
+            )
+        return self._state()
+
+    def _state(self):
+        return TrainState(self._steps.dense, self._view)
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        """How many steps the state has seen."""
+        return self._progress.step
 
     def run(
         self, batches: Iterable, hooks: Sequence[Callable] = (), check_every_steps: int = 100
@@ -216,9 +261,149 @@ class Pipeline(Committing):
             self._compiled_before = self._steps.compiled()
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
-            self._begin_flow(self.flow.planned + self.window + 1, stream, self.flow.gone)
-            self._standing.turn = begin_run(self.tables, self.flow, self)
+            self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.gone)
+            self._progress.turn = begin_run(self.tables, self.scheduler, self)
             self._workers.start_all()
+
+    def _next_number(self):
+        """The batch to commit, when it is loaded and its shards are there; None at the end."""
+        lookahead = self._stages.options.lookahead
+        while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._some_to_recover():
+            self._recover_lost()
+        return number
+
+    def _train(self, number, hooks):
+        if self.scheduler.paused:
+            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
+        plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
+        try:
+            with uninterrupted(again=False) as asked:
+                metrics = self._commit(number)
+            # A Ctrl-C in the commit waits for the hooks of its step, in which another one is not
+            # put off.
+            try:
+                self._run_hooks(hooks, plans, metrics)
+                # Before the cut, which could not save rows that are really gone.
+                self._recover_lost()
+                # Behind the hooks: what they made of the dense state belongs to the step.
+                self._cuts.begin(self.step, self._workers)
+                # Behind the cut: an emulated failure finds what was saved at its step.
+                self._recover_emulated()
+            finally:
+                raise_again(asked)
+        except Exception as error:
+            error.add_note(self._workers.where("commit", number))
+            raise
+        return metrics
+
+    def _commit(self, number):
+        """The step of one batch, whole or not at all: the caller puts signals off."""
+        item, before = self._stages.items[number], self._steps.dense
+        try:
+            item.committed, metrics = self._steps.commit(item, self.scheduler.floor)
+        except BaseException as error:
+            if self._steps.dense is not before:  # the step is done, and its rows are gone
+                self.scheduler.mark_committed(number)
+                self.scheduler.fail_behind(number, error)
+            elif self._steps.dense_is_gone():
+                self.scheduler.mark_dense_gone()
+                self.scheduler.fail_behind(number, error)
+            raise
+        # Dropped before another batch may take their place in memory.
+        item.loaded = item.inputs = None
+        self._view = StaleTables(self._progress, self.step + 1)
+        # Last: from here on a fetcher may have the rows, and the step counts.
+        self.scheduler.mark_committed(number)
+        self._steps.losses.note(self.step, metrics)
+        return metrics
+
+    def _run_hooks(self, hooks, plans, metrics):
+        self._in_hooks = True
+        try:
+            for hook in hooks:
+                before = self._state()
+                state = run_hooks([hook], before, self.step, plans, metrics)
+                if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
+                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
+                # After each: the next one may raise, and an earlier state may be donated by then.
+                self._steps.dense = state.dense
+        finally:
+            self._in_hooks = False
+
+    def drain(self) -> HostTables:
+        """Waits until all committed batches are written, and returns the tables, now those of
+        `state.dense`.
+
+        Call it on the committing thread, for example in a hook that evaluates. Batches gathered
+        already stay valid. In semisync it waits until the next batch has come and was gathered, as
+        that one must not see the rows of this one.
+
+        Raises:
+          BrokenPipeline: rows are lost.
+          ValueError: another thread is in the middle of a step.
+          Whatever the save of a cut has raised.
+        """
+        self._refuse()
+        self._refuse_elsewhere()
+        self.scheduler.drain()
+        self._progress.refuse_broken()
+        self._refuse_unsaved()
+        if self._stages.options.skip_writes:
+            self.scheduler.wait_for_cut()  # which writes the same rest
+            self._refuse_unsaved()
+        with uninterrupted():
+            # Else it was written, and others may have trained over the tables since.
+            if not self._left:
+                self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
+            self._progress.settle()
+        return self.tables
+
+    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+        """Changes the tables while nobody else reads or writes them: what was gathered ahead is
+        gathered anew.
+
+            pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
+
+        For the committing thread, between steps or in a hook; the state that later hooks get and
+        that is yielded has the tables as they are then. Tables in host memory are changed in place.
+
+        Args:
+          change: (tables) -> tables, those that hold from then on; here the same ones. It is called again if it meets
+            lost shards, when those who were entered have brought them back.
+
+        Raises:
+          ValueError: `change` is no function, or returns other tables; one is at work already.
+          ShardsLost: shards were lost, and nobody who was entered can recover them.
+          As `drain`, and whatever `change` raises: what was changed until then stays.
+        """
+        check_change(change)
+        if self.scheduler.paused:
+            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
+        changed = self._changed_when_whole(change)
+        if not self.running:  # whoever changes them then answers for their shards
+            self.scheduler.mark_recovered(self.scheduler.gone)
+        if changed is not self.tables:
+            raise ValueError(
+                f"the change returned a {type(changed).__name__}: tables in host memory are changed in place, so "
+                "return those that it was given."
+            )
+
+    def _changed(self, change):
+        self.drain()
+        self.scheduler.wait_for_cut()  # it may still be saving
+        self._refuse_unsaved()
+        try:
+            self.scheduler.pause()
+            self._progress.refuse_broken()
+            return self._or_lost(change, self.tables)
+        finally:
+            with uninterrupted():
+                # Before the restart: who gathers anew may look at the tables at once. What the ring
+                # and the last writers say of earlier batches is forgotten, or a later batch would
+                # undo the change.
+                self._progress.settle()
+                self.scheduler.restart(self._stages.void)
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
         """Announces a consistent state after a step, to be saved while training goes on.
@@ -271,11 +456,225 @@ class Pipeline(Committing):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        check_alone(state.tables, self.flow)
-        tell_restarted(self._watchers, state)
+        check_alone(state.tables, self.scheduler)
+        notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
         self.tables, self._view = state.tables, state.tables
         self._steps.dense, self._stages.tables = state.dense, state.tables
-        self._standing = self._standing_of(state.tables)
-        self._begin_flow(self.flow.planned + self.window + 1, Stream(iter(())))
+        self._progress = self._progress_of(state.tables)
+        self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
+
+    def lose(self, shards: Iterable[int]) -> None:
+        """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all
+        watchers that have it.
+
+        For a hook that emulates a failure. A home whose shards are really lost says so by
+        `ShardsLost`, and the same happens at the step that is committed when it is noticed: what
+        was to be written to them by then is lost with them, what was gathered ahead is gathered
+        anew. A cut that meets them is saved when they are back.
+
+        Args:
+          shards: their numbers.
+
+        Raises:
+          ValueError: there is no such shard; nothing runs.
+          ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
+        """
+        wanted = checked_shards(self.tables.spec, shards, self.running)
+        self._refuse_elsewhere()
+        self._to_lose |= wanted
+
+    def _recover_met(self, shards):
+        self.scheduler.mark_lost(shards)
+        in_hooks, self._in_hooks = self._in_hooks, False  # what recovers asks for the state
+        try:
+            self._recover(self.scheduler.gone, begin_cut=not in_hooks)
+        finally:
+            self._in_hooks = in_hooks
+
+    def _recover_lost(self):
+        """Has watchers bring back what homes have lost, until nothing is."""
+        while self._some_to_recover():
+            self._recover(self.scheduler.gone)
+
+    def _some_to_recover(self):
+        # A run that has failed otherwise tells of that, and the next one begins with what is lost.
+        return bool(self.scheduler.gone) and not self.scheduler.broken and self.scheduler.unsaved is None
+
+    def _recover_emulated(self):
+        """Has watchers bring back what hooks want lost."""
+        # Taken off first: if bringing them back fails, the next step must not lose them once more.
+        wanted, self._to_lose = self._to_lose, set()
+        if wanted:
+            self._recover(wanted)
+
+    def _recover(self, shards, begin_cut=True):
+        watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
+        # The cut of this step belongs before the failure: whoever recovers finds it saved.
+        self.scheduler.wait_for_cut()
+        # Behind the wait: a save tells of the loss before it says that it was missed.
+        self._cuts.count_recovery(shards, REMEDY)
+        before = self.scheduler.epoch
+        try:
+            with self._bringing_back():
+                for watcher in watchers:
+                    watcher.recover(tuple(sorted(shards)))
+        except ShardsLost as lost:  # while they came back: all come back once more
+            self.scheduler.mark_lost(lost.shards)
+            self._recover({*shards, *lost.shards}, begin_cut)
+            return
+        # Nobody was alone with the tables: what was parked has to be gathered anew.
+        if self.scheduler.epoch == before:
+            self.exclusive(lambda tables: tables)
+        # Behind the restart: until then, those who were gathering have told of the same loss.
+        self.scheduler.mark_recovered(shards)
+        if self._left:
+            self._save_missed()
+        elif begin_cut:  # in a hook others are still to come, whose changes belong to the step
+            self._cuts.begin(self.step, self._workers)
+
+    def _save_missed(self):
+        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended."""
+        try:
+            self._cuts.save_missed(self.state)
+        except ShardsLost as lost:  # again: no worker is left to tell of them
+            self.scheduler.mark_lost(lost.shards)
+
+    def close(self) -> None:
+        """Ends a run: what is committed is written, what is not comes first when the same iterator
+        is given to `run`.
+
+        Raises:
+          ValueError: in a hook, which leaves a run by an exception; in another thread than the one
+            that iterates.
+          Whatever a stage raised, unless it was raised before.
+        """
+        super().close()
+
+    def _end(self):
+        generator, self._within = self._generator(), self._within + 1
+        try:
+            with uninterrupted() as asked:
+                if self.running:
+                    self._refuse_close(generator)
+                if generator is not None:
+                    generator.close()
+                self._leave()
+                asked += self._interrupted
+                self._interrupted = []
+        finally:
+            self._within -= 1
+        return self._take_untold()
+
+    def leave_at_exit(self) -> None:
+        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it
+        belongs to.
+
+        Raises:
+          As `close`.
+        """
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
+
+    def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
+        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
+        is no harm.
+
+        Args:
+          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the
+            `with` block.
+          recovers: whether the caller brings lost shards back, so that they are no failure.
+        """
+        scheduler, workers = self.scheduler, self._workers
+        with uninterrupted() as asked:
+            # A fork has the run without its threads.
+            if self._left or workers.process != os.getpid():
+                return
+            if threading.current_thread() in workers.threads:
+                scheduler.finish()
+                # The collector has dropped the run in here: the next call waits for the threads.
+                return
+            # Before the threads are told that no more will come: of the last step, if its hooks
+            # were interrupted.
+            failed = caught(lambda: self._cuts.begin(self.step, workers))
+            workers.end(asked, self.patience_seconds)
+            if not scheduler.broken:
+                # Behind the threads, so that nothing older comes after it.
+                self._write_rest()
+            elif not scheduler.given_up:
+                if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
+                    scheduler.mark_dense_gone()
+            # The tables are free for others only when all is written.
+            end_run(scheduler)
+            self.compilations += self._steps.compiled() - self._compiled_before
+            self._left = True
+            unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
+            failures = (
+                scheduler.lost,
+                scheduler.unsaved,
+                scheduler.failure,
+                failed,
+                caught(self._steps.losses.check),
+                unrecovered,
+            )
+            self._untold += [failure for failure in failures if failure is not None]
+            if postpone and asked:
+                self._interrupted = [*asked]
+                asked.clear()
+
+    def _write_rest(self):
+        try:
+            self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
+        except Exception as error:
+            error.add_note("in the last write of a run of the pipeline")
+            self.scheduler.fail_behind(self.scheduler.committed, error)
+        else:
+            self._progress.settle()
+            self._view = self.tables
+
+    def _refuse(self):
+        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
+        other hands."""
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
+        if not self.running:
+            self._leave()
+        self._progress.refuse_broken()
+        if failures := self._take_untold():
+            raise first(failures)
+        check_alone(self.tables, self.scheduler)
+
+    def _refuse_unsaved(self):
+        if not self._left and self.scheduler.unsaved is not None:
+            raise self.scheduler.unsaved
+
+    def _refuse_elsewhere(self):
+        # A step in another thread may donate the dense state that this call would look at.
+        generator, here = self._generator(), threading.current_thread()
+        if generator is not None and generator.gi_running and self._iterating is not here:
+            raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
+
+    def _refuse_close(self, generator):
+        here, iterating = threading.current_thread(), self._iterating
+        if here in self._workers.threads:
+            raise ValueError("close was called by a thread of the pipeline (a cut's save, send, fetch): raise there.")
+        if iterating is not None and iterating is not here and iterating.is_alive() and not self._left:
+            raise ValueError(
+                f"close was called in another thread than {iterating.name!r}, which iterates over the run: leave the "
+                "loop there."
+            )
+        if generator.gi_running:
+            raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+
+
+@atexit.register
+def _leave_all():
+    """Interpreters end in the middle of threads: what is committed is written first, and what went
+    wrong is said."""
+    for pipeline in pipelines_in_a_run():
+        try:
+            pipeline.leave_at_exit()
+        except Exception:
+            traceback.print_exc()

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embedding import HostTables
-from jaxrec.oac.flow import Flow
+from jaxrec.oac.scheduler import BatchScheduler
 
 # {key of tables: (flow of the run, weak reference to its pipeline)}, and the number of the last run
 # of each.
-_running: dict[Any, tuple[Flow, weakref.ref]] = {}
+_running: dict[Any, tuple[BatchScheduler, weakref.ref]] = {}
 _last: dict[Any, int] = {}
 _numbers = itertools.count(1)
 _lock = threading.RLock()  # the collector may leave a run, which comes in here, at any line
@@ -33,46 +33,46 @@ def _keys(tables):
     return [id(tables.steps), *files]
 
 
-def begin_run(tables: HostTables, flow: Flow, pipeline: Any) -> int:
+def begin_run(tables: HostTables, scheduler: BatchScheduler, pipeline: Any) -> int:
     """A run begins; returns its number.
 
     Raises:
       ValueError: another run goes on.
     """
     with _lock:
-        check_alone(tables, flow)
-        number, entry = next(_numbers), (flow, weakref.ref(pipeline))
+        check_alone(tables, scheduler)
+        number, entry = next(_numbers), (scheduler, weakref.ref(pipeline))
         for key in _keys(tables):
             _running[key], _last[key] = entry, number
         return number
 
 
-def end_run(flow: Flow) -> None:
+def end_run(scheduler: BatchScheduler) -> None:
     """A run has ended, and all that it committed is written."""
     with _lock:
-        for key in [key for key, (user, _) in list(_running.items()) if user is flow]:
+        for key in [key for key, (user, _) in list(_running.items()) if user is scheduler]:
             _running.pop(key, None)
 
 
-def check_alone(tables: HostTables, flow: Flow) -> None:
+def check_alone(tables: HostTables, scheduler: BatchScheduler) -> None:
     """Raises if another run than that of this flow goes on over the tables.
 
     Raises:
       ValueError: it says what to do.
     """
-    if _others(tables, flow) and any(user.over() for user in _others(tables, flow)):
+    if _others(tables, scheduler) and any(user.over() for user in _others(tables, scheduler)):
         gc.collect()  # a pipeline that nobody holds any more may wait to be collected
-    if _others(tables, flow):
+    if _others(tables, scheduler):
         raise ValueError(
             "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
         )
 
 
-def _others(tables, flow):
+def _others(tables, scheduler):
     with _lock:
         found = [_running[key] for key in _keys(tables) if key in _running]
     # Whoever was collected by one of its own threads has ended without saying so.
-    return [user for user, owner in found if user is not flow and not (user.over() and owner() is None)]
+    return [user for user, owner in found if user is not scheduler and not (user.over() and owner() is None)]
 
 
 def last_run(tables: HostTables) -> int:
@@ -118,7 +118,7 @@ def _at(step):
     return "at no step" if step is None else f"at step {step}"
 
 
-class Standing:
+class TableProgress:
     """Where the tables of a pipeline stand beside its dense state; views ask it, and it outlives
     the pipeline.
 
@@ -132,9 +132,9 @@ class Standing:
     def __init__(self, tables: HostTables, exact: bool, whole: bool):
         self.tables, self.exact, self.whole = tables, exact, whole
 
-    def begin(self, flow, step: int) -> None:
+    def begin(self, scheduler, step: int) -> None:
         """A run begins, at a step at which the tables stand."""
-        self.flow, self.first_step = flow, step
+        self.scheduler, self.first_step = scheduler, step
         self.half: set[int] = set()  # shards that a write was cut short in
         self.puts = self.tables.steps[:, 1].copy()  # of each shard, when its last batch was written
         self.settled = step  # where tables and dense state stood together last
@@ -143,7 +143,7 @@ class Standing:
     @property
     def step(self) -> int:
         """How many steps the dense state has seen."""
-        return self.first_step + self.flow.committed - self.flow.first
+        return self.first_step + self.scheduler.committed - self.scheduler.first
 
     def settle(self) -> None:
         """The tables stand where the dense state does."""
@@ -155,16 +155,16 @@ class Standing:
 
     def refuse_broken(self) -> None:
         """Raises BrokenPipeline, from what broke it, if rows were lost."""
-        if self.flow.lost is not None:
-            dense_step = None if self.flow.dense_gone else self.step
-            raise BrokenPipeline(dense_step, self.table_steps(), self.flow.lost) from self.flow.lost
+        if self.scheduler.lost is not None:
+            dense_step = None if self.scheduler.dense_gone else self.step
+            raise BrokenPipeline(dense_step, self.table_steps(), self.scheduler.lost) from self.scheduler.lost
 
     def table_steps(self) -> list[int | None]:
         """For each shard the step at which it stands."""
-        flow, puts = self.flow, self.tables.steps
+        scheduler, puts = self.scheduler, self.tables.steps
         steps: list[int | None] = []
         for shard in range(len(puts)):
-            written = self.first_step + flow.written[shard % len(flow.written)] - flow.first
+            written = self.first_step + scheduler.written[shard % len(scheduler.written)] - scheduler.first
             torn = shard in self.half or puts[shard, 0] != puts[shard, 1] or not self.whole
             # A writer failed behind this shard.
             ahead = int(puts[shard, 1] - self.puts[shard]) if self.exact else 0
@@ -196,13 +196,13 @@ class Standing:
             )
         if step == self.settled:
             own = self.puts if puts is None else puts
-            if not self.flow.paused and not np.array_equal(self.tables.steps[:, 1], own):
+            if not self.scheduler.paused and not np.array_equal(self.tables.steps[:, 1], own):
                 raise ValueError(
                     f"these tables stood at step {step}, and their rows were changed since: use the state of whoever "
                     "changed them."
                 )
             return
-        lag = max(1, self.flow.committed - self.flow.watermark())
+        lag = max(1, self.scheduler.committed - self.scheduler.watermark())
         raise ValueError(
             f"these tables lag {lag} batch{'es' * (lag > 1)} behind the dense state: call pipeline.drain() before "
             "reading, evaluating or saving. (`exclusive`, a cut's save and what `drain` returns have the tables "
@@ -210,7 +210,7 @@ class Standing:
         )
 
 
-class LaggingTables(HostTables):
+class StaleTables(HostTables):
     """The tables of a state that a pipeline yields: rows can be reached only while they are those
     of the state.
 
@@ -219,21 +219,21 @@ class LaggingTables(HostTables):
       step: of the state.
     """
 
-    _standing: Standing
+    _progress: TableProgress
     _step: int
     _puts: np.ndarray | None
 
-    def __init__(self, standing: Standing, step: int):
-        tables = standing.tables
+    def __init__(self, progress: TableProgress, step: int):
+        tables = progress.tables
         self.__dict__.update(  # the class is frozen, and `shards` and `directory` are guarded
-            spec=tables.spec, layout=tables.layout, steps=tables.steps, _standing=standing, _step=step,
+            spec=tables.spec, layout=tables.layout, steps=tables.steps, _progress=progress, _step=step,
             _puts=None,
         )  # fmt: skip
 
     def themselves(self) -> HostTables:
         """The tables without a guard; refused while they lag."""
-        self._standing.refuse_lag(self._step, self._puts)
-        return self._standing.tables
+        self._progress.refuse_lag(self._step, self._puts)
+        return self._progress.tables
 
     def _keep_puts(self):
         """What is put through this view makes it the newest; those of earlier states see that the

@@ -14,14 +14,11 @@ the equations, then `shadow`. `Shadow` and `Foreground` are what a group hands o
 
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
-from jaxrec.shadowsync.leaves import replica_spread, with_mean_replica
-from jaxrec.shadowsync.meeting import Left, Transport
+from jaxrec.shadowsync.params import replica_spread, with_mean_replica
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
-from jaxrec.shadowsync.shadow import Shadow
-from jaxrec.shadowsync.synchroniser import Foreground
-from jaxrec.shadowsync.trainers import Figures, train_freely, train_stretch
-from jaxrec.shadowsync.transport import AllToAll, Centre
-from jaxrec.shadowsync.workers import FreeStep
+from jaxrec.shadowsync.synchroniser import Foreground, Shadow
+from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, Transport
+from jaxrec.shadowsync.workers import Figures, FreeStep, train_freely, train_stretch
 
 __all__ = [
     "ALL_REDUCE",
@@ -31,7 +28,7 @@ __all__ = [
     "Figures",
     "Foreground",
     "FreeStep",
-    "Left",
+    "PeerLeft",
     "Rule",
     "Script",
     "Shadow",

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.shadowsync.meeting import Transport
 from jaxrec.shadowsync.rules import Rule
-from jaxrec.shadowsync.shadow import Shadow
-from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
-from jaxrec.shadowsync.transport import AllToAll, Centre
+from jaxrec.shadowsync.synchroniser import Foreground, Shadow, Synchroniser
+from jaxrec.shadowsync.transport import AllToAll, Centre, Transport
 from jaxrec.types import PyTree
 
 
@@ -59,7 +57,7 @@ class SyncGroup:
       timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue:
         more than the longest time between two of its calls of `exchange`, compilation included.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' ends
-        their training with `Left`, which names it; 'drop' lets them go on without it.
+        their training with `PeerLeft`, which names it; 'drop' lets them go on without it.
       last_round: whether `finish` brings the trainers together. Without it a trainer that is done
         takes part in the rounds that others begin, and all stay where they are at the end: for a
         training that goes on later, with a group that has the `memory` of this one.

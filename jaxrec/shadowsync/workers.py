@@ -1,28 +1,50 @@
-"""One trainer that runs freely: a replica on its device, Hogwild workers and a synchroniser.
+"""Free-running trainers: threads that share host tables, and what synchronises their parameters.
+
+Each of the n trainers has a replica on a device of its own and m Hogwild workers. A worker reads
+rows and the trainer's newest parameters without waiting for the other workers, computes the
+gradients, then applies them to whatever the parameters and rows are by then: parameters with optax
+on the newest version, rows with `add`. So a gradient may be m - 1 steps of its trainer old, and
+rows as many steps of all trainers as were in flight. Arrays of JAX never change, so a worker sees
+parameters of one version: consistent reads, unlike Hogwild on shared memory, which may see torn
+ones.
+
+A foreground round keeps waiting the one worker whose step it was time at. The trainer's other
+workers step on, and what the round has found is folded into the parameters as they are by then, as
+a shadow's result is.
 
 All threads are daemons: one that is blocked for ever by a stream, a hook or a transport of the
 user's does not keep the process alive. When it wakes after training was left, it makes no round and
 writes nothing.
+
+Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild together). Regime:
+free-running. Legend: n trainers, m workers per trainer, B batch.
 """
 
 import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
+from jaxrec.interrupts import uninterrupted
 from jaxrec.losses import check_draws_nothing
-from jaxrec.shadowsync.meeting import Left
+from jaxrec.shadowsync.params import replica_spread
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
-from jaxrec.step import gradients, step_dense, step_rows, with_replica, without_replica
-from jaxrec.types import Array, Batch, DenseState, Plan, RowOptimizer, TrainState
+from jaxrec.shadowsync.transport import PeerLeft
+from jaxrec.sharding import make_mesh
+from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
+from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
+from jaxrec.validate import check_not_donated
 
 _END = object()  # of a stream; one that gives None is wrong
 
@@ -150,7 +172,7 @@ class Trainer:
     def is_over(self) -> bool:
         """Whether it has come to its end, or failed, as when the others go on without it."""
         if not self.ended and not self.failed and self.entered and (why := self.entered.why_gone):
-            self._stop(Left(f"trainer {self.number} {why}"), f"of trainer {self.number}")
+            self._stop(PeerLeft(f"trainer {self.number} {why}"), f"of trainer {self.number}")
         return self.ended or self.failed
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -170,7 +192,7 @@ class Trainer:
             self.entered.__exit__(None, None, None)
         except Exception as error:
             # Its thread has heard that this trainer was left.
-            echo = self.failed and isinstance(error, Left)
+            echo = self.failed and isinstance(error, PeerLeft)
             if not echo and not any(error is known for _, known in self.shared.failures):
                 self._fail(error, f"in the synchronisation of trainer {self.number}")
 
@@ -277,3 +299,296 @@ class Trainer:
             with self.lock:
                 # Folded into what they are by now: other workers have stepped on during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))
+
+
+class Figures(NamedTuple):
+    """What a run of n trainers has done."""
+
+    examples: int
+    seconds: float  # until the last worker was done; rounds after it do not count
+    examples_per_s: float
+    example_level_parallelism: int  # B m n: examples in flight
+    steps: list[int]  # of each trainer
+    rounds: list[int]
+    bytes: list[int]  # sent and received by its synchronisation
+    average_sync_gap: list[float]  # steps of the trainer per round; inf without one
+    average_sync_gap_per_worker: list[float]  # the same, divided by m
+    replica_spread: float  # of the replicas at the end, without dropped ones
+    # Why a trainer was dropped; always empty if a failure stops all.
+    failures: dict[int, BaseException]
+
+
+def train_freely(
+    spec: EmbeddingSpec,
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
+    params: PyTree,
+    tables: HostTables,
+    streams: Sequence[Iterable[Batch]],
+    synchroniser: Callable[[int], Synchroniser] | None = None,
+    workers_per_trainer: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    hook: Callable[[int, int, dict], None] | None = None,
+    leave_timeout_s: float = 10.0,
+) -> tuple[list[DenseState], Figures]:
+    """Trains n = len(streams) trainers until their streams are exhausted.
+
+    A failing trainer stops all, unless its group (its synchroniser's transport) has
+    `on_failure='drop'`: then it is dropped with a warning, its error is in `Figures.failures`, and
+    the others go on to their ends. So is one that the group has dropped because it was overdue; a
+    thread of it that is blocked is left behind. Ctrl-C, and anything else that is no `Exception`,
+    stops all in either case.
+
+    Args:
+      spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
+        key nor return variables, as gradients are applied in any order.
+      params: initial dense parameters, the same for every trainer.
+      tables: shared by all; written in place.
+      streams: the batches of each trainer, of one size; its workers take them in turns.
+      synchroniser: trainer -> what synchronises it, not entered yet: `group.trainer` of a
+        `SyncGroup`; none if None. `every_steps` and the gap count steps of a trainer.
+      workers_per_trainer: m.
+      devices: trainer i trains on device i modulo their number; all local devices if None.
+      hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
+      leave_timeout_s: seconds that leaving waits for threads that are blocked by a stream, a hook
+        or a transport; another Ctrl-C ends the wait. Those that have not ended by then are left
+        behind, and named.
+
+    Returns:
+      The dense state of every trainer, leaves with a leading axis of one replica (of a dropped
+      trainer as it was), and the figures.
+
+    Raises:
+      ValueError: no streams, no list of them, or one iterator for two trainers;
+        workers_per_trainer < 1; tables that are not on the host; a synchroniser that is no
+        function, or returns no synchroniser; a hook that is no function; leave_timeout_s is not a
+        number of at least 0; a loss that wants a key or returns variables.
+      KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left
+        behind.
+      Exception: the first of any thread, with trainer and worker named, and likewise all threads
+        have ended; of the trainer that failed, not of those that it left.
+    """
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
+    step = FreeStep(spec, loss, optimizer, row_optimizer)
+    devices = jax.local_devices() if devices is None else devices
+    meshes = [make_mesh(devices=[devices[number % len(devices)]]) for number in range(len(streams))]
+    states = [init_state(params, optimizer, tables, mesh).dense for mesh in meshes]
+    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
+
+
+def train_stretch(
+    step: FreeStep,
+    states: Sequence[DenseState],
+    tables: HostTables,
+    streams: Sequence[Iterable[Batch]],
+    synchroniser: Callable[[int], Synchroniser] | None = None,
+    workers_per_trainer: int = 1,
+    hook: Callable[[int, int, dict], None] | None = None,
+    leave_timeout_s: float = 10.0,
+) -> tuple[list[DenseState], Figures]:
+    """Trains on from the dense states that an earlier call has returned, with the programs that it has compiled.
+
+    What a group knows goes on with `SyncGroup(..., last_round=False)` in each stretch but the last, and the `memory`
+    of the one before in each but the first. A stretch ends by a barrier of all trainers: a trainer that is done takes
+    part in the rounds of those that still train, with its parameters as they are, where in one long run it would have
+    trained on until its own round was due. Of a round in a shadow the end is waited for. Else two stretches are one
+    run: bit for bit with one trainer of one worker that nothing synchronises, or that the foreground does.
+
+    Args:
+      step: the same in all stretches.
+      states: of each trainer, leaves [1, ...] on its device, with its optimizer state and its count of steps; they are
+        donated.
+      tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s: as for `train_freely`; `hook` is told
+        the steps of the trainer in this stretch.
+
+    Returns:
+      As `train_freely`, the figures of this stretch.
+
+    Raises:
+      ValueError: as `train_freely`; not as many states as streams, or a state that has no axis of one replica.
+      As `train_freely` else.
+
+    >>> import jax.numpy as jnp, numpy as np, optax
+    >>> from jaxrec.embedding import HostTables, Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
+    >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
+    >>> step, tables = FreeStep(spec, loss, optax.adam(0.1), sgd(0.1)), HostTables.create(spec, sgd(0.1))
+    >>> ones = np.ones(2, np.float32)
+    >>> batch = Batch({'item': np.array([3, 8])}, np.zeros((2, 0), np.float32), ones, ones)
+    >>> states = [init_state(jnp.zeros(()), optax.adam(0.1), tables).dense for trainer in range(2)]
+    >>> for stretch in range(3):
+    ...     states, figures = train_stretch(step, states, tables, [[batch] * 5, [batch] * 4])
+    >>> [int(state.step) for state in states], figures.steps
+    ([15, 12], [5, 4])
+    """
+    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
+    _check_states(states, streams)
+    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
+
+
+def _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s):
+    shared = Shared(step, tables, hook)
+    trainers = []
+    for number, (dense, stream) in enumerate(zip(states, streams, strict=True)):
+        sync = _made(synchroniser, number) if synchroniser else None
+        trainers.append(Trainer(shared, number, dense, stream, sync, workers_per_trainer))
+    start = time.perf_counter()
+    _run(shared, trainers, leave_timeout_s)
+    _raise_or_warn(shared, trainers)
+    return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
+
+
+def _made(synchroniser, number):
+    sync = synchroniser(number)
+    if not isinstance(sync, Synchroniser):
+        raise ValueError(
+            f"the function given as synchroniser has returned a {type(sync).__name__} for trainer {number}: return a "
+            "Shadow or a Foreground, as `group.trainer` of a SyncGroup does, or give synchroniser=None."
+        )
+    return sync
+
+
+def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
+    if not isinstance(streams, Sequence) or isinstance(streams, str):
+        raise ValueError(f"streams is a {type(streams).__name__}: give a list with one stream for each trainer.")
+    if not streams:
+        raise ValueError("there are 0 streams, which must be 1 or more: each is a trainer.")
+    whole_number("workers_per_trainer", workers)
+    iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
+    if len(set(iterators)) < len(iterators):
+        raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
+    if not getattr(tables, "in_place", False):
+        raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
+    if synchroniser is not None and not callable(synchroniser):
+        raise ValueError(
+            f"synchroniser is a {type(synchroniser).__name__}: give a function of the trainer's number, as "
+            "`group.trainer` of a SyncGroup."
+        )
+    real_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", is_not_negative)
+    if hook is not None and not callable(hook):
+        raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
+
+
+def _check_states(states, streams):
+    if len(states) != len(streams):
+        raise ValueError(f"there are {len(states)} states and {len(streams)} streams: give each trainer one of both.")
+    for number, state in enumerate(states):
+        if not isinstance(state, DenseState) or any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves(state[1:])):
+            raise ValueError(
+                f"the state of trainer {number} is no DenseState of one replica, whose leaves are [1, ...]: give what "
+                "an earlier call has returned, or `init_state(...).dense`."
+            )
+        check_not_donated(TrainState(state, None))
+    if len({id(state) for state in states}) < len(states):
+        raise ValueError("two trainers have one state, which the steps of both would donate: give each its own.")
+
+
+def _run(shared, trainers, leave_timeout_s):
+    """Enters all synchronisers, runs all trainers and leaves, whatever comes."""
+    try:
+        try:
+            for trainer in trainers:
+                # All of them before one trains: who cannot enter is known before any row has
+                # changed.
+                trainer.enter()
+            # Ctrl-C ends the loop, and can at no instant skip the leaving.
+            with uninterrupted() as asked:
+                try:
+                    for trainer in trainers:
+                        shared.start(trainer.run, trainer.name)
+                    while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
+                        _pause()
+                finally:
+                    _leave(shared, trainers)
+        finally:
+            with uninterrupted() as asked:
+                _leave(shared, trainers)  # of trainers that could not all be entered
+                _wait(shared, leave_timeout_s, asked)
+    except BaseException as error:
+        if shared.running:
+            error.add_note(_left_behind(shared, leave_timeout_s))
+        raise
+    if shared.running:
+        shared.notes.append(_left_behind(shared, leave_timeout_s))
+
+
+def _leave(shared, trainers):
+    """Begins to leave, once: nobody begins anything any more, and who waits wakes."""
+    shared.stopped = True  # first
+    if shared.left_at is not None:
+        return
+    # From here on the time-out runs, whoever comes next to leave.
+    shared.left_at = time.monotonic()
+    for trainer in trainers:
+        trainer.leave()
+    for trainer in trainers:  # all at once, as a transport may block each
+        shared.start(trainer.exit, f"synchronisation-{trainer.number}")
+
+
+def _wait(shared, seconds, asked):
+    """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
+    # A thread that hangs in a stream or a hook of the user cannot be ended: it is left behind, and
+    # the caller is told.
+    while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
+        _pause()
+    for thread in shared.threads:
+        if thread.name not in shared.running:
+            thread.join()  # it has nothing more to do
+
+
+def _pause():
+    # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
+    # work for ended, and in the other can leave its lock held.
+    time.sleep(0.005)
+
+
+def _left_behind(shared, seconds):
+    names, waited = ", ".join(sorted(shared.running)), time.monotonic() - shared.left_at
+    if waited < seconds:
+        return f"{names} had not ended after {waited:.2g} s, when Ctrl-C came again. They write nothing more."
+    return (
+        f"{names} did not end within {seconds:g} s and were left behind: a stream, a hook or a transport blocks them. "
+        "They write nothing more."
+    )
+
+
+def _raise_or_warn(shared, trainers):
+    """Raises what has stopped all; what dropped trainers have raised is a warning."""
+    failures = [error for i, error in shared.failures if not trainers[i].survived(error)]
+    if all(trainer.failed for trainer in trainers):
+        failures = failures or [error for _, error in shared.failures]
+    # `PeerLeft` is what the others hear of a failure: it is raised where nothing else is known.
+    causes = [error for error in failures if not isinstance(error, PeerLeft)] or failures
+    if causes:
+        for note in shared.notes:
+            causes[0].add_note(note)
+        raise causes[0]
+    for trainer, error in shared.failures:
+        shared.notes.append(f"trainer {trainer} was dropped: {type(error).__name__}: {error}")
+    for note in shared.notes:
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
+
+
+def _figures(shared, trainers, start, workers):
+    seconds = max(trainer.end for trainer in trainers) - start
+    examples = sum(trainer.examples for trainer in trainers)
+    batch_size = max(trainer.batch_size for trainer in trainers)
+    syncs = [trainer.synchroniser for trainer in trainers]
+    rounds = [getattr(sync, "rounds", 0) for sync in syncs]
+    gaps = [t.steps / number if number else float("inf") for t, number in zip(trainers, rounds, strict=True)]
+    replicas = [jax.device_get(trainer.dense.params) for trainer in trainers if not trainer.failed]
+    return Figures(
+        examples=examples,
+        seconds=seconds,
+        examples_per_s=examples / seconds,
+        example_level_parallelism=batch_size * workers * len(trainers),
+        steps=[trainer.steps for trainer in trainers],
+        rounds=rounds,
+        bytes=[getattr(sync, "bytes", 0) for sync in syncs],
+        average_sync_gap=gaps,
+        average_sync_gap_per_worker=[gap / workers for gap in gaps],
+        replica_spread=replica_spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
+        # Reversed, so that of two errors of one trainer the first stays.
+        failures=dict(reversed(shared.failures)),
+    )

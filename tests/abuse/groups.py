@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from abuse import situation
 from abuse.shadowsync import EASGD, MEAN, PARAMS, params_of, state_of, together
-from jaxrec.shadowsync import Left, SyncGroup, bmuf, easgd
+from jaxrec.shadowsync import PeerLeft, SyncGroup, bmuf, easgd
 
 
 def group_of(rule=MEAN, trainers=1, **more):
@@ -114,14 +114,14 @@ def _(directory):
     with_group(group)
 
 
-@situation("a pool of fewer threads than trainers", Left, "trainer 2 never joined within timeout_s=0.2")
+@situation("a pool of fewer threads than trainers", PeerLeft, "trainer 2 never joined within timeout_s=0.2")
 def _(directory):
     group = group_of(trainers=3, timeout_s=0.2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda number: with_group(group, number), range(3)))
 
 
-@situation("a group in one thread, trainer after trainer", Left, "trainer 1 never joined")
+@situation("a group in one thread, trainer after trainer", PeerLeft, "trainer 1 never joined")
 def _(directory):
     group = group_of(EASGD, 2, timeout_s=0.2)
     for number in range(2):

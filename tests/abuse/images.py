@@ -834,7 +834,7 @@ def _(directory):
 def slow_writes(slow):
     """Whole images are written by a function of the writer, the path, the image and what else the writer takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrec.checkpoint.whole.write_image", functools.partial(slow, write_image))
+        patch.setattr("jaxrec.checkpoint.checkpointer.write_image", functools.partial(slow, write_image))
         yield
 
 

@@ -261,12 +261,12 @@ def _(directory):
         except ValueError as error:
             failed.append(error)
 
-    def elsewhere(state):
+    def remote_rows(state):
         thread = threading.Thread(target=close)
         thread.start()
         thread.join(60)
 
-    train(pipeline, hook=at_step(2, elsewhere))
+    train(pipeline, hook=at_step(2, remote_rows))
     raise failed[0]
 
 
@@ -349,12 +349,12 @@ def _(directory):
         except ValueError as error:
             failed.append(error)
 
-    def elsewhere(state):
+    def remote_rows(state):
         thread = threading.Thread(target=change)
         thread.start()
         thread.join(60)
 
-    train(pipeline, hook=at_step(2, elsewhere))
+    train(pipeline, hook=at_step(2, remote_rows))
     raise failed[0]
 
 

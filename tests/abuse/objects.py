@@ -13,7 +13,7 @@ from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
-from jaxrec import boundary, loop, metrics
+from jaxrec import loop, metrics, validate
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.types import RowOptimizer, Rows, Slot
 
@@ -753,9 +753,9 @@ def _(directory):
 
 @situation("two that create tables at once", ValueError, "tables.lock is locked: somebody else is making tables in")
 def _(directory):
-    from jaxrec.embedding import mapped
+    from jaxrec.embedding.host import making
 
-    with mapped.making(directory / "tables", SPEC, SPEC.layout(ROWS)):
+    with making(directory / "tables", SPEC, SPEC.layout(ROWS)):
         files(directory)
 
 
@@ -813,4 +813,4 @@ def _(directory):
 
 @situation("what JAX says of its own is not hidden", ZeroDivisionError, "by zero")
 def _(directory):
-    boundary.explained(lambda: 1 / 0, lambda: None)
+    validate.explained(lambda: 1 / 0, lambda: None)

@@ -13,8 +13,7 @@ from abuse import situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
 from jaxrec.embedding.in_process import InProcess
-from jaxrec.embedding.messages import OldWrite, Sender, ServerGone, Superseded
-from jaxrec.embedding.servers import ShardServer, deal
+from jaxrec.embedding.servers import OldWrite, Sender, ServerGone, ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.types import ShardsLost
 
@@ -208,7 +207,7 @@ def _(directory):
 @situation("a successor before anybody was told of the loss", ValueError, "is lost, but no call has raised ShardsLost")
 def _(directory):
     with Fleet(SPEC, ROWS, 2) as fleet:
-        fleet.tables.tell_lost([2], "the supervisor saw it die")
+        fleet.tables.mark_lost([2], "the supervisor saw it die")
         try:
             fleet.tables.replace(fleet.start(0, 2))
         finally:
@@ -253,7 +252,7 @@ def _(directory):
 
 @situation("telling of the loss of a shard that there is not", ValueError, r"shards \[7\] must lie between 0 and 3")
 def _(directory):
-    remote(SPEC, ROWS).tell_lost([7], "?")
+    remote(SPEC, ROWS).mark_lost([7], "?")
 
 
 @situation("pickling tables whose rows live elsewhere", TypeError, "cannot be pickled, their rows live elsewhere")

@@ -12,7 +12,7 @@ from jaxrec.shadowsync import (
     AllToAll,
     Centre,
     Foreground,
-    Left,
+    PeerLeft,
     Shadow,
     bmuf,
     easgd,
@@ -199,17 +199,21 @@ def _(directory):
         pass
 
 
-@situation("fewer trainers than announced", Left, "trainer 1 never joined within timeout_s=0.2 .are there 3 trainers.")
+@situation(
+    "fewer trainers than announced", PeerLeft, "trainer 1 never joined within timeout_s=0.2 .are there 3 trainers."
+)
 def _(directory):
     trainer(meeting(trainers=3, timeout_s=0.2), kind=Shadow)()
 
 
-@situation("fewer trainers than announced, with a centre", Left, "trainer 1 never joined")
+@situation("fewer trainers than announced, with a centre", PeerLeft, "trainer 1 never joined")
 def _(directory):
     trainer(meeting(EASGD, 2, timeout_s=0.2))()
 
 
-@situation("two trainers in one thread, of which one waits", Left, r"trainer 1 was last seen when it joined, [\d.]+ s")
+@situation(
+    "two trainers in one thread, of which one waits", PeerLeft, r"trainer 1 was last seen when it joined, [\d.]+ s"
+)
 def _(directory):
     transport = meeting(trainers=2, timeout_s=0.2)
     with Shadow(transport, 0) as first, Shadow(transport, 1):
@@ -350,13 +354,13 @@ def _(directory):
     together(trainer(transport, 0, error=OSError("the disk is gone")), trainer(transport, 1, steps=10**6))
 
 
-@situation("the peers of a trainer that raises", Left, "trainer 1 left after its round . with OSError: the disk")
+@situation("the peers of a trainer that raises", PeerLeft, "trainer 1 left after its round . with OSError: the disk")
 def _(directory):
     transport = meeting(trainers=2)
     together(trainer(transport, 0, steps=10**6), trainer(transport, 1, error=OSError("the disk is gone")))
 
 
-@situation("a trainer that leaves without finish", Left, "trainer 1 left without `finish` after its round 3")
+@situation("a trainer that leaves without finish", PeerLeft, "trainer 1 left without `finish` after its round 3")
 def _(directory):
     transport = meeting(trainers=2)
     together(trainer(transport, 0, steps=4), _without_finish(transport, 1))

@@ -17,7 +17,7 @@ from jaxrec.shadowsync import (
     AllToAll,
     Emulation,
     Foreground,
-    Left,
+    PeerLeft,
     Script,
     Shadow,
     SyncGroup,
@@ -101,7 +101,9 @@ def _(directory):
     train([stream(2), stream(2)], lambda number: make(0))
 
 
-@situation("a transport for three trainers under two", Left, "never joined within timeout_s=0.2 .*are there 3 trainers")
+@situation(
+    "a transport for three trainers under two", PeerLeft, "never joined within timeout_s=0.2 .*are there 3 trainers"
+)
 def _(directory):
     # Without batches, as the time-out would be over before the step of a busy machine is compiled; and without threads
     # in the background, whose end nobody waits for longer than this.
@@ -256,7 +258,7 @@ def _(directory):
     train([stream(2)], SyncGroup(RULE, PARAMS, trainers=1))
 
 
-@situation("a group for three trainers under two", Left, "never joined within timeout_s=0.2 .*are there 3 trainers")
+@situation("a group for three trainers under two", PeerLeft, "never joined within timeout_s=0.2 .*are there 3 trainers")
 def _(directory):
     train([stream(0), stream(0)], SyncGroup(RULE, PARAMS, trainers=3, timeout_s=0.2, every_steps=1).trainer)
 

@@ -1,4 +1,4 @@
-"""The threads of one run: each asks `flow` for its next batch, has `stages` do its part, and says
+"""The threads of one run: each asks `scheduler` for its next batch, has `stages` do its part, and says
 that it is done. Cuts, states that are announced for a step, are saved in a thread of their own
 while training goes on.
 """
@@ -15,16 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrec.announced import Announced
-from jaxrec.asked import Tries
-from jaxrec.errors import caught
+from jaxrec.engine import CutSchedule, Tries, caught
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.flow import Flow
-from jaxrec.oac.stages import Item, Stages
-from jaxrec.oac.steps import Steps
-from jaxrec.oac.view import Standing
-from jaxrec.oac.ways import Threads
-from jaxrec.stream import END, Stream
+from jaxrec.oac.options import Threads
+from jaxrec.oac.scheduler import BatchScheduler
+from jaxrec.oac.stages import DeviceStep, Item, Stages
+from jaxrec.oac.view import TableProgress
+from jaxrec.prefetch import END, Stream
 from jaxrec.types import ShardsLost, TrainState
 
 
@@ -65,9 +62,11 @@ class Workers:
       threads: how many of each kind.
     """
 
-    def __init__(self, flow: Flow, stages: Stages, stream: Stream, standing: Standing, threads: Threads):
-        self.flow, self.stages, self.stream = flow, stages, stream
-        self.standing, self.count = standing, threads
+    def __init__(
+        self, scheduler: BatchScheduler, stages: Stages, stream: Stream, progress: TableProgress, threads: Threads
+    ):
+        self.scheduler, self.stages, self.stream = scheduler, stages, stream
+        self.progress, self.count = progress, threads
         self.threads: list[Worker] = []
         self.process = os.getpid()  # a fork has the run without its threads
 
@@ -88,28 +87,28 @@ class Workers:
             self.start("write back", functools.partial(self._write_all, writer))
 
     def start(self, stage: str, body: Callable[[Worker], None]) -> None:
-        """Starts a thread of a stage; what the body raises is told to `flow`."""
-        worker = Worker(stage, self.flow.first, body, self._fail, self.flow.leave)
+        """Starts a thread of a stage; what the body raises is told to `scheduler`."""
+        worker = Worker(stage, self.scheduler.first, body, self._fail, self.scheduler.leave)
         self.threads = [*self.threads[:1], *(t for t in self.threads[1:] if t.is_alive()), worker]
         # It is in the list before it runs, and can ask whether it is one of these.
         try:
-            self.flow.start(stage, worker)
+            self.scheduler.start(stage, worker)
         except BaseException:
             self.threads.remove(worker)
             raise
 
     def where(self, stage: str, number: int) -> str:
         """What an error says of where it came from."""
-        return f"in stage '{stage}' of the pipeline, batch {number - self.flow.first} of this run"
+        return f"in stage '{stage}' of the pipeline, batch {number - self.scheduler.first} of this run"
 
     def _fail(self, worker, error, epoch=None):
         error.add_note(self.where(worker.stage, worker.number))
         if worker.stage in ("plan", "load"):
-            self.flow.fail_ahead(worker.number, error, epoch)
+            self.scheduler.fail_ahead(worker.number, error, epoch)
         elif worker.stage == "cut":
-            self.flow.fail_cut(error)
+            self.scheduler.fail_cut(error)
         else:
-            self.flow.fail_behind(worker.number, error)
+            self.scheduler.fail_behind(worker.number, error)
 
     # The end of a run.
 
@@ -121,16 +120,16 @@ class Workers:
           asked: signals that came meanwhile; it grows.
           patience_seconds: how long before it says what it waits for.
         """
-        flow = self.flow
-        flow.finish()
+        scheduler = self.scheduler
+        scheduler.finish()
         self._wait(asked, patience_seconds)
         for thread in self.threads:
-            behind = flow.given_up and thread.stage in ("load", "fetch")
-            if not behind and not (flow.alive["plan"] and thread is self.threads[0]):
+            behind = scheduler.given_up and thread.stage in ("load", "fetch")
+            if not behind and not (scheduler.alive["plan"] and thread is self.threads[0]):
                 thread.join()
         # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch
         # is given back.
-        left = [self.stages.items[number].planned.batch for number in range(flow.committed, flow.planned)]
+        left = [self.stages.items[number].planned.batch for number in range(scheduler.committed, scheduler.planned)]
         self.stream.waiting.extendleft(reversed(left))
         if not self.threads:  # no thread could be started, so none will say so
             self.stream.free.set()
@@ -138,12 +137,12 @@ class Workers:
         self.stages.items, self.threads = {}, []
 
     def _wait(self, asked, patience_seconds):
-        flow, late = self.flow, time.monotonic() + patience_seconds
-        flow.wait_for_threads(lambda: time.monotonic() > late)
-        if flow.over():
+        scheduler, late = self.scheduler, time.monotonic() + patience_seconds
+        scheduler.wait_for_threads(lambda: time.monotonic() > late)
+        if scheduler.over():
             return
         alive = [thread for thread in self.threads if thread.is_alive()]
-        awaited = ", ".join(f"{thread.name} at batch {thread.number - flow.first}" for thread in alive)
+        awaited = ", ".join(f"{thread.name} at batch {thread.number - scheduler.first}" for thread in alive)
         # Where warnings are errors the run is to be left all the same.
         with contextlib.suppress(UserWarning):
             warnings.warn(
@@ -152,39 +151,41 @@ class Workers:
                 stacklevel=5,
             )
         before = len(asked)  # who saves or writes has the tables in hand, and is never given up
-        flow.wait_for_threads(lambda: len(asked) > before and flow.alive["load"] + flow.alive["fetch"] > 0)
-        if not flow.over():
-            flow.give_up(flow.watermark(), InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
-            flow.wait_for_threads()
+        scheduler.wait_for_threads(
+            lambda: len(asked) > before and scheduler.alive["load"] + scheduler.alive["fetch"] > 0
+        )
+        if not scheduler.over():
+            scheduler.give_up(scheduler.watermark(), InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
+            scheduler.wait_for_threads()
 
     # The bodies. `worker.number` is the batch in work.
 
     def _plan_all(self, worker):
-        flow, stream = self.flow, self.stream
+        scheduler, stream = self.scheduler, self.stream
         try:
-            while flow.wait_to_plan():
-                worker.number = flow.planned
+            while scheduler.wait_to_plan():
+                worker.number = scheduler.planned
                 taken = caught(stream.take)
                 # Who was blocked in there may wake up in the middle of another run.
-                if not flow.leave_stream():
+                if not scheduler.leave_stream():
                     stream.give_back(taken)
                     return
                 if isinstance(taken, BaseException):
                     raise taken
                 if taken is END:
-                    flow.end_stream()
+                    scheduler.end_stream()
                     return
                 self._plan(taken, worker.number)
         finally:
             stream.free.set()
 
     def _plan(self, batch: Any, number: int):
-        flow, stages = self.flow, self.stages
+        scheduler, stages = self.scheduler, self.stages
         planned = stages.plan(batch, number)
-        flow.tell_planned(lambda: stages.enter(planned, flow.floor, flow.committed))
+        scheduler.mark_planned(lambda: stages.enter(planned, scheduler.floor, scheduler.committed))
 
     def _load_all(self, worker):
-        while (claim := self.flow.claim()) is not None:
+        while (claim := self.scheduler.claim()) is not None:
             worker.number, epoch = claim
             # None if the claim was void, and the batch is written by now.
             item = self.stages.items.get(worker.number)
@@ -197,59 +198,59 @@ class Workers:
             del item
 
     def _load(self, item: Item, number: int, epoch: int):
-        flow, stages = self.flow, self.stages
+        scheduler, stages = self.scheduler, self.stages
         if item.inputs is None:  # they stay right when the rows are gathered anew
             item.inputs = stages.send_inputs(item.planned)
-        watermark = flow.admit(number, epoch)
+        watermark = scheduler.admit(number, epoch)
         if watermark is None:
             return
         try:
-            loaded = [stages.load(item.planned, watermark, flow)]
+            loaded = [stages.load(item.planned, watermark, scheduler)]
         except ShardsLost as lost:  # parked: when the shards are back, it is claimed and gathered anew
-            flow.tell_not_loaded(lost.shards)
+            scheduler.mark_not_loaded(lost.shards)
             return
         except BaseException:
-            flow.tell_not_loaded()
+            scheduler.mark_not_loaded()
             raise
 
         def store():
             # Nothing here holds the rows: the batch may be committed before this call ends.
             item.loaded = loaded.pop()
 
-        flow.tell_loaded(number, epoch, store)
+        scheduler.mark_loaded(number, epoch, store)
 
     def _fetch_all(self, worker):
-        while (number := self.flow.claim_fetch()) is not None:
+        while (number := self.scheduler.claim_fetch()) is not None:
             worker.number = number
             self._fetch(self.stages.items[number], number)
 
     def _fetch(self, item: Item, number: int):
-        fetched = [self.stages.fetch(item, self.flow.end)]
+        fetched = [self.stages.fetch(item, self.scheduler.end)]
 
         def store():
             item.committed, item.fetched = None, fetched.pop()
 
-        self.flow.tell_fetched(number, store)
+        self.scheduler.mark_fetched(number, store)
 
     def _write_all(self, writer: int, worker: Worker):
         shards = range(writer, self.stages.tables.spec.shards, self.count.writers)
-        while (number := self.flow.wait_to_write(writer)) is not None:
+        while (number := self.scheduler.wait_to_write(writer)) is not None:
             worker.number = number
             self._write(self.stages.items[number], shards, writer, number)
 
     def _write(self, item: Item, shards: range, writer: int, number: int):
         try:
-            self.stages.write(item, shards, self.flow)
+            self.stages.write(item, shards, self.scheduler)
         except BaseException:
-            if not self.standing.exact:  # `add` does not count: nobody knows how far it came
-                self.standing.half.update(shards)
+            if not self.progress.exact:  # `add` does not count: nobody knows how far it came
+                self.progress.half.update(shards)
             raise
 
         def forget():
             # A thread that has it still in hand holds no rows.
             self.stages.items.pop(number).fetched = None
 
-        self.flow.tell_written(writer, number, lambda: self.standing.mark(shards), forget)
+        self.scheduler.mark_written(writer, number, lambda: self.progress.mark(shards), forget)
 
 
 class Begun(NamedTuple):
@@ -260,14 +261,14 @@ class Begun(NamedTuple):
     tries: Tries
 
 
-class Cuts(Announced):
+class CutSaver(CutSchedule):
     """The cuts of a pipeline, each saved in a thread of its own.
 
     Args:
       stages, steps: of the pipeline.
     """
 
-    def __init__(self, stages: Stages, steps: Steps):
+    def __init__(self, stages: Stages, steps: DeviceStep):
         super().__init__()
         self._stages, self._steps = stages, steps
         # Those whose saves met lost shards, and come again when the shards are back.
@@ -308,34 +309,34 @@ class Cuts(Announced):
         super().forget(now)
 
     def _begin(self, cut, workers, forget):
-        flow = workers.flow
+        scheduler = workers.scheduler
         # Of the cut before; Ctrl-C may end it, and then this one is still to come.
-        flow.wait_for_release()
+        scheduler.wait_for_release()
         with uninterrupted():  # whoever holds the writes has a thread that lets them go
             # Before the copy: no later batch is written from here on, and what is copied fits what
             # will be written.
-            number = flow.hold_writes()
+            number = scheduler.hold_writes()
             try:
-                ring = self._steps.whole_ring() if self._stages.way.skip_writes else None
+                ring = self._steps.whole_ring() if self._stages.options.skip_writes else None
                 # Now, as the next step takes the dense state for good.
                 dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
                 workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, cut))
                 forget()
             except BaseException:
-                flow.release_writes()
+                scheduler.release_writes()
                 raise
 
     def _save(self, worker, workers, number, dense, ring, cut):
-        worker.number, flow = number - 1, workers.flow
+        worker.number, scheduler = number - 1, workers.scheduler
         try:
-            if whole := flow.wait_for_hold():
-                self._stages.write_rest(ring, flow)
-            if flow.gone:  # perhaps only since then
+            if whole := scheduler.wait_for_hold():
+                self._stages.write_rest(ring, scheduler)
+            if scheduler.gone:  # perhaps only since then
                 self._missed.append(cut)
             elif whole:
                 cut.save(TrainState(dense, self._stages.tables))
         except ShardsLost as lost:
-            flow.tell_lost(lost.shards)
+            scheduler.mark_lost(lost.shards)
             self._missed.append(cut)
         finally:
-            flow.release_writes()
+            scheduler.release_writes()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrec import boundary
+from jaxrec import validate
 from jaxrec.bounds import whole_number
-from jaxrec.oac.view import LaggingTables
+from jaxrec.oac.view import StaleTables
 from jaxrec.sharding import AXES, as_mesh, check_split
 from jaxrec.types import TrainState
 
@@ -110,7 +110,7 @@ def memory_bytes(
     }
 
 
-class Way(NamedTuple):
+class PipelineOptions(NamedTuple):
     """How a pipeline runs its batches."""
 
     mode: str
@@ -146,18 +146,20 @@ class Way(NamedTuple):
         return self.window if self.skip_writes else 0
 
 
-def check_way(mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool) -> Way:
+def check_options(
+    mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool
+) -> PipelineOptions:
     """The way that is meant by some arguments of a pipeline.
 
     Raises:
       ValueError: they are unknown, or do not fit each other.
     """
-    way = Way(mode, check_window(mode, window), validation, skip_reads, skip_writes)
+    options = PipelineOptions(mode, check_window(mode, window), validation, skip_reads, skip_writes)
     if validation not in VALIDATIONS:
         raise ValueError(f"validation={validation!r} must be 'planned' or 'device'.")
-    if (skip_reads or skip_writes) and not way.plans_sources:
+    if (skip_reads or skip_writes) and not options.plans_sources:
         raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
-    return way
+    return options
 
 
 class Threads(NamedTuple):
@@ -184,13 +186,13 @@ def check_threads(threads: Threads, shards: int) -> Threads:
 
 def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
-    boundary.check_is_state(state)
+    validate.check_is_state(state)
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."
         )
-    boundary.check_not_donated(state)
-    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, LaggingTables) else state
+    validate.check_not_donated(state)
+    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, StaleTables) else state
 
 
 def check_update(update) -> None:
@@ -209,7 +211,7 @@ def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
     placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
     meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
     mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
-    boundary.check_placement(state, mesh)
+    validate.check_placement(state, mesh)
     check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)
     if theirs != mesh:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
-from jaxrec.cpr.watch import Watch, shard_rows
+from jaxrec.cpr.tracking import RowTracker, shard_rows
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
 
@@ -28,11 +28,11 @@ class Clock(NamedTuple):
     """
 
     every: float  # T_save: from one regular save to the next
-    mini: float  # r T_save with a scheme, else T_save: from one save to the next
+    partial_interval: float  # r T_save with a scheme, else T_save: from one save to the next
 
     def due(self, step: int) -> bool:
         """Whether a save falls on a step."""
-        return _between(self.mini, step - 1, step)
+        return _between(self.partial_interval, step - 1, step)
 
     def regular_due(self, step: int, since: int) -> bool:
         """Whether a regular save has fallen due since a step: one that failed stays due."""
@@ -44,7 +44,7 @@ def _between(every, since, step):
     return int(step / every + 1e-9) > int(since / every + 1e-9)
 
 
-class Cuts:
+class SaveScheduler:
     """The cuts of an engine at which a run saves; each is announced a step ahead, as an engine takes
     it right after its step is committed.
 
@@ -98,7 +98,7 @@ class Saves:
         directory: Path,
         spec: EmbeddingSpec,
         clock: Clock,
-        watch: Watch | None,
+        watch: RowTracker | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
         figures: Callable[[int, int], dict[str, Any]],

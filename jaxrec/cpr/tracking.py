@@ -17,7 +17,7 @@ from jaxrec.embedding.planning import without_gaps
 from jaxrec.types import Plan
 
 
-class Watch:
+class RowTracker:
     """The trackers of a run's rows, and the thread that picks rows ahead of a save.
 
     Three threads meet here: the one that iterates tells of batches, the picker picks, and under OAC

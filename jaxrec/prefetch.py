@@ -1,17 +1,119 @@
-"""Plans made ahead of the step, in a thread: they depend on ids alone, never on parameters."""
+"""Plans made ahead of the step, in a thread: they depend on ids alone, never on parameters. And the stream of a run:
+the caller's iterator, and what was taken from it and not trained.
+"""
 
 import collections
 import queue
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from jaxrec.boundary import own_batch
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import uninterrupted
-from jaxrec.stream import END, Stream
 from jaxrec.types import Batch
+from jaxrec.validate import own_batch
+
+END = object()  # what `take` returns when the stream has ended
+
+
+class _Raised(NamedTuple):
+    """What a stream raised when nobody listened any more, in its place among the batches."""
+
+    error: BaseException
+
+
+class Stream:
+    """One iterator of batches; what a run took from it and did not train comes first in the next
+    run.
+
+    Args:
+      iterator: of Batch; `next` of it is called by one thread at a time, and may block.
+    """
+
+    def __init__(self, iterator: Iterator):
+        self.iterator: Any = iterator
+        self._weak = _weak(iterator)
+        self.waiting: collections.deque = collections.deque()
+        self.free = threading.Event()  # no planner is inside
+        self.free.set()
+
+    def take(self) -> Any:
+        """The next batch, with arrays of its own; END when there is none."""
+        taken = self.waiting.popleft() if self.waiting else next(self.iterator, END)
+        if isinstance(taken, _Raised):
+            raise taken.error
+        # A loader may fill the same arrays again for the next batch.
+        return own_batch(taken) if isinstance(taken, Batch) else taken
+
+    def give_back(self, taken: Any, first: bool = False) -> None:
+        """What was taken and is not wanted any more, a batch or an error that the stream raised:
+        behind what waits already, or in front of it."""
+        if taken is not END:
+            put = self.waiting.appendleft if first else self.waiting.append
+            put(_Raised(taken) if isinstance(taken, BaseException) else taken)
+
+    def rest(self) -> None:
+        """No run uses the stream: what waits is kept as long as somebody else keeps the
+        iterator."""
+        if self._weak is not None or (self.free.is_set() and not self.waiting):
+            self.iterator = None
+
+    def is_of(self, iterator: Iterator) -> bool:
+        """Whether it is the stream of this iterator; if so, it can be used again."""
+        if (self._weak() if self._weak is not None else self.iterator) is not iterator:
+            return False
+        self.iterator = iterator
+        return True
+
+    def may_come_back(self) -> bool:
+        """Whether it matters that somebody comes back with the iterator."""
+        return self._weak() is not None if self._weak is not None else bool(self.waiting) or not self.free.is_set()
+
+
+class Streams:
+    """The streams of a pipeline's runs that may come back: of iterators that live, and of those
+    that do not tell whether they live (of `map`, `zip`, a list) the last, and all of which batches
+    wait or in which a planner does."""
+
+    def __init__(self):
+        self._known: list[Stream] = []
+
+    def of(self, batches: Iterable, patience_seconds: float) -> Stream:
+        """The stream of an iterable; the one of before, if it is the same iterator again.
+
+        Args:
+          batches: an iterable of Batch.
+          patience_seconds: how long a planner that was left inside the iterator may take to come
+            out of it.
+
+        Raises:
+          ValueError: no iterable of batches; a planner that was left still waits inside the
+            iterator.
+        """
+        if isinstance(batches, Batch):
+            raise ValueError("run wants an iterable of batches, and was given one Batch: run([batch]).")
+        try:
+            iterator = iter(batches)
+        except TypeError as error:
+            raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from error
+        stream = next((known for known in self._known if known.is_of(iterator)), None) or Stream(iterator)
+        if not stream.free.wait(patience_seconds):
+            raise ValueError(
+                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
+                "first (nothing of it is lost then), or give another one."
+            )
+        self._known = [*(known for known in self._known if known is not stream and known.may_come_back()), stream]
+        return stream
+
+
+def _weak(iterator):
+    try:
+        return weakref.ref(iterator)
+    except TypeError:
+        return None
+
 
 _AHEAD = 3  # batches, with the one that is in work
 
@@ -59,7 +161,7 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
         yield pair
 
 
-class Ahead:
+class PlanPrefetcher:
     """The batches of a stream with their plans, made in a thread; leaving it never waits for the stream.
 
     What was taken from the stream and not trained goes back to it, in its place, errors too: to whoever goes on

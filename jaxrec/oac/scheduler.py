@@ -2,7 +2,7 @@
 
 Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and
 written. Threads ask here for their next batch and say here what is done. One lock guards a few
-counters, which only this file and `ends` write; whoever reads one without the lock reads a number
+counters, which only this file writes; whoever reads one without the lock reads a number
 that may be behind, never ahead.
 
     planned >= claimed, committed >= fetched >= written         counters of batches, in batch order
@@ -18,13 +18,15 @@ are written; `restart` has everything gathered anew.
 Legend: W window.
 """
 
+import collections
+import threading
 from collections.abc import Callable, Collection
 
+from jaxrec import interrupts
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.ends import Ends
 
 
-class Flow(Ends):
+class BatchScheduler:
     """The state of one run of a pipeline.
 
     Args:
@@ -36,7 +38,21 @@ class Flow(Ends):
     """
 
     def __init__(self, window: int, ahead: int, writers: int, first: int, one_stale: bool = False):
-        super().__init__()
+        self._changed = threading.Condition()
+        self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
+        # Number behind the last batch to commit: of the stream, or of one that failed.
+        self.end: int | None = None
+        self.stopped = self.finished = False
+        self.in_stream = False  # the planner is inside the caller's iterator, which may block
+        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
+        self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
+        # Behind the commit: rows are gone, of batches from `lost_from` on.
+        self.lost: BaseException | None = None
+        self.lost_from = 2**63
+        self.dense_gone = False
+        self.unsaved: BaseException | None = None  # of a cut
+        # Shards that their home has lost, and nobody has brought back.
+        self.gone: frozenset[int] = frozenset()
         self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
         self.planned = self.claimed = self.committed = self.fetching = first
         self.floor = first  # what batches before it left in the ring is void
@@ -46,6 +62,24 @@ class Flow(Ends):
         self.last_gathered = first - 1
         self.hold: int | None = None  # batches from here on are not written yet
         self.gathering, self.epoch, self.paused = 0, 0, False
+
+    @property
+    def broken(self) -> bool:
+        """Whether rows that were committed are lost."""
+        return self.lost is not None
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Waits, on the committing thread, until something holds that only this thread can undo;
+        Ctrl-C ends it."""
+        # Nobody undoes it: so without the lock first, and without the handler, which takes 20 us.
+        if not ready():
+            interrupts.wait(self._changed, ready, by_the_clock=True)
+
+    def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Waits, as somebody who only looks on, until something holds of the counters; returns
+        whether it does."""
+        with self._changed:
+            return self._changed.wait_for(ready, seconds)
 
     def watermark(self) -> int:
         """All batches before it are written, by all writers."""
@@ -68,7 +102,7 @@ class Flow(Ends):
             self._changed.notify_all()
             return not self._complete()
 
-    def tell_planned(self, store: Callable[[], None]) -> None:
+    def mark_planned(self, store: Callable[[], None]) -> None:
         """A batch is planned; `store` keeps it, while nothing is committed and `floor` stays."""
         with self._changed:
             store()
@@ -110,13 +144,13 @@ class Flow(Ends):
     def _may_gather(self):
         return not self.paused and not self.gone
 
-    def tell_gathered(self, number: int) -> None:
+    def mark_gathered(self, number: int) -> None:
         """The tables have been read."""
         with self._changed:
             self.last_gathered = max(self.last_gathered, number)
             self._changed.notify_all()
 
-    def tell_loaded(self, number: int, epoch: int, store: Callable[[], None]) -> None:
+    def mark_loaded(self, number: int, epoch: int, store: Callable[[], None]) -> None:
         """The rows are on the device; `store` keeps them, unless the claim has become void."""
         with self._changed:
             self.gathering -= 1
@@ -125,7 +159,7 @@ class Flow(Ends):
                 self.loaded.add(number)
             self._changed.notify_all()
 
-    def tell_not_loaded(self, gone: Collection[int] = ()) -> None:
+    def mark_not_loaded(self, gone: Collection[int] = ()) -> None:
         """The gather or the way to the device failed; if shards are gone, it comes again."""
         with self._changed:
             # In one breath: whoever brings shards back waits until nobody gathers, and must know of
@@ -145,7 +179,7 @@ class Flow(Ends):
 
     # Behind the commit: what is committed is written, whatever happens, unless rows were lost.
 
-    def tell_committed(self, number: int) -> None:
+    def mark_committed(self, number: int) -> None:
         """The step of a batch is done, and its rows wait to be fetched."""
         with self._changed:
             self.loaded.discard(number)
@@ -159,7 +193,7 @@ class Flow(Ends):
             self.fetching += 1
             return number if self._wait_for(number, lambda: number < self.committed) else None
 
-    def tell_fetched(self, number: int, store: Callable[[], None]) -> None:
+    def mark_fetched(self, number: int, store: Callable[[], None]) -> None:
         """The rows of a batch are on the host; `store` keeps them."""
         with self._changed:
             store()
@@ -181,18 +215,18 @@ class Flow(Ends):
         with self._changed:
             return number if self._wait_for(number, ready) else None
 
-    def tell_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
+    def mark_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
         """A writer has written its shards of a batch: `mark` says so of them, the last writer lets
         `forget` drop it."""
         with self._changed:
             mark()  # before anybody who waits for the write can look
-            self.mark_written(writer, number)
+            self.count_written(writer, number)
             if min(self.written) > number:  # nobody asks for it any more
                 self.fetched.discard(number)
                 forget()
             self._changed.notify_all()
 
-    def mark_written(self, writer: int, number: int) -> None:
+    def count_written(self, writer: int, number: int) -> None:
         """Counts a batch of a writer; the caller holds the lock."""
         self.written[writer] = number + 1
 
@@ -256,6 +290,43 @@ class Flow(Ends):
         """Waits until no cut is being saved."""
         self.wait(lambda: not self.alive["cut"])
 
+    # Shards that are lost: the tables go on without them, and no batch is committed until they are
+    # back.
+
+    def mark_lost(self, shards: Collection[int]) -> None:
+        """A home has lost shards: what was to be written there is lost with them, what was to be
+        read waits."""
+        with self._changed:
+            self.gone |= frozenset(shards)
+            self._changed.notify_all()
+
+    def mark_recovered(self, shards: Collection[int]) -> None:
+        """Shards are back, and everything that is not committed will be gathered anew."""
+        with self._changed:
+            self.gone -= frozenset(shards)
+            self._changed.notify_all()
+
+    # Failures.
+
+    def mark_dense_gone(self) -> None:
+        """The dense state died with an update that failed."""
+        self.dense_gone = True
+
+    def fail_behind(self, number: int, error: BaseException) -> None:
+        """Rows of a committed batch are lost: only what is before it is still written. The first
+        error counts."""
+        with self._changed:
+            # The earliest batch, whatever the order in which threads find that they have failed.
+            self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
+            self.stopped = True
+            self._changed.notify_all()
+
+    def fail_cut(self, error: BaseException) -> None:
+        """A cut was not saved; no further batch is committed."""
+        with self._changed:
+            self.unsaved = self.unsaved or error
+            self._changed.notify_all()
+
     # The end of a run.
 
     def fail_ahead(self, number: int, error: BaseException, epoch: int | None = None) -> None:
@@ -265,6 +336,44 @@ class Flow(Ends):
             if not void and (self.end is None or number < self.end):
                 self.end, self.failure = number, error
                 self._changed.notify_all()
+
+    # Threads.
+
+    def start(self, stage: str, thread: threading.Thread) -> None:
+        """Starts a thread, which will say `leave` as the last thing that it does."""
+        with self._changed:
+            # Before it runs: it may end, and say so, at once.
+            self.alive[stage] += 1
+        try:
+            thread.start()
+        except BaseException:
+            self.leave(stage)
+            raise
+
+    def leave(self, stage: str) -> None:
+        """A thread ends."""
+        with self._changed:
+            self.alive[stage] -= 1
+            self._changed.notify_all()
+
+    def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Waits until all threads have ended, or it is enough; not for the planner inside the
+        caller's stream."""
+        self.wait(lambda: self._ended() or enough())
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """Breaks the pipeline from a batch on, as loaders or fetchers do not come back: when they
+        do, they touch nothing."""
+        self.fail_behind(number, error)
+        self.given_up = True
+
+    def _ended(self):
+        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
+        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
+
+    def over(self) -> bool:
+        """Whether no batch will be committed any more and no thread is at work."""
+        return self.finished and self._ended()
 
     def finish(self) -> None:
         """No batch will be committed any more: threads end when the rest is written."""

@@ -14,8 +14,20 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint.image import DamagedImage, Image, Snapshot, is_whole, needed, read_manifest, write_image
-from jaxrec.checkpoint.names import deltas, images, number_of, remove_partial, set_aside
+from jaxrec.checkpoint.format import (
+    DamagedImage,
+    Image,
+    Snapshot,
+    deltas,
+    images,
+    is_whole,
+    needed,
+    number_of,
+    read_manifest,
+    remove_partial,
+    set_aside,
+    write_image,
+)
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
 from jaxrec.types import ShardsLost, TrainState
@@ -243,7 +255,9 @@ class Checkpointer(Saver):
         committed."""
         left = threading.Event()
         try:
-            written = image._replace(later=_unless(left, image.later), elsewhere=_unless_there(left, image.elsewhere))
+            written = image._replace(
+                later=_unless(left, image.later), remote_rows=_unless_there(left, image.remote_rows)
+            )
             self._begin(self._write, path, written)
             self._wait_until_idle()
         except BaseException:

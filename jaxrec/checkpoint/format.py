@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 import zlib
@@ -23,8 +24,52 @@ from typing import Any, NamedTuple
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrec.checkpoint.names import MANIFEST, deltas, images, number_of, set_aside
 from jaxrec.files import PARTIAL, make_directory, sync
+
+MANIFEST, _DAMAGED = "manifest.json", ".damaged"
+
+
+def set_aside(path: Path) -> Path:
+    """Renames an image that is not to be read again to NAME.damaged (and a number): the path."""
+    for number in range(1000):
+        name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
+        if not name.exists():
+            os.rename(path, name)
+            return name
+    raise ValueError(f"{path.parent} holds 1000 damaged images named {path.name}: remove them.")
+
+
+def images(directory: str | Path) -> list[Path]:
+    """The committed images of a directory that are whole by themselves, newest step first."""
+    return _numbered(directory, "step_")
+
+
+def deltas(directory: str | Path) -> list[Path]:
+    """The committed row deltas of a directory, newest first; each needs what its manifest names."""
+    return _numbered(directory, "delta_")
+
+
+def is_image(path: Path) -> bool:
+    """Whether a path names an image or a delta, damaged or not, and no directory of them."""
+    named = re.fullmatch(r"(step|delta)_\d+", path.name) is not None
+    return (path / MANIFEST).exists() or (named and not images(path) and not deltas(path))
+
+
+def _numbered(directory, prefix):
+    found = [path for path in Path(directory).glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name)]
+    return sorted(found, key=number_of, reverse=True)
+
+
+def number_of(path: Path) -> int:
+    """The step of an image, the number of a delta."""
+    return int(path.name.rpartition("_")[2])
+
+
+def remove_partial(directory: Path, prefix: str) -> None:
+    """Removes what killed saves have left of images of a prefix; the caller holds their lock."""
+    for torn in directory.glob(f"{prefix}*{PARTIAL}"):
+        shutil.rmtree(torn, ignore_errors=True)
+
 
 # Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its
 # threads raises, the save raises as well: a hundred lines of tracebacks before that say no more.
@@ -93,7 +138,7 @@ class Snapshot(NamedTuple):
     # More arrays; each piece is written before the next one is made.
     later: Iterable[dict[str, np.ndarray]] = ()
     # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by those who have it.
-    elsewhere: Callable[[Path], dict[str, list[int]]] | None = None
+    remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
@@ -130,7 +175,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
 
 def _write_files(partial, image):
     """Arrays, then the manifest with their checksums, all flushed."""
-    theirs = image.elsewhere(partial) if image.elsewhere else {}
+    theirs = image.remote_rows(partial) if image.remote_rows else {}
     pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
     for number, arrays in enumerate(pieces):
         _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
