@@ -36,11 +36,11 @@ from typing import Any
 import numpy as np
 from cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from contract import Flags, Run, command_line, grid, listing, plot, refuse, stacked_bars
+from failure_traces import load_infinitehbd, load_lanl
 from report import number
 
 from jaxrec.cluster import Cluster
 from jaxrec.cpr import schedule
-from jaxrec.cpr.traces import load_infinitehbd, load_lanl
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
 SMOOTHED = 8  # steps of a point in the picture

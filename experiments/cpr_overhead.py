@@ -48,11 +48,11 @@ import numpy as np
 from contract import Run, bars, command_line, grid, paired_interval, stacked_bars
 from cpr_scalability import SETTINGS, modelled
 from cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
+from failure_replay import replay_in_useful_time
 from report import figures, scaled
 from tqdm import tqdm
 
 from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule
-from jaxrec.cpr.replay import replay_in_useful_time
 
 MARGIN = 0.0005  # of AUC
 

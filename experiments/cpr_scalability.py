@@ -41,6 +41,9 @@ from typing import Any, Literal
 
 import numpy as np
 from contract import Flags, Run, command_line, grid, plot
+from failure_fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
+from failure_traces import load_infinitehbd, load_lanl
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
@@ -54,9 +57,6 @@ from jaxrec.cpr.failure import (
     of_nodes,
     share_of_worst_nodes,
 )
-from jaxrec.cpr.fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
-from jaxrec.cpr.replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
-from jaxrec.cpr.traces import load_infinitehbd, load_lanl
 
 SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
 MODES: tuple[schedule.Mode, ...] = ("full", "partial")

@@ -11,13 +11,13 @@ import cpr_scalability
 import jax
 import numpy as np
 import pytest
+from failure_fit import digammas, fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from failure_traces import load_infinitehbd, load_lanl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.cpr import failure
 from jaxrec.cpr.failure import Failures, draw_failures, interruptions, of_nodes, place_failures
-from jaxrec.cpr.fit import digammas, fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
-from jaxrec.cpr.traces import load_infinitehbd, load_lanl
 
 SHAPES = st.floats(0.3, 5)
 

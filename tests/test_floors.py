@@ -30,7 +30,7 @@ HOST = [
     "embedding.host", "embedding.in_process", "embedding.remote", "embedding.servers",
     "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "oac.view",
     "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers",
-    "cpr.costs", "cpr.saving", "cpr.tracking", "cpr.traces",
+    "cpr.costs", "cpr.saving", "cpr.tracking",
 ]  # fmt: skip
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}
 ORBAX_FILE = "checkpoint.format"
@@ -151,7 +151,7 @@ def test_the_design_shows_these_levels():
         ("shadowsync/rules.py", "import threading"),
         ("shadowsync/hogwild.py", "import time"),
         ("cpr/priority.py", "import time"),
-        ("cpr/schedule.py", "from jaxrec.cpr.replay import Replay"),
+        ("cpr/schedule.py", "from jaxrec.cpr.recovery import Recovery"),
         ("cpr/recovery.py", "from jaxrec.oac import Pipeline"),
     ],
 )

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxrec.cpr import schedule
 from jaxrec.cpr.failure import draw_failures
-from jaxrec.cpr.replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
 
 HOURS = st.floats(0.01, 100)
