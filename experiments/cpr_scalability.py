@@ -41,9 +41,10 @@ from typing import Any, Literal
 
 import numpy as np
 from contract import Flags, Run, command_line, grid, plot
-from failure_fit import fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from failure_fit import fit_exponential, fit_gamma, hazard_by_age
 from failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from failure_traces import load_infinitehbd, load_lanl
+from scipy.special import gammaincc
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
@@ -284,7 +285,7 @@ def draw_failures_of(run: Run, traces: dict[str, Failures], title: str) -> None:
         xs, longer = gaps[shown], 1 - np.arange(len(gaps))[shown] / len(gaps)
         panel = panels[f"share of longer gaps, {name}"] = {"seen": (xs, longer)}
         for law, fit in (("exponential", fit_exponential(gaps)), ("gamma", fit_gamma(gaps))):
-            panel[law] = (xs, 1 - gamma_cdf(fit.shape, xs / fit.scale_hours))
+            panel[law] = (xs, gammaincc(fit.shape, xs / fit.scale_hours))
     middle = np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
     rate = lambda failures: hazard_by_age(np.diff(interruptions(failures)[0]), AGES)[0]
     panels["failures per hour"] = {name: (middle, rate(failures)) for name, failures in traces.items()}

@@ -2,14 +2,14 @@
 age.
 
 All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, which fits a
-gamma law to the time to failure of jobs. numpy alone: digamma and the incomplete gamma function are
-written out below.
+gamma law to the time to failure of jobs.
 """
 
 import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import digamma, gammainc, polygamma
 
 
 class Fit(NamedTuple):
@@ -84,55 +84,17 @@ def fit_gamma(gaps: np.ndarray) -> Fit:
     # Minka's start.
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
     for _ in range(20):
-        digamma, trigamma = digammas(shape)
-        step = (math.log(shape) - digamma - spread) / (1 / shape - trigamma)
+        step = (math.log(shape) - digamma(shape) - spread) / (1 / shape - polygamma(1, shape))
         shape = max(shape / 2, shape - step)
         if abs(step) < 1e-12 * shape:
             break
-    return _fit(gaps, shape)
-
-
-def gamma_cdf(shape: float, x: np.ndarray) -> np.ndarray:
-    """The chance that a gamma variable of scale 1 is at most x: the regularised incomplete gamma
-    function P(a, x).
-
-    P(a, x) = x^a e^-x / Gamma(a + 1) (1 + x / (a + 1) + x^2 / ((a + 1)(a + 2)) + ...), Abramowitz
-    and Stegun 6.5.29
-
-    Args:
-      shape: a, above 0.
-      x: f64[n], not negative.
-
-    Returns:
-      f64[n].
-    """
-    # Beyond it the chance is 1 to the last digit.
-    x = np.minimum(x, shape + 12 * math.sqrt(shape) + 60)
-    term, total, n = np.ones_like(x), np.ones_like(x), 0
-    while (term > 1e-17 * total).any():
-        n += 1
-        term = term * x / (shape + n)
-        total += term
-    with np.errstate(divide="ignore"):
-        return np.minimum(1.0, total * np.exp(shape * np.log(x) - x - math.lgamma(shape + 1)))
-
-
-def digammas(x: float) -> tuple[float, float]:
-    """Digamma and trigamma of a number above 0: recurrence up to 10, then asymptotic series (A. and
-    S. 6.3, 6.4)."""
-    digamma, trigamma = 0.0, 0.0
-    while x < 10:
-        digamma, trigamma, x = digamma - 1 / x, trigamma + 1 / x**2, x + 1
-    y = 1 / x**2
-    digamma += math.log(x) - 1 / (2 * x) - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y / 240)))
-    trigamma += 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30)))
-    return digamma, trigamma
+    return _fit(gaps, float(shape))
 
 
 def _fit(gaps, shape):
     scale = float(gaps.mean()) / shape
     ordered, n = np.sort(gaps) / scale, len(gaps)
-    cdf, step = gamma_cdf(shape, ordered), np.arange(n + 1) / n
+    cdf, step = gammainc(shape, ordered), np.arange(n + 1) / n
     log_likelihood = (shape - 1) * np.log(ordered).sum() - ordered.sum() - n * (math.lgamma(shape) + math.log(scale))
     distance = max((step[1:] - cdf).max(), (cdf - step[:-1]).max())
     rmse = math.sqrt(np.square((step[1:] + step[:-1]) / 2 - cdf).mean())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from jaxrec.embedding.planning import is_plan_of
+from jaxrec.embedding.lookup import is_plan_of
 from jaxrec.embedding.spec import ARRAYS, EmbeddingSpec, Layout
 from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, Plan, RowOptimizer, TrainState

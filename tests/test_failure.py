@@ -8,10 +8,9 @@ import math
 import tracemalloc
 
 import cpr_scalability
-import jax
 import numpy as np
 import pytest
-from failure_fit import digammas, fit_exponential, fit_gamma, gamma_cdf, hazard_by_age
+from failure_fit import fit_exponential, fit_gamma, hazard_by_age
 from failure_traces import load_infinitehbd, load_lanl
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,17 +79,6 @@ def test_figures_of_fit_by_hand():
     first, second = 1 - math.exp(-0.5), 1 - math.exp(-1.5)
     assert fit.ks_distance == pytest.approx(max(first, 0.5 - first, second - 0.5, 1 - second))
     assert fit.survival_rmse == pytest.approx(math.sqrt(((0.25 - first) ** 2 + (0.75 - second) ** 2) / 2))
-
-
-@given(shape=st.floats(0.05, 200), x=st.floats(0, 300))
-def test_special_functions(shape, x):
-    with jax.enable_x64(True):
-        expected = float(jax.scipy.special.gammainc(shape, x))
-        digamma = float(jax.scipy.special.digamma(shape)), float(jax.scipy.special.polygamma(1, shape))
-    assert gamma_cdf(shape, np.array([x]))[0] == pytest.approx(expected, abs=1e-9)
-    assert digammas(shape) == pytest.approx(digamma, rel=1e-8, abs=1e-9)
-    assert gamma_cdf(1.0, np.array([x]))[0] == pytest.approx(-math.expm1(-x), abs=1e-12)
-    assert gamma_cdf(0.5, np.array([x]))[0] == pytest.approx(math.erf(math.sqrt(x)), abs=1e-12)
 
 
 def test_hazard_is_constant_for_an_exponential_law_and_falls_or_rises_for_others():

@@ -23,7 +23,7 @@ import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.ring import LastWriters
-from jaxrec.oac.stages import Steps
+from jaxrec.oac.stages import DeviceStep
 from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -134,12 +134,12 @@ def watched(state, **before):
 def pipeline_with(wrapper):
     """A kind of pipeline with a function around its compiled update."""
 
-    class Wrapped(Steps):
+    class Wrapped(DeviceStep):
         def __init__(self, *given):
             super().__init__(*given)
             self.update = wrapper(self.update)
 
-    return type("WrappedPipeline", (Pipeline,), {"steps_type": Wrapped})
+    return type("WrappedPipeline", (Pipeline,), {"device_step_type": Wrapped})
 
 
 @pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True, "skip_rewritten": True}])

@@ -637,7 +637,7 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
     assert equal(pipeline.state, states_of(batches)[1])
 
 
-# Where the main thread waits, by the function of the pipeline, or of the flow, that it is called in.
+# Where the main thread waits, by the function of the pipeline, or of its scheduler, that it is called in.
 WAITS = {
     "drain": BatchScheduler.drain,
     "exclusive": BatchScheduler.drain,

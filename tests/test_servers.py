@@ -14,7 +14,7 @@ from jaxrec.embedding.servers import (
     ANY,
     OldWrite,
     OtherIncarnation,
-    Piece,
+    RowBlock,
     Sender,
     ServerGone,
     ShardServer,
@@ -39,7 +39,7 @@ def piece(shards, row, value=None):
     unique = np.array([[row * 4 + shard] for shard in shards], np.int32)
     widths = {} if value is None else {part: one.width for part, one in LAYOUT["width_4"].items()}
     parts = {part: np.full((len(shards), 1, width), value, np.float32) for part, width in widths.items()}
-    return {"width_4": Piece(unique, np.ones(len(shards), np.int32), parts)}
+    return {"width_4": RowBlock(unique, np.ones(len(shards), np.int32), parts)}
 
 
 def value_of(server, shard, row, sender=ME):

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrec.cpr.priority import Pick, Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec, Tables
-from jaxrec.embedding.planning import without_gaps
+from jaxrec.embedding.lookup import without_gaps
 from jaxrec.types import Plan
 
 
