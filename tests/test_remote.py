@@ -445,6 +445,32 @@ def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(ma
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_cut_holds_what_hooks_have_made_after_one_of_its_step_has_met_a_death(make, tmp_path):
+    saved, made = [], []
+
+    def dies(state, step, plans, metrics):
+        if step == 5:
+            fleet.ways[1].kill()
+            engine.exclusive(lambda tables: every_row(tables) and tables)
+        return state
+
+    def doubles(state, step, plans, metrics):
+        if step == 5:
+            made.append(jax.tree.map(lambda leaf: 2 * leaf, state.dense.params))
+            return state._replace(dense=state.dense._replace(params=made[0]))
+        return state
+
+    with Fleet(SPEC, ROWS, 2) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
+        engine.enter(fleet)
+        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
+        engine.cut(5, lambda state: saved.append(jax.device_get(state.dense.params)))
+        for _ in engine.run(map(batch_at, range(8)), [recovery.hook, dies, doubles]):
+            made[:] = jax.device_get(made)
+        assert fleet.died == [1] and recovery.failed == 2
+    jax.tree.map(np.testing.assert_array_equal, saved, made)
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_death_in_the_last_save_is_survived(make, tmp_path):
     kill = lambda engine, step: step is None and fleet.ways[1].kill()
     with Fleet(SPEC, ROWS, 2) as fleet:

@@ -330,6 +330,16 @@ def test_three_hundred_damaged_parquet_files_are_refused_or_read_whole(tmp_path_
         assert sum(metadata["rows"].values()) + metadata["skipped_rows"] == 30
 
 
+def test_a_parquet_file_at_which_the_library_that_reads_it_panics_is_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", table(30))
+    text = bytearray(path.read_bytes())
+    footer = len(text) - 8 - int.from_bytes(text[-8:-4], "little")
+    text[text.index(2 * 13, footer)] = 0  # the first column of 13 rows says that it has none
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=r"a\.parquet is no whole Parquet file"):
+        prepare([path], tmp_path / "out", SCHEMA)
+
+
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
     path = bad_table(tmp_path / "a.csv", "no time", 0, 4)
     with pytest.raises(ValueError, match=r"a.csv, line 1: the column 'colour' .* not there, only 'y', 'user'"):

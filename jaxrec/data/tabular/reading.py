@@ -140,7 +140,7 @@ def _parquet(path: Path, schema: Schema, known) -> Iterator[Piece]:
             frame = lazy.select(schema.used).slice(start, PARQUET_ROWS).collect()
             seen = Seen(size, crc, start + len(frame), start + len(frame) == rows)
             yield Piece(path, 0, start + 1, start, len(frame), frame, tuple(frame.columns), seen)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         why = str(error).partition("\n")[0][:200]
         raise ValueError(f"{path} is no whole Parquet file ({why}): write it again.") from error
 
