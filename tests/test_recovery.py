@@ -18,7 +18,11 @@ from jaxrec.checkpoint.deltas import write_delta
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
+<<<<<<< HEAD
 from jaxrec.cpr.tracking import without_rows
+=======
+from jaxrec.cpr.tracking import ranges_of, without_rows
+>>>>>>> main
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, planned
 from jaxrec.loop import train as fit_all
@@ -179,6 +183,16 @@ def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme)
     initial = rows_of(fresh("host"), 2)
     distance = lambda rows: sum(float(np.abs(rows[key] - lost[29][key]).sum()) for key in rows if key[1] == "value")
     assert distance(lost[30]) < 0.7 * distance(initial)
+
+
+@pytest.mark.parametrize("scheme", ["mfu", "ssu"])
+def test_regular_saves_alone_hold_the_tables_in_whole_and_all_their_rows(tmp_path, scheme):
+    with watched("host", tmp_path, scheme, fraction=0.25, whole=["small"]) as (engine, recovery):
+        run(engine, hooks=[recovery.hook])
+    ((stack, [(first, end)]),) = ranges_of(SPEC, ["small"]).items()
+    found = [np.concatenate([rows[stack, shard] for shard in range(4)]) for rows in rows_saved(tmp_path)]
+    held = [len({*range(first, end)} & {*rows.tolist()}) for rows in found]
+    assert held == [0, 0, 0, end - first] * 5
 
 
 def moving(spec):
