@@ -18,11 +18,7 @@ from jaxrec.checkpoint.deltas import write_delta
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
-<<<<<<< HEAD
-from jaxrec.cpr.tracking import without_rows
-=======
 from jaxrec.cpr.tracking import ranges_of, without_rows
->>>>>>> main
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, planned
 from jaxrec.loop import train as fit_all
