@@ -16,7 +16,7 @@ from stopping import Asked, Stopped
 from tqdm import tqdm
 
 from jaxrec.checkpoint import Image, deltas, images, restore
-from jaxrec.checkpoint.deltas import is_delta
+from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
 from jaxrec.shadowsync import with_mean_replica

@@ -71,7 +71,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.looks = 1000.0, itertools.count()
-        for name in ("meeting", "transport", "synchroniser", "shadow"):
+        for name in ("transport", "synchroniser"):
             monkeypatch.setattr(f"jaxrec.shadowsync.{name}.time", self)
 
     def __getattr__(self, name):

@@ -140,7 +140,7 @@ def test_the_design_shows_these_levels():
         ("models/dlrm.py", "from jaxrec.step import update"),
         ("step.py", "import threading"),
         ("engine.py", "import threading"),
-        ("checkpoint/deltas.py", "import orbax.checkpoint"),
+        ("checkpoint/row_deltas.py", "import orbax.checkpoint"),
         ("metrics.py", "from os import path"),
         ("step.py", "import jaxrec.loop"),
         ("losses.py", "from jaxrec.step import update"),

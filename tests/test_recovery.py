@@ -14,8 +14,8 @@ from world import batch_of, is_inside, until
 
 from jaxrec import init_state, make_mesh, make_train_step
 from jaxrec.checkpoint import deltas, images, read_manifest, restore
-from jaxrec.checkpoint.deltas import write_delta
 from jaxrec.checkpoint.format import leaves_of, load_arrays
+from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, lose, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import ranges_of, without_rows
@@ -380,7 +380,7 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
         more = {"save_every_steps": 100.0, "fraction": 0.08}
         recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", **more))
         write = lambda *given: (slow.append(done.wait(60)), write_delta(*given))[1]
-        monkeypatch.setattr("jaxrec.checkpoint.deltas.write_delta", write)
+        monkeypatch.setattr("jaxrec.checkpoint.row_deltas.write_delta", write)
         for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
             if int(state.dense.step) == 14:
                 done.set()
@@ -396,7 +396,7 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
         slow.append(given)
         return write_delta(*given)
 
-    monkeypatch.setattr("jaxrec.checkpoint.deltas.write_delta", write_meanwhile)
+    monkeypatch.setattr("jaxrec.checkpoint.row_deltas.write_delta", write_meanwhile)
     with oac(window=4) as pipeline:
         recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
         for number, _ in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):

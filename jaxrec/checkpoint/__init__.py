@@ -4,11 +4,10 @@
 restored alone (`restore_shard`), or, if the dense state was saved with them, the whole state
 (`restore`). `restore_for_prediction` gives the model of a run without its optimizers, and
 `read_tables` its embeddings without a state. Read `format` first, which says what is on the disk and
-why it can be trusted; then `checkpointer`, and for row deltas `deltas`.
+why it can be trusted; then `checkpointer`, and for row deltas `row_deltas`.
 """
 
 from jaxrec.checkpoint.checkpointer import Checkpointer
-from jaxrec.checkpoint.deltas import RowCheckpointer, chain, compact, copy_rows, newest, newest_first, save_rows
 from jaxrec.checkpoint.format import (
     DamagedImage,
     Image,
@@ -21,6 +20,7 @@ from jaxrec.checkpoint.format import (
     write_image,
 )
 from jaxrec.checkpoint.restore import read_tables, restore, restore_for_prediction, restore_shard, shard_source, spec_of
+from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, compact, copy_rows, newest, newest_first, save_rows
 from jaxrec.checkpoint.state import snapshot
 
 __all__ = [

@@ -17,8 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.checkpoint.deltas import advise_leaving_out, beside, chain, chain_is_whole, is_delta, newest, newest_first
 from jaxrec.checkpoint.format import DamagedImage, Image, is_image, leaves_of, load_arrays, verify, warn_skipped
+from jaxrec.checkpoint.row_deltas import (
+    advise_leaving_out,
+    beside,
+    chain,
+    chain_is_whole,
+    is_delta,
+    newest,
+    newest_first,
+)
 from jaxrec.checkpoint.state import (
     ROW_IDS,
     check_saved_dense,

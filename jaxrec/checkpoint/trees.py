@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint.deltas import chain
 from jaxrec.checkpoint.format import (
     Image,
     Snapshot,
@@ -31,6 +30,7 @@ from jaxrec.checkpoint.format import (
     verify,
     write_image,
 )
+from jaxrec.checkpoint.row_deltas import chain
 from jaxrec.files import Lock, local_path, make_directory
 from jaxrec.types import PyTree
 

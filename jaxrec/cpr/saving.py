@@ -22,7 +22,7 @@ from jaxrec.types import ShardsLost, TrainState
 class Clock(NamedTuple):
     """The schedule of a run's saves, in steps, which need not be whole.
 
-    >>> clock = Clock(every=10, mini=2.5)
+    >>> clock = Clock(every=10, partial_interval=2.5)
     >>> [step for step in range(1, 13) if clock.due(step)], clock.regular_due(12, since=0)
     ([3, 5, 8, 10], True)
     """

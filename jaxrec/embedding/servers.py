@@ -135,7 +135,7 @@ class ShardServer:
     >>> me = Sender("run 1", 1, 1)
     >>> server.answer("hello", me, "a token").shards
     (1,)
-    >>> rows = Piece(np.array([[3, 5]], np.int32), np.array([2], np.int32), {})
+    >>> rows = RowBlock(np.array([[3, 5]], np.int32), np.array([2], np.int32), {})
     >>> server.answer("read", me, [1], {"width_4": rows})["width_4"]["value"].shape
     (1, 2, 4)
     """
