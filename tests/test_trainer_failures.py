@@ -217,7 +217,9 @@ def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, 
     with pytest.warns(RuntimeWarning) as told:
         _, figures = freely(tables, [stream(1, 5), blocking()], make, leave_timeout_s=0.2)
     words = " ".join(str(each.message) for each in told)
-    assert "trainer 1 was dropped: PeerLeft: trainer 1 was last seen" in words and "trainer-1 did not end within" in words
+    assert (
+        "trainer 1 was dropped: PeerLeft: trainer 1 was last seen" in words and "trainer-1 did not end within" in words
+    )
     assert list(figures.failures) == [1] and figures.steps == [5, 3]
     left = workers()
     wake.set()

@@ -79,7 +79,7 @@ class MeetingPlace:
         """Takes the place of a trainer, also that of one of a lower incarnation, which takes no part any more.
 
         Raises:
-          Left: a successor is here.
+          PeerLeft: a successor is here.
           ValueError: as `AllToAll.join`.
         """
         with self._lock:
@@ -93,7 +93,7 @@ class MeetingPlace:
         """As `Transport.meet`, of leaves [R, ...].
 
         Raises:
-          Left: it takes no part any more, as a successor has come or as it was overdue.
+          PeerLeft: it takes no part any more, as a successor has come or as it was overdue.
         """
         self._check(trainer, incarnation)
         found, last = self._transport.meet(trainer, before, done)
@@ -198,7 +198,7 @@ class Visit:
         """As `Transport.meet`, at all places at once.
 
         Raises:
-          Left: this trainer takes no part any more, or has left.
+          PeerLeft: this trainer takes no part any more, or has left.
         """
         leaves = [np.asarray(leaf) for leaf in floating(before)]
         self.newest = self.newest if done and self.rule.has_centre else leaves

@@ -292,7 +292,7 @@ class Foreground(Synchroniser):
         Raises:
           ValueError: outside of the `with` block; the parameters do not fit those of the transport,
             or are not finite.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
         """
         self._check_open("exchange")
         # Compiles the fold before the first round, in which all others would wait for it.
@@ -337,7 +337,7 @@ class Foreground(Synchroniser):
         Raises:
           ValueError: outside of the `with` block, or again, even after an interrupt; parameters do
             not fit or are not finite.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
         """
         self._check_open("finish")
         live = self._live(state)
@@ -364,7 +364,7 @@ class Shadow(Synchroniser):
 
     Raises:
       ValueError: no transport; a number out of range. On entering: no such trainer, or a taken one.
-      Left: another trainer has left, or is overdue. It and whatever else a round raises come with
+      PeerLeft: another trainer has left, or is overdue. It and whatever else a round raises come with
         the next `exchange`, or on leaving the `with` block.
       TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as
         when `meet` does not return: it is left behind, and does nothing with what may still come.
@@ -440,7 +440,7 @@ class Shadow(Synchroniser):
         Raises:
           ValueError: outside of the `with` block; the parameters do not fit those of the transport;
             those of an earlier call were not finite.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
           Exception: whatever else a round raised.
         """
         self._check_open("exchange")
@@ -483,7 +483,7 @@ class Shadow(Synchroniser):
         Raises:
           ValueError: outside of the `with` block, or again, even after an interrupt; parameters do
             not fit or are not finite.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
           TimeoutError: `meet` neither has returned nor was at work for three times `timeout_s` of
             the transport.
           Exception: whatever else a round raised.

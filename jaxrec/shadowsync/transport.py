@@ -112,7 +112,7 @@ class Membership:
 
         Raises:
           ValueError: there is no such place, or it was taken before.
-          Left: the others have stopped.
+          PeerLeft: the others have stopped.
         """
         with uninterrupted(), self._changed:
             member = self._member(trainer)
@@ -334,7 +334,7 @@ class AllToAll(Membership):
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
         round_ = self._round  # without the lock, as no round ends without this trainer
@@ -452,7 +452,7 @@ class Centre(Membership):
 
         Raises:
           ValueError: the parameters do not fit; this trainer has not joined.
-          Left: another trainer has left or is overdue, or this one has been dropped.
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
