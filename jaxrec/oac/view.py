@@ -288,7 +288,7 @@ class StaleTables(HostTables):
         self._keep_puts()
 
     def __repr__(self) -> str:
-        return f"LaggingTables(of the state of step {self._step})"
+        return f"StaleTables(of the state of step {self._step})"
 
     def __reduce__(self):
         tables = self.themselves()
