@@ -451,12 +451,12 @@ class EngineBase:
                 raise
             return None, lost.shards
 
-    @contextlib.contextmanager
-    def _bringing_back(self):
-        """A `with` block in which shards come back."""
+    def _bring_back(self, watchers: Iterable[Any], shards: Iterable[int]) -> None:
+        """Has watchers bring shards back, in their order."""
         before, self._recovering = self._recovering, True
         try:
-            yield
+            for watcher in watchers:
+                watcher.recover(tuple(sorted(shards)))
         finally:
             self._recovering = before
 
@@ -643,9 +643,7 @@ class Serial(EngineBase):
     def _recover(self, shards):
         watchers = self._who_recovers(self.step, shards, "what brings them back does not") if shards else ()
         try:
-            with self._bringing_back():
-                for watcher in watchers:
-                    watcher.recover(tuple(sorted(shards)))
+            self._bring_back(watchers, shards)
         except ShardsLost as lost:  # while they came back: all come back once more
             self._gone.update(lost.shards)
             self._recover({*shards, *lost.shards})

@@ -145,18 +145,7 @@ class Links:
             link.lost = link.lost or f"{link} is gone: {why}"
 
     def replace(self, server: Server) -> None:
-        """Takes the successor of a server that is lost; its rows are used from here on as they are.
-
-        For the `recover(shards)` of a watcher that is entered before the `Recovery`, which then brings the rows back.
-
-        Args:
-          server: a way to a server of the same shards and a higher incarnation.
-
-        Raises:
-          ValueError: it is of other shards, or of an incarnation that was seen before; the one before it is not lost,
-            or no call has raised `ShardsLost` for it yet: then rows would be set back without anybody's knowledge.
-          ServerGone, TimeoutError: it does not answer.
-        """
+        """As `RemoteTables.replace`."""
         self.refuse_closed()
         link = Connection(None, server)
         self._greet([link])

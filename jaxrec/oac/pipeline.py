@@ -517,9 +517,7 @@ class Pipeline(EngineBase):
         self._cuts.count_recovery(shards, REMEDY)
         before = self.scheduler.epoch
         try:
-            with self._bringing_back():
-                for watcher in watchers:
-                    watcher.recover(tuple(sorted(shards)))
+            self._bring_back(watchers, shards)
         except ShardsLost as lost:  # while they came back: all come back once more
             self.scheduler.mark_lost(lost.shards)
             self._recover({*shards, *lost.shards}, begin_cut)
