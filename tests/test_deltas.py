@@ -423,14 +423,8 @@ def kill_often(directory, instants):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_kill_9_while_saving_rows_leaves_a_committed_state(tmp_path):
-    kill_often(tmp_path, np.random.default_rng(1).integers(1, 250, 5).tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_kill_9_at_100_instants(tmp_path):
-    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 100).tolist())
+def test_kill_9_at_40_instants(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 40).tolist())
 
 
 def test_a_delta_is_no_image_of_the_whole_state(four):

@@ -705,9 +705,9 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
     """Real signals to a process of its own, at random instants, one or several at a time."""
-    command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "100" if seed else "12"]
+    command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "50" if seed else "12"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=800 if seed else 220, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["interrupted"] >= (20 if seed else 1) and counts["wrong"] == 0, counts  # many come too early or late
+    assert counts["interrupted"] >= (10 if seed else 1) and counts["wrong"] == 0, counts  # many come too early or late

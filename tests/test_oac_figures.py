@@ -305,7 +305,7 @@ def test_nothing_grows_with_a_run(options):
 @pytest.mark.slow
 @pytest.mark.realtime
 def test_nothing_grows_with_a_long_run():
-    blocks, things, arrays = growth(20_000)
+    blocks, things, arrays = growth(8_000)
     assert blocks < 1_000 and things < 100 and arrays < 100, (blocks, things, arrays)
 
 
