@@ -10,7 +10,6 @@ import numpy as np
 from clicks import ClickJob
 from contract import say
 from environment import cores
-from free import FreeTrainers
 from rounds import ForegroundRounds, remembering
 from technique_flags import TechniqueFlags, given_failures
 
@@ -18,7 +17,7 @@ from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, sca
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.sharding import make_mesh
 from jaxrec.types import TrainState
 from jaxrec.xla import enough_threads

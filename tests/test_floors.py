@@ -29,7 +29,7 @@ HOST = [
     "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
     "embedding.host", "embedding.in_process", "embedding.remote", "embedding.servers",
     "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "oac.view",
-    "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers",
+    "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers", "shadowsync.free",
     "cpr.costs", "cpr.saving", "cpr.tracking",
 ]  # fmt: skip
 HOST_MODULES = {"threading", "queue", "time", "os", "orbax", "mmap", "fcntl", "shutil", "gzip"}

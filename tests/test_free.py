@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from free import FreeTrainers
 from free_trainers import PARAMS, SPEC, WAYS, counting, freely, lasting, stream, synchronisers
 from kills import was_killed
 from world import batch_of, interrupt_when, join_all, loss, no_threads_left
@@ -24,6 +23,7 @@ from jaxrec.shadowsync import (
     AllToAll,
     Foreground,
     FreeStep,
+    FreeTrainers,
     Shadow,
     SyncGroup,
     bmuf,

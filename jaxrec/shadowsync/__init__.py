@@ -6,12 +6,14 @@ foreground.
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one
 
-`train_freely` runs such trainers on shared host tables, `train_stretch` goes on with them, and
-`Emulation` runs any number of them on one device, in a seeded order. Read `rules` first, which has
+`train_freely` runs such trainers on shared host tables, `train_stretch` goes on with them,
+`FreeTrainers` is an engine of stretches, with hooks in between, and `Emulation` runs any number of
+them on one device, in a seeded order. Read `rules` first, which has
 the equations, then `shadow`. `Shadow` and `Foreground` are what a group hands out, over an
 `AllToAll` or a `Centre`: for who brings a transport of his own.
 """
 
+from jaxrec.shadowsync.free import FreeTrainers
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
 from jaxrec.shadowsync.params import replica_spread, with_mean_replica
@@ -28,6 +30,7 @@ __all__ = [
     "Figures",
     "Foreground",
     "FreeStep",
+    "FreeTrainers",
     "PeerLeft",
     "Rule",
     "Script",

@@ -14,24 +14,212 @@ parameters, optimizer states and what the rule remembers are those of one instan
 Legend: n trainers, m workers of each.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from dealing import Deal
-from free_figures import Sums, metrics_of
-from free_state import FreeState, after_last_round, apart, joined, mesh_of
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.engine import CutSchedule, EngineBase, check_change, check_hooks, notify_restarted
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.prefetch import Streams
-from jaxrec.shadowsync import FreeStep, Rule, SyncGroup, train_stretch
-from jaxrec.sharding import REPLICA
+from jaxrec.prefetch import END, Stream, Streams
+from jaxrec.shadowsync.group import SyncGroup
+from jaxrec.shadowsync.params import floating, with_floating
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
+from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
+from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
 from jaxrec.step import run_hooks
-from jaxrec.types import Batch, TrainState
+from jaxrec.types import Batch, DenseState, PyTree, TrainState
+from jaxrec.validate import check_is_state, check_not_donated, check_spec
+
+
+class StreamSplitter:
+    """The batches of one stream for the trainers of a stretch: whoever is free takes the next one.
+
+    Args:
+      stream: asked by one trainer at a time.
+      steps: at most so many batches.
+
+    Attributes:
+      taken: how many batches were given out.
+      over: whether the stream has ended, or failed.
+      error: what the stream has raised. Nobody fails by it: all end as at its end, and are at rest.
+    """
+
+    def __init__(self, stream: Stream, steps: int):
+        self._stream, self._steps = stream, steps
+        self._asking = threading.Lock()  # held as long as the stream blocks
+        self._counting = threading.Lock()
+        self.taken, self.over, self.closed = 0, False, False
+        self.error: BaseException | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of one trainer."""
+        while (batch := self._take()) is not None:
+            yield batch
+
+    def close(self) -> None:
+        """From now on nothing is given out or counted; what the stream gives too late comes first in its next run."""
+        with self._counting:
+            self.closed = True
+
+    def _take(self):
+        with self._asking:
+            if self.over or self.closed or self.taken == self._steps:
+                return None
+            self._stream.free.clear()  # who comes with the same iterator again must wait
+            try:
+                return self._counted(self._asked())
+            finally:
+                self._stream.free.set()
+
+    def _asked(self):
+        try:
+            batch = self._stream.take()
+        except BaseException as error:
+            return error
+        if batch is END or isinstance(batch, Batch):
+            return batch
+        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
+
+    def _counted(self, batch):
+        with self._counting:
+            if self.closed:  # the stretch was left meanwhile: it comes first in the next one
+                self._stream.give_back(batch)
+                return None
+            self.over = batch is END or isinstance(batch, BaseException)
+            if self.over:
+                self.error = batch if batch is not END else None
+                return None
+            self.taken += 1
+            return batch
+
+
+def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
+    """What hooks are told of a stretch, from the metrics of its steps."""
+    found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
+    losses, weights = np.array(found, np.float64).reshape(-1, 2).T
+    rounds = sum(figures.rounds)
+    return {
+        "loss": float(np.average(losses, weights=weights if weights.any() else None)) if seen else float("nan"),
+        "examples": figures.examples,
+        "rounds": rounds,
+        "average_sync_gap": sum(figures.steps) / rounds if rounds else float("inf"),
+        "replica_spread": figures.replica_spread,
+        "seconds": figures.seconds,
+        "batches_lost": lost,
+    }
+
+
+class _Sums:
+    """The figures of all stretches."""
+
+    def __init__(self, trainers, past):
+        zeros = {name: [0] * trainers for name in ("steps", "rounds", "bytes")}
+        past = past or {}
+        self._lists = {name: list(past.get(name, zero)) for name, zero in zeros.items()}
+        wrong = [name for name, values in self._lists.items() if len(values) != trainers]
+        if wrong:
+            raise ValueError(f"past has {wrong} of another number of trainers than {trainers}.")
+        self._spread, self._lost = past.get("replica_spread"), past.get("batches_lost", 0)
+        self._dropped = list(past.get("dropped", []))
+
+    def add(self, figures: Figures, lost: int) -> None:
+        """Counts a stretch."""
+        for name, sums in self._lists.items():
+            self._lists[name] = [a + b for a, b in zip(sums, getattr(figures, name), strict=True)]
+        self._spread, self._lost = figures.replica_spread, self._lost + lost
+        self._dropped += [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        steps, rounds = (sum(self._lists[name]) for name in ("steps", "rounds"))
+        return self._lists | {
+            "average_sync_gap": steps / rounds if rounds else None,
+            "replica_spread": self._spread,
+            "batches_lost": self._lost,
+            "dropped": self._dropped,
+        }
+
+
+class FreeState(NamedTuple):
+    """What free trainers need to go on, beside their parameters: it takes the place of `DenseState.opt_state`.
+
+    `DenseState.step` counts the batches that were taken from the stream, by all trainers.
+    """
+
+    optimizer: PyTree  # leaves [n, ...]
+    steps: np.ndarray  # i32[n] that each trainer has made
+    group: dict[str, Any]  # `SyncGroup.memory`; empty without a rule
+    capacity: dict[str, np.ndarray]  # {stack: i64[]} of the plans, 0 before the first
+
+
+def _apart_states(dense: DenseState, mesh) -> list[DenseState]:
+    """The dense state of each trainer, on its own device, in arrays of its own; its step is that trainer's."""
+    whole, states = jax.device_get((dense.params, dense.opt_state.optimizer)), []
+    for number, device in enumerate(mesh.devices[:, 0]):
+        own = make_mesh(devices=[device])
+        # A copy: a step donates it, and on a CPU JAX would share the memory.
+        mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), whole)
+        params, optimizer = put_on_mesh(mine, own, PER_REPLICA)
+        step = put_on_mesh(np.array(dense.opt_state.steps[number], np.int32), own, EVERYWHERE)
+        states.append(DenseState(step, params, optimizer))
+    return states
+
+
+def _joined(states: list[DenseState], mesh, step: int, group: dict, capacity: dict) -> DenseState:
+    """The dense states of all trainers as one, on their mesh."""
+    steps = np.array([int(state.step) for state in states], np.int32)
+    trees = [jax.device_get((state.params, state.opt_state)) for state in states]
+    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+    params, optimizer = put_on_mesh(whole, mesh, PER_REPLICA)
+    step = put_on_mesh(np.array(step, np.int32), mesh, EVERYWHERE)
+    return DenseState(step, params, FreeState(optimizer, steps, group, capacity))
+
+
+def _after_last_round(dense: DenseState, rule: Rule, mesh: jax.sharding.Mesh) -> DenseState:
+    """The dense state as a last round of all trainers makes it: at a centre one after the other, and then all get its
+    parameters."""
+    params = jax.device_get(dense.params)
+    replicas = [jax.tree.map(lambda leaf, i=i: leaf[i, ...], params) for i in range(mesh.devices.size)]
+    live = [floating(one) for one in replicas]
+    brought = [[leaf.astype(wide(leaf.dtype)) for leaf in one] for one in live]
+    moved = _last_round(rule, dense.opt_state.group["shared"], live, brought)
+    trees = [with_floating(one, leaves) for one, leaves in zip(replicas, moved, strict=True)]
+    params = put_on_mesh(jax.tree.map(lambda *leaves: np.stack(leaves), *trees), mesh, PER_REPLICA)
+    return dense._replace(params=params)
+
+
+def _last_round(rule, shared, replicas, brought):
+    """The leaves of each replica after a last round of all, one after the other at a centre."""
+    if not rule.has_centre:
+        _, target = rule.combine(shared, mean_of(brought))
+        return [rule.merge(one, one, target) for one in replicas]
+    for one in brought:
+        shared = [rule.combine(centre, leaf)[0] for centre, leaf in zip(shared, one, strict=True)]
+    return [[np.array(c, leaf.dtype) for c, leaf in zip(shared, one, strict=True)] for one in replicas]
+
+
+def _mesh_of(state, step):
+    """The mesh of a state, which free trainers can train."""
+    check_is_state(state)
+    check_not_donated(state)
+    if not isinstance(step, FreeStep):
+        raise ValueError(f"step is a {type(step).__name__}: free trainers want a FreeStep(spec, loss, ...).")
+    if not getattr(state.tables, "in_place", False):
+        raise ValueError(f"tables is a {type(state.tables).__name__}: free trainers write in place, into HostTables.")
+    check_spec(step.spec, state.tables.spec)
+    leaves = jax.tree.leaves(state.dense.params)
+    mesh = getattr(getattr(leaves[0], "sharding", None), "mesh", None) if leaves else None
+    if mesh is None or mesh.shape.get(DATA) != 1:
+        raise ValueError(
+            "the dense state lies on no mesh of one device for each trainer: init_state(params, optimizer, tables, "
+            "make_mesh(replicas=n, devices=jax.devices()[:n]))."
+        )
+    return mesh
 
 
 class FreeTrainers(EngineBase):
@@ -82,10 +270,10 @@ class FreeTrainers(EngineBase):
         self._streams, self._in_hook, self._failure = Streams(), False, ""
         self._cuts = CutSchedule()  # of which there are none
         self._take_state(state)
-        self._figures = Sums(self._replicas, past)
+        self._figures = _Sums(self._replicas, past)
 
     def _take_state(self, state):
-        mesh = mesh_of(state, self._free_step)
+        mesh = _mesh_of(state, self._free_step)
         self._replicas = mesh.shape[REPLICA]
         self._state, self._mesh = self._with_memory(state), mesh
         self.step = int(state.dense.step)
@@ -162,56 +350,56 @@ class FreeTrainers(EngineBase):
         try:
             over = False
             while not over:
-                deal = Deal(stream, self._stretch_steps - self.step % self._stretch_steps)
-                metrics = self._stretch(deal)
-                if deal.taken:
+                splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
+                metrics = self._stretch(splitter)
+                if splitter.taken:
                     self._run_hooks(hooks, metrics)
                     yield self._state, metrics
-                if deal.error is not None:
-                    raise deal.error
-                over = deal.over
+                if splitter.error is not None:
+                    raise splitter.error
+                over = splitter.over
         finally:
             stream.rest()
 
-    def _stretch(self, deal) -> dict[str, Any]:
+    def _stretch(self, splitter) -> dict[str, Any]:
         """Trains until all rest; a signal that comes meanwhile is heard when the state is whole."""
         self._check_whole()
         seen: list[dict] = []
         with uninterrupted(again=False) as asked:
             try:
                 group = self._group(self._state.dense)
-                states, figures = self._train(deal, group, lambda trainer, step, metrics: seen.append(metrics))
-                if deal.taken:  # else what hooks were told last stands
-                    self._commit(states, deal.taken, group.memory if group else {}, figures)
-                lost = deal.taken - sum(figures.steps)
+                states, figures = self._train(splitter, group, lambda trainer, step, metrics: seen.append(metrics))
+                if splitter.taken:  # else what hooks were told last stands
+                    self._commit(states, splitter.taken, group.memory if group else {}, figures)
+                lost = splitter.taken - sum(figures.steps)
                 self._figures.add(figures, lost)
             except BaseException as error:
-                if deal.taken:  # else nothing has changed
+                if splitter.taken:  # else nothing has changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
         raise_again(asked)
-        return self._checked(metrics_of(seen, figures, lost))
+        return self._checked(_metrics_of(seen, figures, lost))
 
-    def _train(self, deal, group, hook):
+    def _train(self, splitter, group, hook):
         self._set_capacity(self._state.dense.opt_state.capacity)
-        streams, make = [deal.hand() for _ in range(self._replicas)], group and group.trainer
+        streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
         of_run = self._workers, hook, self._leave_timeout_s
         try:
             return train_stretch(self._free_step, self._states_apart(), self.tables, streams, make, *of_run)
         finally:
-            deal.close()  # before anybody counts
+            splitter.close()  # before anybody counts
 
     def _states_apart(self):
         # As the last stretch has left them, if no hook has changed them.
         (of, states), self._apart = self._apart, (None, [])
-        return states if of is self._state.dense else apart(self._state.dense, self._mesh)
+        return states if of is self._state.dense else _apart_states(self._state.dense, self._mesh)
 
     def _commit(self, states, taken, memory, figures):
         mine = [state for number, state in enumerate(states) if number not in figures.failures]
         whole = [mine[0] if number in figures.failures else state for number, state in enumerate(states)]
         known = self._free_step.capacity or {}
         capacity = {name: np.array(known.get(name, 0), np.int64) for name in self.tables.spec.stacks}
-        self._state = TrainState(joined(whole, self._mesh, self.step + taken, memory, capacity), self.tables)
+        self._state = TrainState(_joined(whole, self._mesh, self.step + taken, memory, capacity), self.tables)
         self.step += taken
         if len(mine) == len(states):
             self._apart = self._state.dense, states
@@ -281,7 +469,7 @@ class FreeTrainers(EngineBase):
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop first.")
-        replicas = mesh_of(state, self._free_step).shape[REPLICA]
+        replicas = _mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
         notify_restarted(self._watchers, state)
@@ -296,7 +484,7 @@ class FreeTrainers(EngineBase):
         self._check_whole()
         if self._rule is None:
             return self._state
-        return self._state._replace(dense=after_last_round(self._state.dense, self._rule, self._mesh))
+        return self._state._replace(dense=_after_last_round(self._state.dense, self._rule, self._mesh))
 
     def _check_whole(self):
         if self._failure:
