@@ -24,11 +24,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from click_data import synthetic_clicks
-from clicks import click_job, make_model
-from contract import Flags, Run, command_line, grid
-from reference import ratio
-from techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of, saves_every
+from main.cli import Flags, Run, command_line, grid
+from main.click_data import click_job, make_model, synthetic_clicks
+from main.techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of, saves_every
+from studies.reference import ratio
 
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad

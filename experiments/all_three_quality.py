@@ -21,10 +21,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from children import run_child
-from contract import Flags, Run, command_line, listing, paired_interval, refuse, say
 from demo import environment
-from stopping import stop_on_signals
+from main.children import run_child
+from main.cli import Flags, Run, command_line, listing, paired_interval, refuse, say
+from main.signals import stop_on_signals
 
 MARGIN_AUC = -0.0005
 REPLICAS = "--tables host --pipeline oac --window 8 --trainers 2 --cpr mfu --shadowsync "

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cluster_work import ARMS, SCHEMES, ClusterJob, Killer
-from contract import Flags, Run, command_line, grid, listing, plot, refuse, stacked_bars
-from failure_traces import load_infinitehbd, load_lanl
-from report import number
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, stacked_bars
+from main.report import number
+from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
+from studies.failure_traces import load_infinitehbd, load_lanl
 
 from jaxrec.cluster import Cluster
 from jaxrec.cpr import schedule

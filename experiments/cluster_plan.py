@@ -24,8 +24,8 @@ import dataclasses
 import importlib.util
 from typing import Any, NamedTuple
 
-from cluster_costs import Costs, Size, measure
-from contract import Flags, Run, command_line, listing, refuse
+from main.cli import Flags, Run, command_line, listing, refuse
+from studies.cluster_costs import Costs, Size, measure
 
 from jaxrec.cpr import schedule
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cluster_work import SCHEMES, TIMEOUT_S, ClusterJob
-from contract import Flags, Run, command_line, refuse
-from deaths import Late, Log, NotingPipeline, NotingSerial, digests
-from server_kills import Killing, killing
+from main.cli import Flags, Run, command_line, refuse
+from studies.cluster_work import SCHEMES, TIMEOUT_S, ClusterJob
+from studies.deaths import Late, Log, NotingPipeline, NotingSerial, digests
+from studies.server_kills import Killing, killing
 from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor

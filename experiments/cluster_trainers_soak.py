@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from cluster_soak import END_S, alive_behind, of_its_own
-from contract import Flags, Run, command_line, refuse
+from main.cli import Flags, Run, command_line, refuse
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.crew import Crew

@@ -45,11 +45,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from contract import Run, bars, command_line, grid, paired_interval, stacked_bars
 from cpr_scalability import SETTINGS, modelled
-from cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
-from failure_replay import replay_in_useful_time
-from report import figures, scaled
+from main.cli import Run, bars, command_line, grid, paired_interval, stacked_bars
+from main.report import figures, scaled
+from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
+from studies.failure_replay import replay_in_useful_time
 from tqdm import tqdm
 
 from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule

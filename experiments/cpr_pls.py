@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from contract import Run, command_line, grid, paired_interval, plot
 from cpr_scalability import SETTINGS
-from cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
-from report import figures, number, said
+from main.cli import Run, command_line, grid, paired_interval, plot
+from main.report import figures, number, said
+from studies.cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule

@@ -43,10 +43,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import reference
 from accelerator.measure import interval
-from contract import Figure, Flags, Run, bars, command_line, grid, listing
-from report import figures, said
+from main.cli import Figure, Flags, Run, bars, command_line, grid, listing
+from main.report import figures, said
+from studies import reference
 from tqdm import tqdm
 
 from jaxrec.checkpoint import (

@@ -40,11 +40,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, command_line, grid, plot
-from failure_fit import fit_exponential, fit_gamma, hazard_by_age
-from failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
-from failure_traces import load_infinitehbd, load_lanl
+from main.cli import Flags, Run, command_line, grid, plot
 from scipy.special import gammaincc
+from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
+from studies.failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
+from studies.failure_traces import load_infinitehbd, load_lanl
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule

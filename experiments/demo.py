@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from children import run_child
-from contract import Flags, Run, command_line, grid, say
-from curves import compare, rates
-from stopping import stop_on_signals
+from main.children import run_child
+from main.cli import Flags, Run, command_line, grid, say
+from main.curves import compare, rates
+from main.signals import stop_on_signals
 
 TRAIN = Path(__file__).with_name("train.py")
 ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read

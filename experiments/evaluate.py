@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import parts_of_data
 import tyro
-from click_data import TEST_BATCH, synthetic_clicks
-from clicks import ClickJob
-from contract import Figure, Flags, Run, command_line, grid, listing, plot, refuse, say
-from stopping import Asked, stop_on_signals
-from table_data import open_rows
-from table_summary import open_schema
-from trained import Trained, job_of, open_run, prepared_of, table_directory, table_of_run, tested_on
+from main import subsets
+from main.cli import Figure, Flags, Run, command_line, grid, listing, plot, refuse, say
+from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
+from main.signals import Asked, stop_on_signals
+from main.table_data import open_rows
+from main.table_summary import open_schema
+from main.trained import Trained, job_of, open_run, prepared_of, table_directory, table_of_run, tested_on
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
@@ -204,7 +203,7 @@ def predict(
             total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
-            kept.append({name: ids[counts] for name, ids in parts_of_data.fields_of(job.spec, batch, fields).items()})
+            kept.append({name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields).items()})
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
     columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
@@ -270,14 +269,14 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
-        of_parts = parts_of_data.figures(found.logit, found.label, found.fields, *asked)
+        of_parts = subsets.figures(found.logit, found.label, found.fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with aside(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
     if found.label is not None:
         draw(run.directory / "calibration.png", results)
-    run.close(results, "\n\n".join(filter(None, [table(results), parts_of_data.tables(results, config.segments)])))
+    run.close(results, "\n\n".join(filter(None, [table(results), subsets.tables(results, config.segments)])))
     return results
 
 
@@ -329,7 +328,7 @@ def main(config: Config) -> dict[str, Any]:
     with stop_on_signals() as asked:
         # What can be refused is refused before the directory of the evaluation is made.
         job = job_of(trained, config.prepared)
-        refuse(parts_of_data.refusals(job.spec, config.group, config.segments))
+        refuse(subsets.refusals(job.spec, config.group, config.segments))
         examples = examples_of(config, trained, job)
         refuse(
             {

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from contract import command_line, refuse, say
-from stopping import stop_on_signals
-from trained import images_directory
+from main.cli import command_line, refuse, say
+from main.signals import stop_on_signals
+from main.trained import images_directory
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
 from jaxrec.checkpoint.format import is_whole, leaves_of, load_arrays

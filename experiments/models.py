@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from contract import Figure, Flags, Run, bars, command_line, grid, refuse, say
-from report import scaled
-from stopping import stop_on_signals
+from main.cli import Figure, Flags, Run, bars, command_line, grid, refuse, say
+from main.report import scaled
+from main.signals import stop_on_signals
 from sweep import MINUS, Sweep, again_in, summary
 
 SHALLOW = ("lr", "fm")

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line
-from oac_failures import KINDS, Problem, Tally, WatchedTables, break_one, equal, equal_leaves
+from main.cli import Flags, Run, command_line
+from studies.oac_failures import KINDS, Problem, Tally, WatchedTables, break_one, equal, equal_leaves
 from tqdm import tqdm
 
 import jaxrec

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contract import Flags, Run, command_line, grid, plot
-from emulated_link import EmulatedLink, bytes_a_batch
-from oac_turns import PipelineWay, compare, compiled, in_turns
-from oac_work import Work
-from reference import Job
+from main.cli import Flags, Run, command_line, grid, plot
+from studies.emulated_link import EmulatedLink, bytes_a_batch
+from studies.oac_turns import PipelineWay, compare, compiled, in_turns
+from studies.oac_work import Work
+from studies.reference import Job
 
 MODES = ("async", "oac", "oac_skip_both")
 

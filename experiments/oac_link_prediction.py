@@ -36,9 +36,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, grid, plot, refuse
+from main.cli import Flags, Run, command_line, grid, plot, refuse
 from oac_throughput import PipelineWay, compare
-from oac_work import turn
+from studies.oac_work import turn
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples

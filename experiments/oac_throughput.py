@@ -45,13 +45,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, bars, command_line, plot, refuse
-from emulated_link import EmulatedLink, bytes_a_batch
-from oac_remote import at_servers, equal, measure_remote
-from oac_turns import PipelineWay, compare, compiled, in_turns
-from oac_work import Work
-from reference import Job, ratio
-from report import Figure, figures, number, said
+from main.cli import Flags, Run, bars, command_line, plot, refuse
+from main.report import Figure, figures, number, said
+from studies.emulated_link import EmulatedLink, bytes_a_batch
+from studies.oac_remote import at_servers, equal, measure_remote
+from studies.oac_turns import PipelineWay, compare, compiled, in_turns
+from studies.oac_work import Work
+from studies.reference import Job, ratio
 
 from jaxrec.cluster import Cluster
 

@@ -33,11 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, paired_interval, plot
-from emulated_link import EmulatedLink
-from oac_work import turn
-from reference import ratio
-from report import number
+from main.cli import Flags, Run, command_line, paired_interval, plot
+from main.report import number
+from studies.emulated_link import EmulatedLink
+from studies.oac_work import turn
+from studies.reference import ratio
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks

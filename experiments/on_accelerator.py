@@ -80,7 +80,7 @@ def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
     Raises:
       ValueError: the part wants an accelerator, and jax sees none.
     """
-    from environment import read_environment
+    from main.run_dir import read_environment
 
     part, task = PARTS[name], Task(seconds, smoke)
     about = read_environment()

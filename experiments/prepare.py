@@ -100,7 +100,7 @@ def _prepared() -> str:
 
 def _prepared_table(config: Config) -> str:
     """The same of a table by a schema."""
-    from table_summary import Bars, draw, open_schema, words
+    from main.table_summary import Bars, draw, open_schema, words
 
     from jaxrec.data.tabular import prepare
 

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
-from contract import Figure, Flags, Run, bars, command_line, grid, paired_interval, refuse, say
-from report import figures, said, scaled
-from stopping import Asked, Stopped, stop_on_signals
+from main.cli import Figure, Flags, Run, bars, command_line, grid, paired_interval, refuse, say
+from main.report import figures, said, scaled
+from main.signals import Asked, Stopped, stop_on_signals
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks

@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, grid, paired_interval
 from flax import linen, nnx
+from main.cli import Flags, Run, command_line, grid, paired_interval
 from tqdm import tqdm
 
 from jaxrec.shadowsync import Rule, SyncGroup, bmuf, easgd, model_averaging

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from contract import Flags, Run, bars, command_line, command_of, grid
-from reference import Job, ratio
-from report import figures, said
-from shadow_work import RULES, TimedTrainer, trainer_turn
+from main.cli import Flags, Run, bars, command_line, command_of, grid
+from main.report import figures, said
+from studies.reference import Job, ratio
+from studies.shadow_work import RULES, TimedTrainer, trainer_turn
 from tqdm import tqdm
 
 

@@ -42,9 +42,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot
-from report import figures, number, scaled
-from shadow_work import FORMS
+from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot
+from main.report import figures, number, scaled
+from studies.shadow_work import FORMS
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities

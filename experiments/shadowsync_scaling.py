@@ -53,13 +53,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from contract import Flags, Run, bars, command_line, command_of, plot, refuse
-from crew_work import measured_processes
-from reference import Job, ratio, reference_work
-from report import figures, said
-from shadow_protocol import WAYS, Point, emulate, simulate
-from shadow_work import FORMS_OF_RULES, Trainers
-from sides import Side
+from main.cli import Flags, Run, bars, command_line, command_of, plot, refuse
+from main.report import figures, said
+from studies.crew_work import measured_processes
+from studies.reference import Job, ratio, reference_work
+from studies.shadow_protocol import WAYS, Point, emulate, simulate
+from studies.shadow_work import FORMS_OF_RULES, Trainers
+from studies.sides import Side
 from tqdm import tqdm
 
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer: two cores wake 64 of them

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from contract import Flags, Run, command_line, command_of
+from main.cli import Flags, Run, command_line, command_of
 from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from children import run_child
-from contract import Flags, Run, command_line, grid, paired_interval, refuse, say
-from stopping import stop_on_signals
+from main.children import run_child
+from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, say
+from main.signals import stop_on_signals
 
 OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # what the sweep gives each run itself
 TRAIN = Path(__file__).with_name("train.py")

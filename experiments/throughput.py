@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 from accelerator.measure import last_line
-from contract import Figure, Flags, Run, bars, command_line, grid, listing, plot, say
-from reference import Job, ratio
-from report import figures, number, said
-from sides import Failed, JaxSide, Side, TorchSide
+from main.cli import Figure, Flags, Run, bars, command_line, grid, listing, plot, say
+from main.report import figures, number, said
+from studies.reference import Job, ratio
+from studies.sides import Failed, JaxSide, Side, TorchSide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def started(config: Config, steps: int) -> dict[str, Side]:
     """A process for each side, compiled; one that cannot do the work is left out, and said."""
     makers: dict[str, Any] = {"jaxrec": functools.partial(JaxSide, config)}
     if config.against == "torch":
-        import torch_dlrm
+        from studies import torch_dlrm
 
         makers |= {name: functools.partial(TorchSide, config, name) for name in torch_dlrm.VARIANTS}
     sides: dict[str, Side] = {}

@@ -21,22 +21,28 @@ import itertools
 import sys
 from collections.abc import Callable
 
-import data_flags
-import technique_flags
-from clicks import ClickJob, click_job, make_model
-from contract import Run, command_line, listing, paired_interval, refuse, say
-from curves import TABLE, draw
-from data_flags import DataFlags, data_of
-from homes import Home, home_of
-from learning import LearningFlags, optimizers
-from recording import Past, Recorder, check_seeds, resumed
-from runs import go_on_with
-from saving import Best, PeriodicSaves, RecoverySaves
-from stopping import Asked, Stopped, stop_on_signals
-from table_data import table_job
-from table_files import own
-from technique_flags import TechniqueFlags
-from techniques import Techniques, as_saved, claim_devices, job_of, make_engine, mesh_of, recovery_of, saves_every
+from main.cli import Run, command_line, listing, paired_interval, refuse, say
+from main.click_data import ClickJob, click_job, make_model
+from main.curves import TABLE, draw
+from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of_data, rules_of_techniques
+from main.recorder import Past, Recorder, check_seeds, resumed
+from main.run_dir import go_on_with
+from main.saving import Best, PeriodicSaves, RecoverySaves
+from main.signals import Asked, Stopped, stop_on_signals
+from main.table_data import table_job
+from main.techniques import (
+    Home,
+    Techniques,
+    as_saved,
+    claim_devices,
+    home_of,
+    job_of,
+    make_engine,
+    mesh_of,
+    own,
+    recovery_of,
+    saves_every,
+)
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.loop import keep_memory, train
@@ -248,7 +254,7 @@ def rules(config: Config) -> dict[str, object]:
             config.seeds > 1 and config.table_directory is not None
         ),
     }
-    return data_flags.rules(config) | technique_flags.rules(config) | of_this_job
+    return rules_of_data(config) | rules_of_techniques(config) | of_this_job
 
 
 if __name__ == "__main__":

@@ -38,9 +38,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from contract import Flags, Run, command_line, refuse
-from tqdm import tqdm
-from watching import (
+from main.cli import Flags, Run, command_line, refuse
+from studies.watching import (
     Ended,
     Process,
     differences,
@@ -53,6 +52,7 @@ from watching import (
     steps_saved,
     steps_told,
 )
+from tqdm import tqdm
 
 STEPS = 160
 SMALL = (

@@ -381,7 +381,7 @@ def test_pytorch_has_the_same_work_to_do():
     """As many dense parameters, and every variant of a model gives the same losses from the same start."""
     torch = pytest.importorskip("torch")
     import jax
-    from reference import Job, reference_work, synthetic
+    from studies.reference import Job, reference_work, synthetic
 
     torch_dlrm = importlib.import_module("torch_dlrm")
     for model in ("dlrm", "dcnv2", "dcnv2_mlperf"):
@@ -397,7 +397,7 @@ def test_pytorch_has_the_same_work_to_do():
 def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
     """By a loop over examples and fields; ids are in the stack of all tables where the variant has one."""
     torch = pytest.importorskip("torch")
-    from reference import Job, in_bags, reference_work, synthetic
+    from studies.reference import Job, in_bags, reference_work, synthetic
 
     job = Job(rows=500, batch_size=3, hots="mlperf", hots_scale=0.2)
     (batch,), work = synthetic(job, 1)[1], importlib.import_module("torch_dlrm").TorchWork

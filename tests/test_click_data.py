@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click_data import criteo_clicks, synthetic_clicks
-from contract import refuse, refuse_small
-from data_flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from parts import set_apart
+from main.cli import refuse, refuse_small
+from main.click_data import criteo_clicks, set_apart, synthetic_clicks
+from main.flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules_of_data
 
 from jaxrec.data.criteo import open_split, prepare
 from jaxrec.data.loader import Loader
@@ -231,7 +230,7 @@ def test_rows_set_apart_and_the_others_are_a_partition_in_order(sizes, percent, 
 def checked(**flags):
     config = dataclasses.make_dataclass("Config", [("model", str, "dlrm")], bases=(DataFlags,), frozen=True)(**flags)
     refuse_small(config)
-    refuse(rules(config))
+    refuse(rules_of_data(config))
     return config
 
 

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click_data
-import clicks
 import numpy as np
 import optax
 import pytest
-from reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
+from main import click_data
+from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
 
 import jaxrec
 from jaxrec.data.criteo import prepare
@@ -25,8 +24,8 @@ CARDINALITIES = (30, 20, 10)
 
 
 def small_job(seed=0):
-    model = clicks.make_model("small_dlrm", 4)
-    return clicks.click_job(CARDINALITIES, model, optax.adam(0.01), rowwise_adagrad(0.1), 4, shards=1, seed=seed)
+    model = click_data.make_model("small_dlrm", 4)
+    return click_data.click_job(CARDINALITIES, model, optax.adam(0.01), rowwise_adagrad(0.1), 4, shards=1, seed=seed)
 
 
 def host_state(job, seed=0):
@@ -107,7 +106,7 @@ def test_an_unknown_model_is_refused():
     with pytest.raises(
         ValueError, match="model='dcn' must be one of dlrm, dcnv2, dcnv2_mlperf, small_dlrm, lr, fm, dnn, "
     ):
-        clicks.make_model("dcn", 4)
+        click_data.make_model("dcn", 4)
 
 
 @pytest.mark.process

@@ -19,11 +19,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import server_kills
-from server_kills import Killing
+from studies import server_kills
+from studies.server_kills import Killing
+from studies.watching import Process, command_of, differences, servers_below
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
-from watching import Process, command_of, differences, servers_below
 
 from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.checkpoint.format import number_of

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cluster_failures import Config, check, kills_of, modelled, of_kills, overheads, sized
 from cluster_soak import alive_behind, drawn
-from cluster_work import ARMS, SCHEMES, Kill
 from hypothesis import given
 from hypothesis import strategies as st
+from studies.cluster_work import ARMS, SCHEMES, Kill
 
 from jaxrec.cpr import schedule
 

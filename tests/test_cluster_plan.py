@@ -9,10 +9,10 @@ from pathlib import Path
 import cluster_plan
 import numpy as np
 import pytest
-from cluster_costs import Costs, Timed, fitted
 from cluster_plan import Config, Job, check, of_limits, of_step, of_tables, planned
 from hypothesis import given
 from hypothesis import strategies as st
+from studies.cluster_costs import Costs, Timed, fitted
 
 ROOT = Path(__file__).parent.parent
 some = st.floats(0.01, 100)

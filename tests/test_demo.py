@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import curves
 import demo
 import matplotlib.figure
 import pytest
 import train
-from contract import listing
-from stopping import Stopped
+from main import curves
+from main.cli import listing
+from main.signals import Stopped
 from test_runs import TINY, rows_of, signalled
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import table_data
 import train
-from clicks import make_model
+from main import table_data
+from main.click_data import make_model
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, adagrad

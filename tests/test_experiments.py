@@ -1,4 +1,4 @@
-"""The experiments run as users run them and keep their contract."""
+"""The experiments run as users run them and keep their cli."""
 
 import dataclasses
 import fcntl
@@ -18,7 +18,6 @@ import threading
 import time
 from pathlib import Path
 
-import contract
 import jax
 import numpy as np
 import oac_time_to_accuracy
@@ -27,11 +26,12 @@ import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_soak
 import tyro
-from emulated_link import EmulatedLink
-from oac_remote import equal
-from oac_turns import PipelineWay, compare
-from oac_work import Work, turn
-from reference import Job
+from main import cli
+from studies.emulated_link import EmulatedLink
+from studies.oac_remote import equal
+from studies.oac_turns import PipelineWay, compare
+from studies.oac_work import Work, turn
+from studies.reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.checkpoint.format import leaves_of, load_arrays
@@ -435,7 +435,7 @@ def test_the_command_in_the_results_gives_the_flags_again(name):
         if field in module.Config.__dataclass_fields__ and not (field == "trainers" and name != "quality"):
             changed[field] = value
     given = module.Config(**changed)
-    words = shlex.split(contract.command_of(f"shadowsync_{name}", given))
+    words = shlex.split(cli.command_of(f"shadowsync_{name}", given))
     assert words[:2] == ["python", f"experiments/shadowsync_{name}.py"]
     assert tyro.cli(module.Config, args=words[2:]) == dataclasses.replace(given, workdir=None)
 

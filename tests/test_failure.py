@@ -10,10 +10,10 @@ import tracemalloc
 import cpr_scalability
 import numpy as np
 import pytest
-from failure_fit import fit_exponential, fit_gamma, hazard_by_age
-from failure_traces import load_infinitehbd, load_lanl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
+from studies.failure_traces import load_infinitehbd, load_lanl
 
 from jaxrec.cpr import failure
 from jaxrec.cpr.failure import Failures, draw_failures, interruptions, of_nodes, place_failures

@@ -41,7 +41,7 @@ def test_the_front_door_is_open_and_its_tour_names_what_there_is():
 @pytest.mark.process
 @pytest.mark.parametrize("package", ["scipy", "tqdm", "tyro"])
 def test_an_experiment_without_its_packages_says_what_to_install(package):
-    code = f"import sys; sys.modules['{package}'] = None; sys.path[0] = '{EXPERIMENTS}'; import contract"
+    code = f"import sys; sys.modules['{package}'] = None; sys.path[0] = '{EXPERIMENTS}'; import main.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"need {package}" in done.stderr and "make setup" in done.stderr

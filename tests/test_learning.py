@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clicks import make_model
-from learning import OPTIMIZERS, ROW_OPTIMIZERS, LearningFlags, optimizers
+from main.click_data import make_model
+from main.flags import OPTIMIZERS, ROW_OPTIMIZERS, LearningFlags, optimizers
 
 from jaxrec.embedding import sgd
 

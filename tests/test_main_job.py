@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import techniques
 import train
-from stopping import Stopped
+from main import techniques
+from main.signals import Stopped
 from trained_run import criteo_lines, write_lines
 
 from jaxrec.checkpoint import images, read_manifest

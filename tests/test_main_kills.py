@@ -12,11 +12,11 @@ import pytest
 import train
 import train_soak
 from kills import was_killed
-from stopping import Stopped
+from main.signals import Stopped
+from studies.watching import Ended, Process, differences, judge, rows, step_begun, steps_told
 from test_runs import TINY
 from tqdm import tqdm
 from train_soak import Config, Soak
-from watching import Ended, Process, differences, judge, rows, step_begun, steps_told
 
 from jaxrec.checkpoint import deltas, images
 from jaxrec.checkpoint.format import number_of

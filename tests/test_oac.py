@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
-from oac_failures import WatchedTables
 from strategies import draw_ids, examples, specs
+from studies.oac_failures import WatchedTables
 from world import no_threads_left
 
 import jaxrec

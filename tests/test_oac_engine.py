@@ -11,7 +11,7 @@ from hooks import at_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oac_equivalence import Numbered
-from oac_failures import equal
+from studies.oac_failures import equal
 from test_oac import SPEC, Broken, copied, frozen, make_batches, make_state, same, update_of
 from world import no_threads_left
 

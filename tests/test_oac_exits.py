@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hooks import at_step
 from oac_equivalence import Numbered
-from oac_failures import equal as equal
+from studies.oac_failures import equal as equal
 from test_oac import (
     SPEC,
     Broken,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hooks import at_step
-from oac_failures import equal
+from studies.oac_failures import equal
 from test_oac import ROWS, SPEC, Broken, frozen, make_batches, make_state, pipeline_with, update_of
 from test_oac import ctrl_c as ctrl_c  # a fixture
 from test_oac_exits import Blocking, Failing, all_notes, chain, states_of, to_host

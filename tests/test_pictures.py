@@ -19,9 +19,9 @@ import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_scaling
 import throughput
-from pictures import bars, identical, plot, ticks
-from report import Figure
-from shadow_protocol import Point
+from main.plots import bars, identical, plot, ticks
+from main.report import Figure
+from studies.shadow_protocol import Point
 
 from jaxrec.cpr.failure import draw_failures
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from deaths import Late, Log, NotingPipeline, NotingSerial, of_losses
 from fleets import Fleet, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from over_pipes import OverPipe
 from strategies import chosen, draw_ids, examples, specs
+from studies.deaths import Late, Log, NotingPipeline, NotingSerial, of_losses
 from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import FILLS, apart, bars, plot, stacked_bars
-from report import Figure, figures, grid, listing
+from main.plots import FILLS, apart, bars, plot, stacked_bars
+from main.report import Figure, figures, grid, listing
 
 NAMES = st.from_regex(r"[a-z]{2,5}(_[a-z]{2,5}){0,2}", fullmatch=True)
 NUMBERS = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 import retrieval
+from main.signals import Asked, Stopped
 from retrieval import ITEM, PLACE, USER, Config, Size, clicks_of, in_batches, ranked, size_of, towers_of, train
-from stopping import Asked, Stopped
 
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import activations, plan

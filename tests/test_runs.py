@@ -15,17 +15,17 @@ import types
 import weakref
 from pathlib import Path
 
-import data_flags
 import numpy as np
 import pytest
-import saving
 import train
-from contract import Flags, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import to_json
-from saving import PeriodicSaves
-from stopping import STOPPING, Stopped, stop_on_signals
+from main import flags as all_flags
+from main import saving
+from main.cli import Flags, Run
+from main.run_dir import to_json
+from main.saving import PeriodicSaves
+from main.signals import STOPPING, Stopped, stop_on_signals
 
 from jaxrec.checkpoint import images, read_manifest
 from jaxrec.checkpoint.format import leaves_of, load_arrays
@@ -488,7 +488,7 @@ def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):
 
 
 def test_the_test_set_is_the_same_at_every_batch_size():
-    few, many = (data_flags.data_of(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
+    few, many = (all_flags.data_of(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
     assert few.best == many.best
     for a, b in zip(few.test(), many.test(), strict=True):
         np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
@@ -496,9 +496,9 @@ def test_the_test_set_is_the_same_at_every_batch_size():
 
 
 def test_the_auc_to_expect_is_that_of_the_preset_and_of_nothing_else():
-    of = lambda **flags: data_flags.expected_auc(train.Config(preset="smoke", **flags))
+    of = lambda **flags: all_flags.expected_auc(train.Config(preset="smoke", **flags))
     assert "this preset reaches about" in of() == of(tables="host", workdir=Path("x"))
-    assert of() != data_flags.expected_auc(train.Config())
+    assert of() != all_flags.expected_auc(train.Config())
     assert of(steps=50) == of(rows=1000) == of(learning_rate=0.1) == of(seed=1) == ""
 
 

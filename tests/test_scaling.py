@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import shadow_protocol as protocol
 import shadowsync_scaling as scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from studies import shadow_protocol as protocol
 
 ROOT = Path(__file__).parent.parent
 STEP = 0.05

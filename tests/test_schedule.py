@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from studies.failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 
 from jaxrec.cpr import schedule
 from jaxrec.cpr.failure import draw_failures

@@ -127,7 +127,7 @@ def strings(path: Path) -> str:
 
 def unsaid(page: str) -> list[str]:
     """Messages in the headings of a page that no module says."""
-    sources = [*(ROOT / "jaxrec").rglob("*.py"), *(ROOT / "experiments").glob("*.py")]
+    sources = [*(ROOT / "jaxrec").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
     said = "\n".join(map(strings, sources))
     return [message for message in re.findall(r"^### `(.*)`$", page, re.M) if message not in said]
 

@@ -13,7 +13,7 @@ import models
 import numpy as np
 import pytest
 import sweep
-from stopping import Stopped
+from main.signals import Stopped
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "sweep.py"
 TINY = ("rows=500", "batch-size=64", "steps=4", "evaluations=2", "embedding-width=4", "model=small_dlrm")

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import table_data
-from clicks import make_model
-from table_summary import open_schema
+from main import table_data
+from main.click_data import make_model
+from main.table_summary import open_schema
 
 from jaxrec.data.tabular import AtRandom, Categorical, Dense, MultiHot, Schema, Sequence, prepare
 from jaxrec.embedding import HostTables, sgd

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
-from click_data import criteo_clicks, synthetic_clicks
-from clicks import click_job, make_model
+from main.click_data import click_job, criteo_clicks, make_model, synthetic_clicks
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.data.criteo import open_encoder, prepare

@@ -10,9 +10,9 @@ import os
 from typing import Any
 
 import numpy as np
-from reference import Job
-from shadow_work import Trainers
-from sides import Side
+from studies.reference import Job
+from studies.shadow_work import Trainers
+from studies.sides import Side
 
 from accelerator.measure import Task, interval, over
 

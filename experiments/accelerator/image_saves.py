@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from reference import Job
-from shadow_work import TimedTrainer
+from studies.reference import Job
+from studies.shadow_work import TimedTrainer
 
 from accelerator.measure import Task, interval, over
 from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shard

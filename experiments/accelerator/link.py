@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from oac_work import Work, turn
-from reference import Job
-from sides import Failed, Side
+from studies.oac_work import Work, turn
+from studies.reference import Job
+from studies.sides import Failed, Side
 
 from accelerator.measure import Task, interval, last_line, over, words
 from jaxrec.embedding import HostTables

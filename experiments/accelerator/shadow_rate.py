@@ -11,8 +11,8 @@ import functools
 from typing import Any
 
 import numpy as np
-from reference import Job
-from shadow_work import TimedTrainer, trainer_turn
+from studies.reference import Job
+from studies.shadow_work import TimedTrainer, trainer_turn
 
 from accelerator.measure import Task, interval, over
 from jaxrec.shadowsync import model_averaging

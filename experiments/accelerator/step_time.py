@@ -17,8 +17,8 @@ import importlib.util
 import itertools
 from typing import Any
 
-from reference import Job
-from sides import Failed, JaxSide, Side, TorchSide
+from studies.reference import Job
+from studies.sides import Failed, JaxSide, Side, TorchSide
 
 from accelerator.measure import Task, interval, last_line, over
 

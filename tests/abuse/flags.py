@@ -5,13 +5,11 @@ import dataclasses
 import numpy as np
 import optax
 import train
-from click_data import criteo_clicks, synthetic_clicks
-from contract import Run
-from data_flags import data_of
-from learning import LearningFlags, optimizers
-from parts import set_apart
-from recording import check_seeds
-from techniques import failures_of
+from main.cli import Run
+from main.click_data import criteo_clicks, set_apart, synthetic_clicks
+from main.flags import LearningFlags, data_of, optimizers
+from main.recorder import check_seeds
+from main.techniques import failures_of
 
 from abuse import situation
 from abuse.data import SMALL, raw

@@ -8,14 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from free import FreeTrainers
 from world import batch_of, interrupt_when, join_all, loss
 from world import workers as threads_at_work
 
 from abuse import situation
 from jaxrec import init_state, loop, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
-from jaxrec.shadowsync import AllToAll, Foreground, FreeStep, SyncGroup, bmuf, easgd, model_averaging, train_stretch
+from jaxrec.shadowsync import (
+    AllToAll,
+    Foreground,
+    FreeStep,
+    FreeTrainers,
+    SyncGroup,
+    bmuf,
+    easgd,
+    model_averaging,
+    train_stretch,
+)
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)

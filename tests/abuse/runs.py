@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import train
 import tyro
-from clicks import make_model
-from contract import Flags, Run, command_line, plot, refuse, refuse_small
-from cpr_work import JobConfig, make_data
-from data_flags import prepared_directory
-from runs import to_json
-from saving import PeriodicSaves
-from stopping import Stopped, say, stop_on_signals
+from main.cli import Flags, Run, command_line, plot, refuse, refuse_small
+from main.click_data import make_model
+from main.flags import prepared_directory
+from main.run_dir import to_json
+from main.saving import PeriodicSaves
+from main.signals import Stopped, say, stop_on_signals
+from studies.cpr_work import JobConfig, make_data
 
 from abuse import situation
 

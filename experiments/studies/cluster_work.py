@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optax
-from click_data import synthetic_clicks
-from clicks import click_job, make_model
-from deaths import Late, Log, Losses, NotingPipeline, NotingSerial, Watcher, digest_rows, digests, of_losses
+from main.click_data import click_job, make_model, synthetic_clicks
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, mfu, ssu
@@ -21,6 +19,7 @@ from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned, train
 from jaxrec.types import TrainState
+from studies.deaths import Late, Log, Losses, NotingPipeline, NotingSerial, Watcher, digest_rows, digests, of_losses
 
 SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "mfu": mfu, "ssu": ssu}
 ARMS = ("none", "full", *SCHEMES)

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from contract import plot
-from report import Line
+from main.cli import plot
+from main.report import Line
 
 
 def _evaluated(of: str) -> list[Line]:

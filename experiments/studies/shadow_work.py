@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from reference import Job, reference_work, synthetic
 
 from jaxrec.embedding import DeviceTables, HostTables, capacity_of
 from jaxrec.loop import keep_memory, planned
@@ -31,6 +30,7 @@ from jaxrec.shadowsync import (
 )
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
+from studies.reference import Job, reference_work, synthetic
 
 RULES: dict[str, Callable[..., Rule]] = {"ma": model_averaging, "bmuf": bmuf, "easgd": easgd}
 FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("lerp", "delta"), "bmuf": ("lerp", "delta")}

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pictures import FILLS
 
 from jaxrec.data.tabular import Progress, Schema, ready
 from jaxrec.files import aside
+from main.plots import FILLS
 
 READY = {
     "criteo": ready.CRITEO,
@@ -141,7 +141,7 @@ def draw(path: Path, metadata: Mapping[str, Any]) -> bool:
     table = metadata["table"]
     names = list(table["features"])[:_SHOWN]
     height = 0.6 + 0.19 * len(names)
-    figure = Figure(figsize=(7.2, height + 3.1), layout="constrained")  # as wide as those of pictures.py
+    figure = Figure(figsize=(7.2, height + 3.1), layout="constrained")  # as wide as those of plots.py
     axes = figure.subplot_mosaic([["rows", "missing"], ["label", "label"]], height_ratios=[height, 2.4])
     place, of = np.arange(len(names)), lambda key: [table["features"][name].get(key, 0) for name in names]
     axes["rows"].barh(place, of("table_rows"), color=FILLS[0])

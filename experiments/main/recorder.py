@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from click_data import Data
-from contract import Run, say
-from stopping import Asked, Stopped
 from tqdm import tqdm
 
 from jaxrec.checkpoint import Image, deltas, images, restore
@@ -21,6 +18,9 @@ from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import TrainState
+from main.cli import Run, say
+from main.click_data import Data
+from main.signals import Asked, Stopped
 
 LOSSES = 50  # how many a row of metrics is the mean of
 _KEPT = 400  # steps, as a save beside training may be of one that lies behind

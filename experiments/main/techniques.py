@@ -1,26 +1,206 @@
 """The three techniques of a run: the engine that their flags make, what they do at each step, and their figures."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from clicks import ClickJob
-from contract import say
-from environment import cores
-from rounds import ForegroundRounds, remembering
-from technique_flags import TechniqueFlags, given_failures
+import optax
 
+from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Tables
+from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync.params import floating
 from jaxrec.sharding import make_mesh
-from jaxrec.types import TrainState
+from jaxrec.types import PyTree, RowOptimizer, ShardsLost, TrainState
 from jaxrec.xla import enough_threads
+from main.cli import say
+from main.click_data import ClickJob
+from main.flags import TechniqueFlags, given_failures
+from main.run_dir import Run, cores, go_on_with
+
+
+def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Path | None) -> HostTables:
+    """Fresh tables in host memory, or in mapped files if there is a directory for them."""
+    if directory is None or not (directory / "tables.json").exists():
+        return HostTables.create(spec, row_optimizer, directory)
+    # A kill in the middle of a step has torn them, which is no loss: their rows come from the image
+    # of the run.
+    tables = HostTables.attach(spec, row_optimizer, directory, torn="accept")
+    with tables.overwriting(step=0):
+        for name, stack in spec.stacks.items():
+            for shard in range(stack.shards):
+                tables.reset_shard(name, shard)
+    return tables
+
+
+@contextlib.contextmanager
+def own(directory: Path | None, run: str) -> Iterator[None]:
+    """Keeps other runs out of a directory of mapped tables, now and later.
+
+    Args:
+      directory: None if the tables are in no files.
+      run: its id.
+
+    Raises:
+      ValueError: another run is at work there, or has left its tables there.
+    """
+    if directory is None:
+        yield
+        return
+    directory = local_path(directory)
+    make_directory(directory)
+    with Lock(directory / "run.lock", "training on these tables"):
+        owner = directory / "run"
+        if (directory / "tables.json").exists() and not (owner.exists() and owner.read_text() == run):
+            raise ValueError(f"{directory} holds tables of another run: give another --table-directory, or remove it.")
+        write_text(owner, run)
+        yield
+
+
+SERVER_TIMEOUT_S = 120.0  # also for the save and the restore of a server's rows
+
+
+class Home:
+    """Rows in this process.
+
+    Attributes:
+      copy: how images of the rows are made.
+    """
+
+    copy: Literal["whole", "shards"] = "whole"
+
+    def __init__(self, config: TechniqueFlags):
+        self._config = config
+
+    def tables(self, job: ClickJob, mesh) -> Tables:
+        """Tables of initial rows."""
+        if self._config.tables == "host":
+            return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
+        return DeviceTables.create(job.spec, job.row_optimizer, mesh)
+
+    def watch(self, engine) -> None:
+        """Begins to replace what can be lost of this home; before what brings rows back is entered."""
+
+    @property
+    def lost(self) -> str:
+        """Which of its servers are dead, in words; '' if none is."""
+        return ""
+
+
+class ServerHome(Home):
+    """Rows at servers in other processes; who is dead has a successor if there is a recovery for its rows."""
+
+    copy: Literal["whole", "shards"] = "shards"  # each server writes its own
+
+    def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster):
+        super().__init__(config)
+        self._run, self._cluster = run, cluster
+        self._supervisor: Supervisor | None = None
+
+    def tables(self, job: ClickJob, mesh) -> Tables:
+        """As that of `Home`."""
+        self._supervisor = Supervisor(
+            self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
+            directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
+            spares=self._config.spares,
+        )  # fmt: skip
+        return self._supervisor.tables
+
+    def watch(self, engine) -> None:
+        """As that of `Home`."""
+        if self._supervisor is not None and self._config.cpr != "none":
+            engine.enter(self._supervisor)
+
+    @property
+    def lost(self) -> str:
+        """As that of `Home`."""
+        return "" if self._supervisor is None else self._supervisor.lost
+
+
+@contextlib.contextmanager
+def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
+    """The home that the flags ask for; servers end with the block.
+
+    Raises:
+      OSError: a server has died, and there is no recovery for its rows.
+      ValueError, OSError: Ray cannot be started or joined.
+    """
+    if config.tables != "remote":
+        yield Home(config)
+        return
+    go_on = go_on_with(run)
+    advice, logs = f"{go_on[0].upper()}{go_on[1:]}.", run.directory / "ray_logs"
+    with Cluster(config.ray_address, advice=advice, log_directory=logs) as cluster:
+        home = ServerHome(config, run, cluster)
+        try:
+            yield home
+        except ShardsLost as lost:
+            hint = " With --cpr a run survives the death of a server." if config.cpr == "none" else ""
+            raise OSError(f"{home.lost or lost}; {go_on}.{hint}") from lost
+
+
+class Remembering(NamedTuple):
+    """The state of an optimizer, and what a rule remembers beside it."""
+
+    optimizer: PyTree
+    memory: PyTree  # of `SyncGroup.memory`, the same for each replica; empty for model averaging
+
+
+def remembering(optimizer: optax.GradientTransformation, rule: Rule) -> optax.GradientTransformation:
+    """An optimizer that does what another one does, and whose state holds the memory of a rule."""
+
+    def init(params):
+        return Remembering(optimizer.init(params), rule.init(floating(params)))
+
+    def update(gradient, state, params=None):
+        changes, kept = optimizer.update(gradient, state.optimizer, params)
+        return changes, state._replace(optimizer=kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+class ForegroundRounds:
+    """A round of all replicas of a state every so many steps, as a hook that has no memory of its own.
+
+    Args:
+      rule: of the rounds.
+      every_steps: k; a round falls on the steps that it divides.
+
+    Attributes:
+      steps: calls of the hook.
+      rounds: of all replicas.
+    """
+
+    def __init__(self, rule: Rule, every_steps: int):
+        self._rule, self._every_steps = rule, every_steps
+        self.steps = self.rounds = 0
+
+    def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
+        """Makes the round, if the step has one; the state's optimizer is a `remembering` one."""
+        self.steps += 1
+        if step % self._every_steps:
+            return state
+        self.rounds += 1
+        known = state.dense.opt_state.memory
+        params, shared = jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get((state.dense.params, known)))
+        group = SyncGroup(self._rule, params, 1, every_steps=1, memory={"shared": shared, "waited": [0.0]})
+        with group.trainer(0) as sync:
+            state = sync.exchange(state)
+        # Stacked, so that memory is of its own that a step may donate.
+        alike = lambda new, old: jax.device_put(np.stack([new] * len(old)), old.sharding)
+        memory = jax.tree.map(alike, group.memory["shared"], known)
+        kept = state.dense.opt_state._replace(memory=memory)
+        return state._replace(dense=state.dense._replace(opt_state=kept))
+
 
 RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}

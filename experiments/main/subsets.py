@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from contract import grid
 
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
+from main.cli import grid
 
 SHOWN = 20  # segments of a field that have a line of their own; the rest is one
 FIGURES = ("examples", "label_mean", "auc", "normalized_entropy", "calibration")

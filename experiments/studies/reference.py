@@ -76,7 +76,7 @@ def reference_work(job: Job):
     """The job for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
     # Here, as a process of PyTorch reads this file for its batches alone, and needs no jax.
     import optax
-    from clicks import click_job, make_model
+    from main.click_data import click_job, make_model
 
     from jaxrec.embedding import rowwise_adagrad
 

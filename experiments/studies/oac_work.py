@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from reference import Job, reference_work, synthetic
 
 from jaxrec.embedding import HostTables, Tables, capacity_of, plan
 from jaxrec.loop import keep_memory
@@ -17,6 +16,7 @@ from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.ring import LastWriters
 from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
+from studies.reference import Job, reference_work, synthetic
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},

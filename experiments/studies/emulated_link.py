@@ -9,9 +9,9 @@ import time
 
 import jax
 import numpy as np
-from oac_work import Work
 
 from jaxrec.oac.options import nbytes
+from studies.oac_work import Work
 
 
 class EmulatedLink:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optax
-from clicks import ClickJob, click_job, make_model
-from data_flags import PREPARATION, preparation, prepared_directory
-from table_data import table_job, table_of
 
 from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
+from main.click_data import ClickJob, click_job, make_model
+from main.flags import PREPARATION, preparation, prepared_directory
+from main.table_data import table_job, table_of
 
 
 class Trained(NamedTuple):

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from reference import BATCHES, Job, in_bags, reference_work, synthetic
+
+from studies.reference import BATCHES, Job, in_bags, reference_work, synthetic
 
 
 class JaxSide:
@@ -245,7 +246,8 @@ class TorchSide:
         # A process of multiprocessing may have no children: torch.compile must not start any.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         import torch
-        import torch_dlrm
+
+        from studies import torch_dlrm
 
         if device != "cpu":
             torch.set_float32_matmul_precision("high" if job.precision == "default" else "highest")

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from oac_work import Work, turn
-from reference import ratio
 from tqdm import tqdm
 
 from jaxrec.oac import Pipeline
+from studies.oac_work import Work, turn
+from studies.reference import ratio
 
 
 class PipelineWay(NamedTuple):

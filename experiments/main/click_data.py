@@ -1,4 +1,4 @@
-"""The data of the click job: what a run trains, validates and tests on. data_flags.py chooses them.
+"""The data of the click job: what a run trains, validates and tests on. flags.py chooses them.
 
     data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0, test_batches=50)
     for batch in data.train(200):  # goes on where a run has stopped after 200 steps
@@ -10,19 +10,199 @@ validation nor test depends on the seed of the run, its epochs, its shuffle or i
 synthetic log alone is another one for each seed).
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
-from parts import set_apart
+import optax
 
 from jaxrec.bounds import whole_number
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
-from jaxrec.types import Batch
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
+from jaxrec.step import init_state, make_eval_step, make_train_step, make_update
+from jaxrec.types import Batch, RowOptimizer, TrainState
+
+
+class Part:
+    """Some rows of each block of a source.
+
+    Args:
+      source: of the blocks.
+      counts: how many rows of each block; a block without any is left out, and is never read.
+      chosen: number of a block -> which of its rows, so many.
+
+    Attributes:
+      rows: of each block that is left.
+    """
+
+    def __init__(self, source: BlockSource, counts: list[int], chosen: Callable[[int], np.ndarray]):
+        self._source, self._chosen = source, chosen
+        self._blocks = [block for block, rows in enumerate(counts) if rows]
+        self.rows = [counts[block] for block in self._blocks]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        block = self._blocks[index]
+        rows = self._chosen(block)
+        return {key: _chosen(column, rows) for key, column in self._source[block].items()}
+
+
+def _chosen(column, rows):
+    """Rows of a column, or of each of several, such as the ids of several lookups."""
+    if isinstance(column, Mapping):
+        return {key: each[rows] for key, each in column.items()}
+    return column[rows]
+
+
+def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[Part, Part]:
+    """All rows of a source but so many, and those, both in the order of the source.
+
+    Args:
+      source: blocks whose columns are arrays.
+      rows: how many to set apart, from 0 to all.
+      seed: None to set the last ones apart; else random ones, an equal share of every block.
+
+    Raises:
+      ValueError: the source does not have so many rows.
+
+    >>> class TwoBlocks:
+    ...     rows = [3, 2]
+    ...     def __getitem__(self, index):
+    ...         return {"label": np.array([[10, 11, 12], [13, 14]][index])}
+    >>> most, last = set_apart(TwoBlocks(), 3)
+    >>> most.rows, last.rows, last[0]["label"].tolist(), last[1]["label"].tolist()
+    ([2], [1, 2], [12], [13, 14])
+    """
+    sizes = [int(size) for size in source.rows]
+    total = sum(sizes)
+    whole_number("rows", rows, 0, total, ", as many as the source has")
+    taken, start = [], 0
+    for size in sizes:
+        end = start + size
+        if seed is None:
+            taken.append(min(max(end - (total - rows), 0), size))
+        else:  # in whole numbers, so that all of them together are exactly so many
+            taken.append(end * rows // max(total, 1) - start * rows // max(total, 1))
+        start = end
+
+    def order(block):
+        return (
+            np.arange(sizes[block]) if seed is None else np.random.default_rng([seed, block]).permutation(sizes[block])
+        )
+
+    left = [size - apart for size, apart in zip(sizes, taken, strict=True)]
+    return (
+        Part(source, left, lambda block: np.sort(order(block)[: left[block]])),
+        Part(source, taken, lambda block: np.sort(order(block)[left[block] :])),
+    )
+
+
+DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
+
+
+class ClickJob(NamedTuple):
+    """A click model over embedding tables, and how it learns."""
+
+    spec: EmbeddingSpec
+    init: Callable[[int], Any]  # seed -> dense parameters
+    predict: Callable  # (params, activations {'sparse': f32[B, F, E]}, batch) -> logit f32[B]
+    loss: Callable  # the same -> f32[B]
+    optimizer: optax.GradientTransformation
+    row_optimizer: RowOptimizer
+
+    def of_seed(self, seed: int) -> "ClickJob":
+        """The same job with the initial rows of another seed; programs compiled for one serve the
+        other."""
+        return self._replace(spec=dataclasses.replace(self.spec, seed=seed))
+
+    def state(self, tables, seed: int, mesh=None) -> TrainState:
+        """The initial state: the parameters of a seed over fresh tables, in whatever home."""
+        return init_state(self.init(seed), self.optimizer, tables, mesh)
+
+    def update(self, mesh=None) -> Callable:
+        """The pure step, for a pipeline: as `make_update`."""
+        return make_update(self.spec, self.loss, self.optimizer, self.row_optimizer, mesh)
+
+    def train_step(self, mesh=None) -> Callable:
+        """As `make_train_step`."""
+        return make_train_step(self.spec, self.loss, self.optimizer, self.row_optimizer, mesh)
+
+    def eval_step(self, mesh=None) -> Callable:
+        """As `make_eval_step`."""
+        return make_eval_step(self.spec, self.predict, mesh)
+
+
+def click_job(
+    cardinalities: Sequence[int],
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
+    width: int = 16,
+    shards: int = 8,
+    seed: int = 0,
+) -> ClickJob:
+    """The job of a model over one table for each categorical field.
+
+    Args:
+      cardinalities: rows of each table, C1, C2 and so on.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+      optimizer: of the dense parameters.
+      row_optimizer: of the rows.
+      width: E, of all tables.
+      shards: S, of every table.
+      seed: of the initial rows.
+    """
+    fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
+    tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
+    spec = EmbeddingSpec(tables, {"sparse": Lookup(fields)}, shards, seed)
+
+    def init(seed):
+        example = jnp.zeros((1, DENSE_FEATURES)), jnp.zeros((1, len(fields), width))
+        return model.init(jax.random.key(seed), *example)
+
+    def predict(params, activations, batch):
+        return model.apply(params, batch.dense, activations["sparse"])
+
+    def loss(params, activations, batch):
+        return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
+
+    return ClickJob(spec, init, predict, loss, optimizer, row_optimizer)
+
+
+def make_model(name: str, width: int) -> nn.Module:
+    """A model of the usual size; 'small_dlrm' is for many short runs.
+
+    'dcnv2_mlperf' is that of MLPerf Training at width 128; its rank, 512 there, follows the width.
+    Of 'lr', 'fm', 'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
+
+    Raises:
+      ValueError: there is no such model.
+    """
+    models = {
+        "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
+        "dcnv2": DCNv2(cross_layers=3, tower=(512, 256)),
+        "dcnv2_mlperf": DCNv2(3, 4 * width, (1024, 1024, 512, 256), parallel=False, bottom=(512, 256, width)),
+        "small_dlrm": DLRM((64, width), (64, 1)),
+        "lr": LR(),
+        "fm": FM(),
+        "dnn": DNN((512, 256)),
+        "wide_deep": WideAndDeep((512, 256)),
+        "deepfm": DeepFM((512, 256)),
+        "finalmlp": FinalMLP(((512, 256), (512, 256))),
+        "din": DIN((200, 80)),
+    }
+    if name not in models:
+        raise ValueError(f"model={name!r} must be one of {', '.join(models)}.")
+    return models[name]
+
 
 TEST_BATCH = 2048  # whatever the batch size: the examples of test and validation are the same
 _ORDER = 4  # a stream of random numbers beside those of the synthetic log

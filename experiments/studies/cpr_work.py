@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optax
-from click_data import Data, criteo_clicks, synthetic_clicks
-from clicks import click_job, make_model
-from contract import Flags
+from main.cli import Flags
+from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
 
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities

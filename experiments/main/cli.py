@@ -18,10 +18,10 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
-from pictures import bars, plot, stacked_bars
-from report import Figure, grid, listing
-from runs import Run
-from stopping import Stopped, leave, say
+from main.plots import bars, plot, stacked_bars
+from main.report import Figure, grid, listing
+from main.run_dir import Run
+from main.signals import Stopped, leave, say
 
 __all__ = [
     "Figure",

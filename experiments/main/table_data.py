@@ -14,8 +14,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from click_data import Data, data_of_blocks
-from clicks import ClickJob
 
 from jaxrec.data.criteo.dataset import read_metadata
 from jaxrec.data.tabular import TableSplit, open_table
@@ -23,6 +21,7 @@ from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path
 from jaxrec.models import DIN
 from jaxrec.types import RowOptimizer
+from main.click_data import ClickJob, Data, data_of_blocks
 
 
 class FirstLabel:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from report import Figure, number
-from stopping import say
 
 from jaxrec.files import aside
+from main.report import Figure, number
+from main.signals import say
 
 # Dark enough to be read as text; in print without colours the strokes tell them apart.
 _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")

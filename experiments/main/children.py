@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from stopping import STOPPING, Stopped
+from main.signals import STOPPING, Stopped
 
 
 def run_child(

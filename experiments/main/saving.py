@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from environment import cores
-from runs import Run
-from stopping import say
 
 from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.checkpoint.format import number_of
 from jaxrec.cpr import Recovery
 from jaxrec.types import TrainState
+from main.run_dir import Run, cores
+from main.signals import say
 
 PERCENT = 1.0  # of the time, that saving may cost
 # Of this process before its first save: compilation is over, and the cost gets known early.

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from oac_turns import PipelineWay, compare, compiled, in_turns
-from oac_work import Work
-from reference import Job, ratio
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.embedding import Tables
 from jaxrec.types import TrainState
+from studies.oac_turns import PipelineWay, compare, compiled, in_turns
+from studies.oac_work import Work
+from studies.reference import Job, ratio
 
 COMPARED = 12  # batches, behind which two trainings must have the same bits
 TIMEOUT_S = 120.0
