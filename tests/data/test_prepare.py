@@ -1,5 +1,6 @@
 """prepare.py as its user sees it: every way to end is one line and an exit code, and nothing is lost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -177,3 +178,16 @@ def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
 def test_a_good_run_prints_its_figures(tmp_path):
     done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
     assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_what_preparing_takes_is_measured_of_each_format(tmp_path):
+    command = [sys.executable, ROOT / "experiments" / "preparation_rate.py", "--preset", "smoke"]
+    done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    for name in ("criteo", "csv", "parquet"):
+        assert found[f"{name}_rows_per_s"] > 0 and 0.05 < found[f"{name}_peak_gb"] < 8
+        assert found[f"{name}_loader_examples_per_s"] > found[f"{name}_rows_per_s"]
+        assert not (tmp_path / name).exists()

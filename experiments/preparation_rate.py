@@ -1,0 +1,184 @@
+"""How fast tables are prepared and read back, and in how much memory: Criteo's format, CSV and Parquet.
+
+    python experiments/preparation_rate.py                  5M rows of each; about ten minutes on two cores
+    python experiments/preparation_rate.py --rows 22000000 --formats criteo
+
+The rows are generated. Those of `criteo` have 13 integers and 26 categories, of which the largest has
+`--categories` values; they get a vocabulary. Those of `csv` and `parquet` are one table: 3 columns of one
+category, 3 multi-hot, 2 sequences, 2 numbers, divided by time. Each is prepared by prepare.py in a process of
+its own, whose wall time, start included, and whose largest resident memory are measured; then a loader reads the
+training rows in batches of 2,048, in the order of the file and shuffled.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from main.cli import Flags, Run, command_line, listing, refuse
+
+from jaxrec.data.criteo import open_split
+from jaxrec.data.loader import Loader
+from jaxrec.data.tabular import open_table
+
+CHUNK_ROWS = 250_000
+SCHEMA = """
+from jaxrec.data.tabular import ByTime, Categorical, Dense, MultiHot, Schema, Sequence
+
+schema = Schema(
+    label="click",
+    features=[
+        Categorical("user"), Categorical("item"), Categorical("page"),
+        MultiHot("tags", "|", at_most=4), MultiHot("topics", "|", at_most=4), MultiHot("queries", "|", at_most=4),
+        Sequence("seen", "|", last=10, share="item"), Sequence("bought", "|", last=10, share="item"),
+        Dense("price", log=True, standardise=True), Dense("age"),
+    ],
+    split=ByTime("hour", train=0.8, validation=0.1),
+)
+"""
+FORMATS = ("criteo", "csv", "parquet")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the measurement."""
+
+    rows: int = 5_000_000
+    categories: int = 1_000_000
+    """Of the largest column."""
+    formats: tuple[str, ...] = FORMATS
+
+
+def main(config: Config) -> dict:
+    """Generates, prepares and reads; returns what results.json holds."""
+    if config.preset == "smoke":
+        config = dataclasses.replace(config, rows=20_000, categories=1_000)
+    wrong = [name for name in config.formats if name not in FORMATS]
+    refuse({f"--formats {' '.join(wrong)} are none of {', '.join(FORMATS)}.": wrong})
+    with Run("preparation_rate", config, config.workdir) as run:
+        results: dict[str, Any] = {"rows": config.rows}
+        for name in config.formats:
+            results |= {f"{name}_{key}": value for key, value in measured(config, name, run.directory / name).items()}
+        run.close(results, listing(results, {name: [name] for name in config.formats}))
+        return results
+
+
+def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
+    """The figures of one format; its files go away afterwards."""
+    directory.mkdir()
+    source, prepared = directory / f"rows.{name}", directory / "prepared"
+    rng = np.random.default_rng(config.seed)
+    WRITERS[name](source, _chunks(config, rng, _clicks if name != "criteo" else _log))
+    flags = ["--sources", str(source), "--directory", str(prepared)]
+    if name != "criteo":
+        (directory / "schema.py").write_text(SCHEMA)
+        flags += ["--schema", str(directory / "schema.py")]
+    seconds, peak = _run([sys.executable, str(Path(__file__).with_name("prepare.py")), *flags], directory / "log")
+    split = open_split(prepared, "train") if name == "criteo" else open_table(prepared, "train")
+    found = {
+        "source_gb": source.stat().st_size / 1e9,
+        "rows_per_s": config.rows / seconds,
+        "peak_gb": peak / 1e9,
+        "loader_examples_per_s": _read_rate(Loader(split, 2048)),
+        "shuffled_loader_examples_per_s": _read_rate(Loader(split, 2048, shuffle_seed=0)),
+    }
+    subprocess.run(["rm", "-r", directory], check=True)
+    return found
+
+
+def _run(command: list[str], log: Path) -> tuple[float, int]:
+    """Wall seconds and the largest resident bytes of a process."""
+    start = time.perf_counter()
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise OSError(f"{' '.join(command)} has failed: {log.read_text()[-500:]}")
+    return time.perf_counter() - start, usage.ru_maxrss * 1024
+
+
+def _read_rate(loader: Loader) -> float:
+    """Examples per second of one epoch."""
+    start = time.perf_counter()
+    examples = sum(int(batch.weight.sum()) for batch in loader)
+    return examples / (time.perf_counter() - start)
+
+
+# ---- rows
+
+
+def _chunks(config: Config, rng, chunk: Callable) -> Iterator[Any]:
+    for first in range(0, config.rows, CHUNK_ROWS):
+        yield chunk(rng, first, min(CHUNK_ROWS, config.rows - first), config)
+
+
+def _popular(rng, shape, categories: int) -> np.ndarray:
+    """Categories of which some are frequent and most are rare."""
+    return (categories * rng.random(shape) ** 3).astype(np.int64)
+
+
+def _log(rng, first: int, rows: int, config: Config) -> Any:
+    """Rows in Criteo's format."""
+    import polars as pl
+
+    columns = {"label": rng.integers(0, 2, rows)}
+    columns |= {f"I{i}": (rng.exponential(20, rows)).astype(np.int64) for i in range(13)}
+    for i in range(26):
+        columns[f"C{i}"] = _popular(rng, rows, max(4, config.categories // 2**i))
+    frame = pl.DataFrame(columns)
+    hexed = [pl.col(f"C{i}").map_elements(lambda value: f"{value:08x}", pl.String) for i in range(26)]
+    return frame.with_columns(hexed)
+
+
+def _clicks(rng, first: int, rows: int, config: Config) -> Any:
+    """Rows of the table of several lookups."""
+    import polars as pl
+
+    def bags(prefix: str, categories: int, at_most: int) -> Any:
+        ids = pl.Series("ids", _popular(rng, (rows, at_most), categories)).arr.to_list()
+        frame = pl.DataFrame([ids, pl.Series("many", rng.integers(0, at_most + 1, rows))])
+        texts = pl.col("ids").list.head(pl.col("many")).list.eval(pl.lit(prefix) + pl.element().cast(pl.String))
+        return frame.select(texts.list.join("|")).to_series()
+
+    of = lambda prefix, categories: pl.Series(_popular(rng, rows, categories)).cast(pl.String).str.replace("^", prefix)
+    return pl.DataFrame({
+        "click": rng.integers(0, 2, rows),
+        "user": of("u", config.categories), "item": of("i", config.categories // 10), "page": of("p", 1_000),
+        "tags": bags("t", 500, 4), "topics": bags("o", 100, 4), "queries": bags("q", 10_000, 4),
+        "seen": bags("i", config.categories // 10, 10), "bought": bags("i", config.categories // 10, 5),
+        "price": rng.exponential(10, rows).round(2), "age": rng.integers(15, 80, rows),
+        "hour": first + np.arange(rows),
+    })  # fmt: skip
+
+
+def _write_text(path: Path, frames, separator: str, header: bool) -> None:
+    with open(path, "wb") as file:
+        for number, frame in enumerate(frames):
+            frame.write_csv(file, include_header=header and number == 0, separator=separator)
+
+
+def _write_parquet(path: Path, frames) -> None:
+    import pyarrow.parquet
+
+    writer = None
+    for frame in frames:
+        table = frame.to_arrow()
+        writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    writer.close()
+
+
+WRITERS: dict[str, Callable] = {
+    "criteo": lambda path, frames: _write_text(path, frames, "\t", header=False),
+    "csv": lambda path, frames: _write_text(path, frames, ",", header=True),
+    "parquet": _write_parquet,
+}
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)
