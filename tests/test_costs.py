@@ -40,7 +40,7 @@ def listing(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-class EngineBase(HostTables):
+class NotingTables(HostTables):
     """Tables that note what is written into them, and which images are whole by then."""
 
     def with_shard(self, stack, shard, parts):
@@ -80,7 +80,7 @@ def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed
 
 
 def test_measuring_really_saves_all_and_restores_all_and_then_the_failed_shards(tmp_path):
-    state = state_of(EngineBase)
+    state = state_of(NotingTables)
     state.tables.__dict__.update(seen=[], place=tmp_path)
     measure(state, tmp_path / "made" / "by nobody", **JOB, failed_nodes=3, rounds=2)
     assert state.tables.seen == 2 * [(shard, [True]) for shard in [0, 1, 2, 3, 0, 1, 2]]
@@ -91,8 +91,8 @@ A_MEASUREMENT_THAT_IS_KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_costs import JOB, Watched, measure, state_of
-state = state_of(Watched)
+from test_costs import JOB, NotingTables, measure, state_of
+state = state_of(NotingTables)
 state.tables.__class__.with_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 measure(state, sys.argv[1], **JOB)
 """

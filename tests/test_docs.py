@@ -85,7 +85,7 @@ def test_the_examples_of_an_experiment_run(name):
 
 TWO_TRAINERS = """
 import concurrent.futures, shutil
-from jaxrec.shadowsync import Left
+from jaxrec.shadowsync import PeerLeft
 
 
 def two_trainers(*texts):  # the last example, as two threads that share a group
@@ -98,7 +98,7 @@ texts = [open(f"trainer_{i}.py").read() for i in (0, 1)]
 assert two_trainers(*texts) == [None, None]
 shutil.rmtree("runs")
 alone = two_trainers(texts[0].replace("state = shadow.finish(pipeline.state)", "pass"), texts[1])
-assert alone[0] is None and isinstance(alone[1], Left), alone  # who does not finish leaves the other behind
+assert alone[0] is None and isinstance(alone[1], PeerLeft), alone  # who does not finish leaves the other behind
 """
 ONE_TRAINER = "SyncGroup(model_averaging(), params, trainers=1).trainer(0)"
 
