@@ -85,7 +85,7 @@ def _(directory):
     FreeTrainers(state_of(), STEP, stretch_steps=0)
 
 
-@situation("a state of another rule", ValueError, "the memory does not fit .*Give easgd")
+@situation("a state of another rule", ValueError, "the memory of easgd.* does not fit")
 def _(directory):
     with free(bmuf()) as engine:
         train(engine, stream(3))
@@ -114,7 +114,7 @@ def _(directory):
     SyncGroup(easgd(), PARAMS, trainers=2, memory=SyncGroup(easgd(), PARAMS, trainers=3).memory)
 
 
-@situation("a memory that has diverged", ValueError, "the memory holds nan or inf")
+@situation("a memory that has diverged", ValueError, "the memory of bmuf.* holds nan or inf")
 def _(directory):
     memory = SyncGroup(bmuf(), PARAMS, trainers=1).memory
     memory["shared"].momentum[0][:] = np.nan
