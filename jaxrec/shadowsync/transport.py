@@ -215,34 +215,20 @@ class Membership:
             # A round that has ended is a sign of life, like a call of its trainer.
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
-    def _wait(
-        self,
-        trainer: int,
-        since: float,
-        over: Callable[[], bool],
-        awaited: Callable[[], Iterable[int]],
-    ):
-        """Until it is over; a trainer that was awaited for too long, since then or since it was seen, is lost.
+    def _wait(self, trainer: int, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
+        """Until it is over; a trainer that is awaited for longer than the time-out, and was not seen, is lost.
 
         The lock is free when it is called, as Ctrl-C ends the wait.
         """
-        is_over = functools.partial(self._is_over, trainer, since, over, awaited)
-        over_in = lambda: min([self._nap, *self._due(trainer, since, awaited).values()])
-        while not wait(self._changed, is_over, over_in()):
+        is_over = functools.partial(self._is_over, trainer, time.monotonic(), over, awaited)
+        while not wait(self._changed, is_over, self._nap):
             pass
 
     @property
     def _nap(self):
         # A trainer that waits is heard of at least so often, so that others that wait for it do not
         # lose it.
-        return self.timeout_s / 2
-
-    def _due(self, trainer, since, awaited):
-        """In how many seconds each of the others that are awaited is overdue."""
-        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was
-        # seen.
-        due = since + self.timeout_s - time.monotonic()
-        return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
+        return self.timeout_s / 8
 
     def _is_over(self, trainer, since, over, awaited):
         # Before the failure: a round that has ended counts, whatever became of the others since.
@@ -250,7 +236,9 @@ class Membership:
             return True
         # A trainer that waits is alive, and says so: only others can be overdue.
         self._taking_part(trainer).seen = now = time.monotonic()
-        overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
+        # From when they were awaited, as rounds may be rarer than the time-out, or from when they were seen.
+        heard = {i: max(since, self._members[i].seen) for i in awaited() if i != trainer}
+        overdue = [i for i, at in heard.items() if now - at >= self.timeout_s]
         if not overdue:
             return False
         self._lose({i: self._overdue(i, now) for i in overdue})
@@ -335,7 +323,7 @@ class AllToAll(Membership):
                 # nothing.
                 self._brought[trainer] = leaves, done
                 self._settle()
-            self._wait(trainer, time.monotonic(), lambda: self._round > round_, missing)
+            self._wait(trainer, lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
                 # Taken before the next round can end, which needs this trainer.
@@ -383,7 +371,7 @@ class Centre(Membership):
       trainers: n; a trainer that is done waits for all of them.
       servers: how many.
       bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the
+      timeout_s: how long a trainer that is done waits for another that is not heard of: more than the
         longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
         'drop', or 'replace' if successors take the places of the lost.
@@ -442,11 +430,14 @@ class Centre(Membership):
           PeerLeft: another trainer has left or is overdue, or this one has been dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        if done:
-            last = self._wait_for_the_others(trainer)
-            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
         with uninterrupted(), self._changed:
-            self._taking_part(trainer)
+            member = self._taking_part(trainer)
+            if done:
+                member.state = "done"
+                self._settle()
+        if done:
+            self._wait(trainer, lambda: member.state == "finished", self._awaited)
+            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), True
         # First the way to the servers: a trainer that is dropped meanwhile must not move the centre.
         for _ in range(rows):
             self._transfer(trainer)
@@ -471,20 +462,6 @@ class Centre(Membership):
 
     def _now(self):
         return [np.array(leaf) for leaf in self._centre]
-
-    def _wait_for_the_others(self, trainer):
-        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes
-        on."""
-        with uninterrupted(), self._changed:
-            member, now = self._member(trainer), time.monotonic()
-            # The others may have come to their end since it was told to ask again.
-            if member.state != "finished" and self._taking_part(trainer).state == "here":  # it says so the first time
-                member.state, member.seen = "done", now
-                self._settle()
-            since = member.seen
-        over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
-        self._wait(trainer, since, over, self._awaited)
-        return member.state == "finished"
 
     def _settle(self):
         if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
