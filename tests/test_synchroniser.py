@@ -102,8 +102,7 @@ def nnx_of(value):
     return state, lambda state: nnx.merge(graph, state).linear.kernel[...]
 
 
-@pytest.mark.parametrize("of", [linen_of, nnx_of])
-@pytest.mark.parametrize("kind", [Shadow, Foreground])
+@pytest.mark.parametrize(("of", "kind"), [(linen_of, Foreground), (nnx_of, Shadow)])
 def test_flax_states_are_synchronised_as_they_come(of, kind):
     """Two trainers, one thread each, of one replica without an axis."""
     rule, more = model_averaging(1.0), {"every_steps": 1} if kind is Foreground else {}

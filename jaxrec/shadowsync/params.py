@@ -93,13 +93,12 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
         the first leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
-    has_axis = bool(found) and len(found[0]) > len(template.shapes[0]) and found[0][0] > 0
-    axis = found[0][:1] if has_axis else ()
-    wanted = [(*axis, *shape) for shape in template.shapes]
+    rows = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
+    wanted = [(rows, *shape) if rows else shape for shape in template.shapes]
     for name, here, there in itertools.zip_longest(template.names, found, wanted, fillvalue="nothing"):
         if here != there:
             raise ValueError(f"{what} does not fit at {name}: it has {here}, wanted {there}. {REMEDY}")
-    return axis[0] if has_axis else None
+    return rows or None
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.params import Template, check_leaves, floating, initial_leaves, replicas_in, with_floating
-from jaxrec.shadowsync.rules import Rule, check_same, mean_of, wide
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
 from jaxrec.types import PyTree
 
 
@@ -187,7 +187,7 @@ class Membership:
             raise PeerLeft(f"trainer {trainer} has no others to meet: {self._failure}")
 
     def _awaited(self) -> list[int]:
-        """Who is still training, or has yet to come."""
+        """The trainers that still train, or have yet to come."""
         return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
 
     def _lacks(self, member):
@@ -491,8 +491,13 @@ def _remembered(fresh, memory, rule):
     if memory is None:
         return fresh
     what = f"the memory of {rule.describe()}"
-    check_same(fresh, memory, what)
-    leaves = {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(memory)}
+    wanted, leaves = (
+        {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (fresh, memory)
+    )
+    shapes, found = ({name: leaf.shape for name, leaf in each.items()} for each in (wanted, leaves))
+    if found != shapes:
+        raise ValueError(f"{what} does not fit: it has {found!s:.300}, wanted {shapes!s:.300}.")
     check_leaves(list(leaves), list(leaves.values()), what)
     return jax.tree.unflatten(jax.tree.structure(fresh), list(leaves.values()))
 

