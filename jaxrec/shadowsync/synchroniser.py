@@ -155,9 +155,10 @@ class Synchroniser:
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others not to wait for this trainer any more: it takes no part from now on."""
         with uninterrupted():
-            self._phase = "has left"
-            self._stop()
-            self._transport.leave(self._trainer, error)
+            if self._phase != "has left":
+                self._phase = "has left"
+                self._stop()
+                self._transport.leave(self._trainer, error)
 
     def _begin(self):
         """What begins with the `with` block."""

@@ -174,13 +174,11 @@ class Trainer:
         """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
         if self.entered is None:
             return
+        own = next((error for number, error in self.shared.failures if number == self.number), None)
         try:
-            self.entered.__exit__(None, None, None)
+            self.entered.__exit__(None, own, None)
         except Exception as error:
-            # Its thread has heard that this trainer was left.
-            echo = self.failed and isinstance(error, PeerLeft)
-            if not echo and not any(error is known for _, known in self.shared.failures):
-                self._fail(error, f"in the synchronisation of trainer {self.number}")
+            self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def run(self) -> None:
         """Trains to the end of the stream, then makes rounds until all trainers are done."""
