@@ -31,36 +31,18 @@ from jaxrec.embedding import HostTables, sgd
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, easgd, model_averaging
 
 
-@pytest.mark.parametrize("kind", [None, Shadow, Foreground])
-def test_a_failure_stops_everybody_and_is_named(kind):
-    def broken():
-        yield from stream(0, 3)
-        raise OSError("the disk is gone")
-
-    def endless():
-        while True:
-            yield from stream(1, 10)
-
-    more = {"every_steps": 1} if kind is Foreground else {}
-    make = kind and synchronisers(kind, model_averaging(), 2, **more)
-    tables = HostTables.create(SPEC, sgd(0.1))
-    with pytest.raises(OSError, match="the disk is gone") as caught:
-        freely(tables, [broken(), endless()], make, 2)
-    assert "trainer 0" in caught.value.__notes__[0]
-    assert no_threads_left()
-
-
-@pytest.mark.parametrize("kind", [None, Shadow, Foreground])
-def test_a_hook_that_raises_stops_everybody_and_its_worker_is_named(kind):
+@pytest.mark.parametrize(
+    ("where", "kind"), [("stream", None), ("stream", Shadow), ("stream", Foreground), ("hook", None), ("hook", Shadow)]
+)
+def test_a_failure_stops_everybody_and_its_worker_is_named(where, kind):
     def hook(trainer, step, metrics):
-        if (trainer, step) == (1, 5):
-            raise RuntimeError("no room for figures")
+        if where == "hook" and (trainer, step) == (1, 5):
+            raise OSError("the disk is gone")
 
-    make = kind and synchronisers(kind, easgd(), 2, **({"every_steps": 2} if kind is Foreground else {}))
-    tables = HostTables.create(SPEC, sgd(0.1))
-    with pytest.raises(RuntimeError, match="no room for figures") as caught:
-        streams = [stream(i, 10**6) for i in range(2)]
-        freely(tables, streams, make, 2, hook=hook)
+    broken = raising(OSError("the disk is gone")) if where == "stream" else stream(1, 10**6)
+    make, tables = kind and synchronisers(kind, easgd(), 2, **every(2, kind)), HostTables.create(SPEC, sgd(0.1))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        freely(tables, [stream(0, 10**6), broken], make, 2, hook=hook)
     assert "in worker" in caught.value.__notes__[0] and "of trainer 1" in caught.value.__notes__[0]
     assert no_threads_left()
 
