@@ -153,6 +153,13 @@ def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
     assert no_threads_left()
 
 
+def test_what_a_round_of_a_dropped_trainer_raises_is_told_once():
+    make = synchronisers(Shadow, model_averaging(), 2, of=Broken, on_failure="drop")
+    with pytest.warns(RuntimeWarning) as told:
+        freely(HostTables.create(SPEC, sgd(0.1)), [stream(0, 5), stream(1, 10**9)], make)
+    assert ["cable" in str(each.message) for each in told] == [True]
+
+
 def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
     entered, wake = threading.Event(), threading.Event()
 
