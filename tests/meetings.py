@@ -66,7 +66,7 @@ def in_meet(transport):
 class Clock:
     """The clock of transports and of who meets there: it goes on when the test says so, and a nanosecond at each look.
 
-    Who waits for a transport looks at it often: real seconds between two looks are half of its `timeout_s`.
+    Who waits for a transport looks at it often: real seconds between two looks are an eighth of its `timeout_s`.
     """
 
     def __init__(self, monkeypatch):

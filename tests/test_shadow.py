@@ -104,14 +104,6 @@ def run_trainers(rule, transport, steps, change=1.0):
     return states, errors
 
 
-def test_uneven_trainers_make_rounds_until_all_are_done():
-    states, errors = run_trainers(model_averaging(1.0), AllToAll(model_averaging(1.0), PARAMS, 3), [3, 200, 40])
-    assert not errors
-    found = [weights(state)[0] for state in states.values()]
-    # The last round had all of them. A difference is added to each, which may round in its last digit.
-    np.testing.assert_allclose(found, found[0], rtol=3e-7)
-
-
 def test_free_running_easgd_keeps_the_sum():
     rule = easgd(0.4)
     initial = {"w": np.full(3, 9.0, np.float32), "b": np.zeros(2, np.float32)}
@@ -152,8 +144,6 @@ def test_the_model_of_a_run_is_the_mean_of_its_replicas():
         name: (leaf.dtype, leaf.sharding) for name, leaf in state.dense.params.items()
     }
     assert np.asarray(state.dense.params["w"]).tolist() == params["w"].tolist()
-    with pytest.raises(ValueError, match="state is a dict"):
-        with_mean_replica(params)
 
 
 def rounds_of(shadow, steps, state, number):
@@ -193,7 +183,8 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
     class Late(Steps):
         def meet(self, trainer, before, done):
             entered.set()
-            until(lambda: is_inside(wait))  # `finish` has taken its copy, and waits for the end
+            if not done:
+                until(lambda: is_inside(wait))  # `finish` was called, and waits for the end
             return super().meet(trainer, before, done)
 
     steps = Late(AllToAll(rule, PARAMS))

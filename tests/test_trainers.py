@@ -179,7 +179,7 @@ def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"batches": lambda trainer, trainers: lambda start: iter([None])}, "Batch after Batch"),
+        ({"batches": lambda trainer, trainers: lambda start: iter([None])}, "'NoneType'"),
         ({"batches": lambda trainer, trainers: 1 / 0}, "ZeroDivisionError"),
         ({"loss": lambda params, activations, batch: jnp.zeros(3)}, "Error"),
         ({"every_steps": 0, "rule": model_averaging()}, "every_steps=0"),

@@ -13,7 +13,7 @@ import optax
 
 from jaxrec import Batch
 
-WORKERS = ("oac-", "trainer", "shadow", "synchronisation")  # how the names of threads begin that a run must not leave
+WORKERS = ("oac-", "trainer", "shadow")  # how the names of threads begin that a run must not leave
 DEADLINE_S = 60  # of what another thread does, which gets its turn late on a busy machine
 
 

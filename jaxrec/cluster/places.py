@@ -155,7 +155,7 @@ class Visit:
         self._joined: list[Way | None] = [None] * len(places)
         self._ended: list[list | None] = [None] * len(places)  # what each has given with the last time
         self._changed, self._left, self._why = threading.Condition(), False, ""
-        self._seen, self._told = time.monotonic(), -float("inf")
+        self._told = -float("inf")
         self.newest: list[np.ndarray] | None = None
         self.waited_s = 0.0
 
@@ -164,14 +164,10 @@ class Visit:
 
     def alive(self, trainer: int) -> None:
         """Its trainer is heard of; the places are told now and then."""
-        self._seen = now = time.monotonic()
+        now = time.monotonic()
         if now - self._told > self.timeout_s / _TOLD:
             self._told = now
             self._tell(0.0)
-
-    def last_seen(self, trainer: int) -> float:
-        """As `Membership.last_seen`."""
-        return self._seen
 
     def why_gone(self, trainer: int) -> str:
         """As `Membership.why_gone`, as far as it is known here."""
@@ -233,12 +229,11 @@ class Visit:
             return None
 
     def _awaited(self, answer):
-        """What comes, None if the place is gone; while it is awaited, its trainer is told to be waiting."""
+        """What comes, None if the place is gone."""
         while answer is not None:
             try:
                 return answer.result(_LOOK_S) or ()
             except TimeoutError:
-                self._seen = time.monotonic()
                 self._refuse_left()
             except ServerGone:
                 break
@@ -250,7 +245,6 @@ class Visit:
             while self._places[number] is gone:
                 self._refuse_left()
                 self._changed.wait(_LOOK_S)
-                self._seen = time.monotonic()
         self.waited_s += time.monotonic() - begun
 
     def _refuse_left(self):

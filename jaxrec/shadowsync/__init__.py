@@ -9,8 +9,8 @@ foreground.
 `train_freely` runs such trainers on shared host tables, `train_stretch` goes on with them,
 `FreeTrainers` is an engine of stretches, with hooks in between, and `Emulation` runs any number of
 them on one device, in a seeded order. Read `rules` first, which has
-the equations, then `shadow`. `Shadow` and `Foreground` are what a group hands out, over an
-`AllToAll` or a `Centre`: for who brings a transport of his own.
+the equations, then `synchroniser`. `Shadow` and `Foreground` are what a group hands out, over an
+`AllToAll`, a `Centre`, or a transport of your own.
 """
 
 from jaxrec.shadowsync.free import FreeTrainers

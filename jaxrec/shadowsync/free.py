@@ -1,12 +1,5 @@
 """Free-running trainers as an engine: they train one stream in stretches, and are at rest in between.
 
-    step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
-    state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
-    with FreeTrainers(state, step, easgd(), stretch_steps=100) as engine:
-        for state, metrics in engine.run(batches, hooks=[...]):
-            ...
-    final = engine.together()
-
 What belongs to a training is in its state, which is saved and restored as any other: see `FreeState`. The regime is not
 deterministic. A training that is killed goes on from its newest image, and has lost what came after it; rows, dense
 parameters, optimizer states and what the rule remembers are those of one instant, at which all were at rest.
@@ -27,203 +20,23 @@ from jaxrec.engine import CutSchedule, EngineBase, check_change, check_hooks, no
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.prefetch import END, Stream, Streams
 from jaxrec.shadowsync.group import SyncGroup
-from jaxrec.shadowsync.params import floating, with_floating
-from jaxrec.shadowsync.rules import Rule, mean_of, wide
+from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
-from jaxrec.validate import check_is_state, check_not_donated, check_spec
-
-
-class StreamSplitter:
-    """The batches of one stream for the trainers of a stretch: whoever is free takes the next one.
-
-    Args:
-      stream: asked by one trainer at a time.
-      steps: at most so many batches.
-
-    Attributes:
-      taken: how many batches were given out.
-      over: whether the stream has ended, or failed.
-      error: what the stream has raised. Nobody fails by it: all end as at its end, and are at rest.
-    """
-
-    def __init__(self, stream: Stream, steps: int):
-        self._stream, self._steps = stream, steps
-        self._asking = threading.Lock()  # held as long as the stream blocks
-        self._counting = threading.Lock()
-        self.taken, self.over, self.closed = 0, False, False
-        self.error: BaseException | None = None
-
-    def batches(self) -> Iterator[Batch]:
-        """The batches of one trainer."""
-        while (batch := self._take()) is not None:
-            yield batch
-
-    def close(self) -> None:
-        """From now on nothing is given out or counted; what the stream gives too late comes first in its next run."""
-        with self._counting:
-            self.closed = True
-
-    def _take(self):
-        with self._asking:
-            if self.over or self.closed or self.taken == self._steps:
-                return None
-            self._stream.free.clear()  # who comes with the same iterator again must wait
-            try:
-                return self._counted(self._asked())
-            finally:
-                self._stream.free.set()
-
-    def _asked(self):
-        try:
-            batch = self._stream.take()
-        except BaseException as error:
-            return error
-        if batch is END or isinstance(batch, Batch):
-            return batch
-        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
-
-    def _counted(self, batch):
-        with self._counting:
-            if self.closed:  # the stretch was left meanwhile: it comes first in the next one
-                self._stream.give_back(batch)
-                return None
-            self.over = batch is END or isinstance(batch, BaseException)
-            if self.over:
-                self.error = batch if batch is not END else None
-                return None
-            self.taken += 1
-            return batch
-
-
-def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
-    """What hooks are told of a stretch, from the metrics of its steps."""
-    found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
-    losses, weights = np.array(found, np.float64).reshape(-1, 2).T
-    rounds = sum(figures.rounds)
-    return {
-        "loss": float(np.average(losses, weights=weights if weights.any() else None)) if seen else float("nan"),
-        "examples": figures.examples,
-        "rounds": rounds,
-        "average_sync_gap": sum(figures.steps) / rounds if rounds else float("inf"),
-        "replica_spread": figures.replica_spread,
-        "seconds": figures.seconds,
-        "batches_lost": lost,
-    }
-
-
-class _Sums:
-    """The figures of all stretches."""
-
-    def __init__(self, trainers, past):
-        zeros = {name: [0] * trainers for name in ("steps", "rounds", "bytes")}
-        past = past or {}
-        self._lists = {name: list(past.get(name, zero)) for name, zero in zeros.items()}
-        wrong = [name for name, values in self._lists.items() if len(values) != trainers]
-        if wrong:
-            raise ValueError(f"past has {wrong} of another number of trainers than {trainers}.")
-        self._spread, self._lost = past.get("replica_spread"), past.get("batches_lost", 0)
-        self._dropped = list(past.get("dropped", []))
-
-    def add(self, figures: Figures, lost: int) -> None:
-        """Counts a stretch."""
-        for name, sums in self._lists.items():
-            self._lists[name] = [a + b for a, b in zip(sums, getattr(figures, name), strict=True)]
-        self._spread, self._lost = figures.replica_spread, self._lost + lost
-        self._dropped += [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
-
-    def as_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        steps, rounds = (sum(self._lists[name]) for name in ("steps", "rounds"))
-        return self._lists | {
-            "average_sync_gap": steps / rounds if rounds else None,
-            "replica_spread": self._spread,
-            "batches_lost": self._lost,
-            "dropped": self._dropped,
-        }
-
-
-class FreeState(NamedTuple):
-    """What free trainers need to go on, beside their parameters: it takes the place of `DenseState.opt_state`.
-
-    `DenseState.step` counts the batches that were taken from the stream, by all trainers.
-    """
-
-    optimizer: PyTree  # leaves [n, ...]
-    steps: np.ndarray  # i32[n] that each trainer has made
-    group: dict[str, Any]  # `SyncGroup.memory`; empty without a rule
-    capacity: dict[str, np.ndarray]  # {stack: i64[]} of the plans, 0 before the first
-
-
-def _apart_states(dense: DenseState, mesh) -> list[DenseState]:
-    """The dense state of each trainer, on its own device, in arrays of its own; its step is that trainer's."""
-    whole, states = jax.device_get((dense.params, dense.opt_state.optimizer)), []
-    for number, device in enumerate(mesh.devices[:, 0]):
-        own = make_mesh(devices=[device])
-        # A copy: a step donates it, and on a CPU JAX would share the memory.
-        mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), whole)
-        params, optimizer = put_on_mesh(mine, own, PER_REPLICA)
-        step = put_on_mesh(np.array(dense.opt_state.steps[number], np.int32), own, EVERYWHERE)
-        states.append(DenseState(step, params, optimizer))
-    return states
-
-
-def _joined(states: list[DenseState], mesh, step: int, group: dict, capacity: dict) -> DenseState:
-    """The dense states of all trainers as one, on their mesh."""
-    steps = np.array([int(state.step) for state in states], np.int32)
-    trees = [jax.device_get((state.params, state.opt_state)) for state in states]
-    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
-    params, optimizer = put_on_mesh(whole, mesh, PER_REPLICA)
-    step = put_on_mesh(np.array(step, np.int32), mesh, EVERYWHERE)
-    return DenseState(step, params, FreeState(optimizer, steps, group, capacity))
-
-
-def _after_last_round(dense: DenseState, rule: Rule, mesh: jax.sharding.Mesh) -> DenseState:
-    """The dense state as a last round of all trainers makes it: at a centre one after the other, and then all get its
-    parameters."""
-    params = jax.device_get(dense.params)
-    replicas = [jax.tree.map(lambda leaf, i=i: leaf[i, ...], params) for i in range(mesh.devices.size)]
-    live = [floating(one) for one in replicas]
-    brought = [[leaf.astype(wide(leaf.dtype)) for leaf in one] for one in live]
-    moved = _last_round(rule, dense.opt_state.group["shared"], live, brought)
-    trees = [with_floating(one, leaves) for one, leaves in zip(replicas, moved, strict=True)]
-    params = put_on_mesh(jax.tree.map(lambda *leaves: np.stack(leaves), *trees), mesh, PER_REPLICA)
-    return dense._replace(params=params)
-
-
-def _last_round(rule, shared, replicas, brought):
-    """The leaves of each replica after a last round of all, one after the other at a centre."""
-    if not rule.has_centre:
-        _, target = rule.combine(shared, mean_of(brought))
-        return [rule.merge(one, one, target) for one in replicas]
-    for one in brought:
-        shared = [rule.combine(centre, leaf)[0] for centre, leaf in zip(shared, one, strict=True)]
-    return [[np.array(c, leaf.dtype) for c, leaf in zip(shared, one, strict=True)] for one in replicas]
-
-
-def _mesh_of(state, step):
-    """The mesh of a state, which free trainers can train."""
-    check_is_state(state)
-    check_not_donated(state)
-    if not isinstance(step, FreeStep):
-        raise ValueError(f"step is a {type(step).__name__}: free trainers want a FreeStep(spec, loss, ...).")
-    if not getattr(state.tables, "in_place", False):
-        raise ValueError(f"tables is a {type(state.tables).__name__}: free trainers write in place, into HostTables.")
-    check_spec(step.spec, state.tables.spec)
-    leaves = jax.tree.leaves(state.dense.params)
-    mesh = getattr(getattr(leaves[0], "sharding", None), "mesh", None) if leaves else None
-    if mesh is None or mesh.shape.get(DATA) != 1:
-        raise ValueError(
-            "the dense state lies on no mesh of one device for each trainer: init_state(params, optimizer, tables, "
-            "make_mesh(replicas=n, devices=jax.devices()[:n]))."
-        )
-    return mesh
+from jaxrec.validate import check_spec
 
 
 class FreeTrainers(EngineBase):
-    """n trainers that run freely over shared host tables, an engine as far as that goes.
+    """n trainers that run freely over shared host tables: an `Engine`, but for cuts and lost shards, which it refuses.
+
+        step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
+        state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
+        with FreeTrainers(state, step, easgd(), stretch_steps=100) as engine:
+            for state, metrics in engine.run(batches, hooks=[...]):
+                ...
+        final = engine.together()
 
     Args:
       state: over HostTables, its dense half on `make_mesh(replicas=n)` of n devices; from `init_state`, or from a
@@ -232,9 +45,9 @@ class FreeTrainers(EngineBase):
       rule: that brings the replicas together; None for none.
       stretch_steps: all meet, and hooks are called, after the batches whose number is a multiple of it.
       workers: m.
-      leave_timeout_s: as for `train_freely`.
       past: what `figures` gave at the end of an earlier process, to be counted on.
-      group: of `SyncGroup`: every_steps, every_seconds, pace_seconds, servers, bytes_per_s, timeout_s, on_failure.
+      group: of `SyncGroup`: every_steps, every_seconds, pace_seconds, core_share, servers, bytes_per_s, timeout_s,
+        on_failure.
 
     With on_failure='drop' a trainer that fails is dropped until the end of the stretch, and its batch is lost; in the
     next one it is a copy of the first that has not failed. A stretch that a failure ends leaves no state to go on from,
@@ -244,7 +57,8 @@ class FreeTrainers(EngineBase):
       step: how many batches were taken from the stream.
 
     Raises:
-      ValueError: an argument is out of range, or does not go with the others.
+      ValueError: an argument is out of range, or does not go with the others; the state has no mesh of one device for
+        each trainer; it was trained by another rule.
     """
 
     _name = "trainers"
@@ -257,7 +71,6 @@ class FreeTrainers(EngineBase):
         *,
         stretch_steps: int = 100,
         workers: int = 1,
-        leave_timeout_s: float = 10.0,
         past: dict[str, Any] | None = None,
         **group: Any,
     ):
@@ -266,11 +79,11 @@ class FreeTrainers(EngineBase):
         if rule is None and group:
             raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
-        self._workers, self._leave_timeout_s = whole_number("workers", workers), leave_timeout_s
+        self._workers = whole_number("workers", workers)
         self._streams, self._in_hook, self._failure = Streams(), False, ""
         self._cuts = CutSchedule()  # of which there are none
         self._take_state(state)
-        self._figures = _Sums(self._replicas, past)
+        self._figures = past or _no_figures(self._replicas)
 
     def _take_state(self, state):
         mesh = _mesh_of(state, self._free_step)
@@ -316,7 +129,7 @@ class FreeTrainers(EngineBase):
           steps, rounds, bytes; average_sync_gap, of all trainers, and replica_spread, of the end of the last stretch,
           each None if there is none; batches_lost, that no trainer has trained, and dropped, what was said of trainers.
         """
-        return self._figures.as_json()
+        return dict(self._figures)
 
     def run(
         self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
@@ -372,7 +185,7 @@ class FreeTrainers(EngineBase):
                 if splitter.taken:  # else what hooks were told last stands
                     self._commit(states, splitter.taken, group.memory if group else {}, figures)
                 lost = splitter.taken - sum(figures.steps)
-                self._figures.add(figures, lost)
+                self._figures = _added(self._figures, figures, lost)
             except BaseException as error:
                 if splitter.taken:  # else nothing has changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
@@ -383,11 +196,11 @@ class FreeTrainers(EngineBase):
     def _train(self, splitter, group, hook):
         self._set_capacity(self._state.dense.opt_state.capacity)
         streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
-        of_run = self._workers, hook, self._leave_timeout_s
+        states = self._states_apart()
         try:
-            return train_stretch(self._free_step, self._states_apart(), self.tables, streams, make, *of_run)
+            return train_stretch(self._free_step, states, self.tables, streams, make, self._workers, hook)
         finally:
-            splitter.close()  # before anybody counts
+            splitter.close()  # before it is counted
 
     def _states_apart(self):
         # As the last stretch has left them, if no hook has changed them.
@@ -420,8 +233,7 @@ class FreeTrainers(EngineBase):
     def _group(self, dense) -> SyncGroup | None:
         if self._rule is None:
             return None
-        one = jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(dense.params))
-        memory = dense.opt_state.group or None
+        one, memory = _first_replica(dense.params), dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
     def _run_hooks(self, hooks, metrics):
@@ -448,7 +260,7 @@ class FreeTrainers(EngineBase):
         self._state = self._state._replace(tables=changed)
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
-        """Refused: nobody is at rest after a step."""
+        """Refused: no trainer is at rest after a step."""
         raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
 
     def withdraw(self, step: int) -> None:
@@ -484,7 +296,11 @@ class FreeTrainers(EngineBase):
         self._check_whole()
         if self._rule is None:
             return self._state
-        return self._state._replace(dense=_after_last_round(self._state.dense, self._rule, self._mesh))
+        # All replicas as those of one trainer, which is alone.
+        memory = {"shared": self._state.dense.opt_state.group["shared"], "waited": [0]}
+        group = SyncGroup(self._rule, _first_replica(self._state.dense.params), 1, every_steps=1, memory=memory)
+        with group.trainer(0) as trainer:
+            return trainer.finish(self._state)
 
     def _check_whole(self):
         if self._failure:
@@ -500,3 +316,152 @@ class FreeTrainers(EngineBase):
             except Exception as failure:
                 self._untold.append(failure)
         return self._take_untold()
+
+
+class FreeState(NamedTuple):
+    """What free trainers need to go on, beside their parameters: it takes the place of `DenseState.opt_state`.
+
+    `DenseState.step` counts the batches that were taken from the stream, by all trainers.
+    """
+
+    optimizer: PyTree  # leaves [n, ...]
+    steps: np.ndarray  # i32[n] that each trainer has made
+    group: dict[str, Any]  # `SyncGroup.memory`; empty without a rule
+    capacity: dict[str, np.ndarray]  # {stack: i64[]} of the plans, 0 before the first
+
+
+class StreamSplitter:
+    """The batches of one stream for the trainers of a stretch: the one that is free takes the next batch.
+
+    Args:
+      stream: asked by one trainer at a time.
+      steps: at most so many batches.
+
+    Attributes:
+      taken: how many batches were given out.
+      over: whether the stream has ended, or failed.
+      error: what the stream has raised. No trainer fails by it: all end as at its end, and are at rest.
+    """
+
+    def __init__(self, stream: Stream, steps: int):
+        self._stream, self._steps = stream, steps
+        self._asking = threading.Lock()  # held as long as the stream blocks
+        self._counting = threading.Lock()
+        self.taken, self.over, self.closed = 0, False, False
+        self.error: BaseException | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of one trainer."""
+        while (batch := self._take()) is not None:
+            yield batch
+
+    def close(self) -> None:
+        """From now on nothing is given out or counted; what the stream gives too late comes first in its next run."""
+        with self._counting:
+            self.closed = True
+
+    def _take(self):
+        with self._asking:
+            if self.over or self.closed or self.taken == self._steps:
+                return None
+            self._stream.free.clear()  # a run over the same iterator must wait
+            try:
+                return self._counted(self._asked())
+            finally:
+                self._stream.free.set()
+
+    def _asked(self):
+        """A batch, the end, or what the stream has raised."""
+        try:
+            batch = self._stream.take()
+        except BaseException as error:
+            return error
+        if batch is END or isinstance(batch, Batch):
+            return batch
+        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
+
+    def _counted(self, found):
+        """The batch that was found, if it is one and the stretch goes on."""
+        with self._counting:
+            if self.closed:  # the stretch was left meanwhile: it comes first in the next one
+                self._stream.give_back(found)
+            elif isinstance(found, Batch):
+                self.taken += 1
+                return found
+            else:
+                self.over, self.error = True, None if found is END else found
+            return None
+
+
+def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
+    """What hooks are told of a stretch, from the metrics of its steps."""
+    found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
+    losses, weights = np.array(found, np.float64).reshape(-1, 2).T
+    rounds = sum(figures.rounds)
+    return {
+        "loss": float(np.average(losses, weights=weights if weights.any() else None)) if seen else float("nan"),
+        "examples": figures.examples,
+        "rounds": rounds,
+        "average_sync_gap": sum(figures.steps) / rounds if rounds else float("inf"),
+        "replica_spread": figures.replica_spread,
+        "seconds": figures.seconds,
+        "batches_lost": lost,
+    }
+
+
+def _mesh_of(state, step):
+    """The mesh of a state, which free trainers can train."""
+    check_spec(step.spec, state.tables.spec)
+    mesh = jax.tree.leaves(state.dense.params)[0].sharding.mesh
+    if mesh.shape[DATA] != 1:
+        raise ValueError(
+            "the dense state lies on no mesh of one device for each trainer: init_state(params, optimizer, tables, "
+            "make_mesh(replicas=n, devices=jax.devices()[:n]))."
+        )
+    return mesh
+
+
+def _apart_states(dense: DenseState, mesh) -> list[DenseState]:
+    """The dense state of each trainer, on its own device, in arrays of its own; its step is that trainer's."""
+    whole, states = jax.device_get((dense.params, dense.opt_state.optimizer)), []
+    for number, device in enumerate(mesh.devices[:, 0]):
+        own = make_mesh(devices=[device])
+        # A copy: a step donates it, and on a CPU JAX would share the memory.
+        mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), whole)
+        params, optimizer = put_on_mesh(mine, own, PER_REPLICA)
+        step = put_on_mesh(np.array(dense.opt_state.steps[number], np.int32), own, EVERYWHERE)
+        states.append(DenseState(step, params, optimizer))
+    return states
+
+
+def _joined(states: list[DenseState], mesh, step: int, group: dict, capacity: dict) -> DenseState:
+    """The dense states of all trainers as one, on their mesh."""
+    steps = np.array([int(state.step) for state in states], np.int32)
+    trees = [jax.device_get((state.params, state.opt_state)) for state in states]
+    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+    params, optimizer = put_on_mesh(whole, mesh, PER_REPLICA)
+    step = put_on_mesh(np.array(step, np.int32), mesh, EVERYWHERE)
+    return DenseState(step, params, FreeState(optimizer, steps, group, capacity))
+
+
+def _first_replica(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(params))
+
+
+def _no_figures(trainers) -> dict[str, Any]:
+    zeros = {name: [0] * trainers for name in ("steps", "rounds", "bytes")}
+    return zeros | {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
+
+
+def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
+    """The figures of all stretches with those of one more, as JSON values."""
+    lists = ("steps", "rounds", "bytes")
+    sums = {name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in lists}
+    steps, rounds = sum(sums["steps"]), sum(sums["rounds"])
+    dropped = [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
+    return sums | {
+        "average_sync_gap": steps / rounds if rounds else None,
+        "replica_spread": figures.replica_spread,
+        "batches_lost": past["batches_lost"] + lost,
+        "dropped": [*past["dropped"], *dropped],
+    }

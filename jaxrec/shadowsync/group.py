@@ -3,14 +3,13 @@
 Legend: R replicas of a trainer, n trainers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.synchroniser import Foreground, Shadow, Synchroniser
-from jaxrec.shadowsync.transport import AllToAll, Centre, Transport
+from jaxrec.shadowsync.transport import AllToAll, Centre
 from jaxrec.types import PyTree
 
 
@@ -67,8 +66,8 @@ class SyncGroup:
       transport: where they meet, an `AllToAll` or a `Centre`, for synchronisers made by hand.
 
     Raises:
-      ValueError: an argument is out of range, or does not go with the others; parameters that
-        cannot be synchronised.
+      ValueError: an argument is out of range; parameters that cannot be synchronised.
+      TypeError: servers or a bandwidth for a rule without a centre, a pace for the foreground.
     """
 
     transport: AllToAll | Centre
@@ -90,22 +89,18 @@ class SyncGroup:
         last_round: bool = True,
         memory: dict[str, Any] | None = None,
     ):
-        of_centre: dict[str, Any] = {"servers": servers, "bytes_per_s": bytes_per_s}
-        of_centre = {name: value for name, value in of_centre.items() if value is not None}
-        kind = _kind_of_transport(rule, of_centre)
-        of_all = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
-        shared, waited = _parts_of(memory)
-        self.transport = kind(rule, params, trainers, memory=shared, **of_all, **of_centre)
-        self._waited = _checked_waited(waited, trainers)
-        self._make = _maker(every_steps, every_seconds, pace_seconds, core_share)
+        of_all: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
+        if memory is not None:
+            of_all["memory"] = memory["shared"]
+        of_centre = _given(servers=servers, bytes_per_s=bytes_per_s)
+        self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all, **of_centre)
+        self._foreground = _given(every_steps=every_steps, every_seconds=every_seconds)
+        self._options = self._foreground | _given(pace_seconds=pace_seconds, core_share=core_share)
+        self._waited = [0.0] * trainers if memory is None else np.asarray(memory["waited"]).tolist()
+        if len(self._waited) != trainers:
+            raise ValueError(f"the memory is of {len(self._waited)} trainers and the group of {trainers}.")
         self._of_trainers: dict[int, Synchroniser] = {}
         self.trainer(0)  # refuses now what it would refuse in a trainer's thread
-
-    def __reduce__(self):
-        raise ValueError(
-            "a SyncGroup cannot be sent to another process: its trainers are threads of one, as in a "
-            "ThreadPoolExecutor(trainers)."
-        )
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -131,48 +126,16 @@ class SyncGroup:
         Raises:
           ValueError: on entering, if there is no such trainer or its place was taken before.
         """
-        waited = self._waited[number] if number in range(len(self._waited)) else 0.0
-        self._of_trainers[number] = made = self._make(self.transport, number, waited)
+        made: Synchroniser
+        if self._foreground:
+            waited = self._waited[number] if number in range(len(self._waited)) else 0.0
+            made = Foreground(self.transport, number, waited=waited, **self._options)
+        else:
+            made = Shadow(self.transport, number, **self._options)
+        self._of_trainers[number] = made
         return made
 
 
-def _parts_of(memory):
-    """What a memory has of the rule, and how long each trainer has waited."""
-    if memory is None:
-        return None, None
-    if not isinstance(memory, dict) or memory.keys() != {"shared", "waited"}:
-        raise ValueError(f"memory is {memory!r:.80}: give what an earlier group has as its `memory`.")
-    return memory["shared"], memory["waited"]
-
-
-def _checked_waited(waited, trainers) -> list[float]:
-    if waited is None:
-        return [0.0] * trainers
-    found = np.asarray(waited, np.float64)
-    if found.shape != (trainers,):
-        raise ValueError(f"the memory is of {found.size} trainers and the group of {trainers}: keep their number.")
-    return found.tolist()
-
-
-def _maker(every_steps, every_seconds, pace_seconds, core_share) -> Callable[[Transport, int, float], Synchroniser]:
-    """The function that makes a trainer's synchroniser."""
-    given = {"pace_seconds": pace_seconds, "core_share": core_share}
-    given = {name: value for name, value in given.items() if value is not None}
-    if every_steps is None and every_seconds is None:
-        return lambda transport, number, waited: Shadow(transport, number, **given)
-    for name, value in given.items():
-        raise ValueError(
-            f"{name}={value!r} is of threads in the background: in the foreground give every_steps or "
-            "every_seconds alone."
-        )
-    every = {"every_steps": every_steps, "every_seconds": every_seconds}
-    return lambda transport, number, waited: Foreground(transport, number, **every, waited=waited)
-
-
-def _kind_of_transport(rule, of_centre) -> Callable[..., AllToAll | Centre]:
-    if not isinstance(rule, Rule):
-        return AllToAll  # which refuses it
-    if of_centre and not rule.has_centre:
-        given = ", ".join(f"{name}={value!r}" for name, value in of_centre.items())
-        raise ValueError(f"{given} is of a centre, which {rule.describe()} has not: leave it out, or use easgd().")
-    return Centre if rule.has_centre else AllToAll
+def _given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None: for all others the defaults of what is made with them hold."""
+    return {name: value for name, value in arguments.items() if value is not None}

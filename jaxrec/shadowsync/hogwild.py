@@ -8,8 +8,8 @@ every trainer has one event; in m ticks every worker has one, in an order that t
 Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
 servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many
 ticks, and its result is folded in `latency_ticks` later; none is the foreground. `Emulation.finish`
-plays the last rounds, those that `finish` of a real synchroniser makes: without them one evaluates
-what no user would get.
+plays the last rounds, those that `finish` of a real synchroniser makes: without them what is
+evaluated is not what a user gets.
 
 Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5
 times as long.
@@ -184,7 +184,7 @@ class Emulation:
     def _tick(self, batches):
         events = self._order(self.ticks, self.ticks % self.workers)
         self.batch_size = len(batches[0].label)
-        if self._lock_step:  # all-reduce: nobody reads before all have applied
+        if self._lock_step:  # all-reduce: no trainer reads before all have applied
             self._apply(events)
         losses = []
         for i, worker in events:
@@ -253,8 +253,8 @@ class _Rounds:
 
     def __init__(self, script, params, trainers):
         self._script, self.rounds = script, 0.0  # of each trainer
-        everybody = list(range(trainers))
-        self._groups = [[i] for i in everybody] if script.rule.has_centre else [everybody]
+        all_of_them = list(range(trainers))
+        self._groups = [[i] for i in all_of_them] if script.rule.has_centre else [all_of_them]
         self._shared = script.rule.init(jax.tree.map(jnp.array, params))
         self._before = [None] * trainers
         self._combine, self._merge = jax.jit(script.rule.combine), jax.jit(script.rule.merge)
@@ -271,13 +271,12 @@ class _Rounds:
                 self._begin(group, dense)
             if ends:
                 self._end(group, dense)
+                self.rounds += len(group) / len(self._before)
             if begins and latency:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones, which do not count, as those of a
-        user."""
-        rounds = self.rounds
+        """Ends the rounds under way and plays the last ones, none of which counts."""
         for group in self._groups:
             if self._before[group[0]] is not None:
                 self._end(group, dense)
@@ -287,7 +286,6 @@ class _Rounds:
         if self._script.rule.has_centre:
             for i, state in enumerate(dense):
                 dense[i] = state._replace(params=jax.tree.map(_as_centre, state.params, self._shared))
-        self.rounds = rounds
 
     def _begin(self, group, dense):
         for i in group:  # copies: a later step donates the parameters
@@ -299,7 +297,6 @@ class _Rounds:
         for i in group:
             dense[i] = dense[i]._replace(params=self._merge(dense[i].params, self._before[i], target))
             self._before[i] = None
-        self.rounds += len(group) / len(self._before)
 
 
 def _as_centre(mine, centre):

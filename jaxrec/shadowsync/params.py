@@ -7,6 +7,7 @@ Legend: R replicas, the leading axis of all leaves or of none.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +47,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
     """The template of initial parameters of one replica, and host copies of their floating leaves.
 
     Raises:
-      ValueError: there is no floating leaf; one is complex, is not finite, has been donated, or has
-        no value.
+      ValueError: there is no floating leaf; one is complex or not finite.
     """
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
     for name, leaf in named:
@@ -55,7 +55,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
             raise ValueError(
                 f"the leaf {name} is complex: rules are for real numbers, keep its two parts as two leaves."
             )
-    named = [(name, _host(name, leaf)) for name, leaf in named if is_synchronised(leaf)]
+    named = [(name, np.array(leaf)) for name, leaf in named if is_synchronised(leaf)]
     if not named:
         raise ValueError(
             "the initial parameters have no floating leaf, so there is nothing to synchronise: give the parameters of "
@@ -64,14 +64,6 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
     names, leaves = zip(*named, strict=True)
     check_leaves(names, leaves, "the initial parameters")
     return Template(names, tuple(leaf.shape for leaf in leaves)), list(leaves)
-
-
-def _host(name, leaf):
-    if getattr(leaf, "is_deleted", lambda: False)():
-        raise ValueError(f"the initial leaf {name} has been donated to a step: give parameters that are still there.")
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
-        raise ValueError(f"the initial leaf {name} has no value but is a {type(leaf).__name__}: give arrays.")
-    return np.array(leaf)
 
 
 def check_leaves(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
@@ -101,12 +93,12 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
         the first leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
-    if found == list(template.shapes):
-        return None
-    rows = found[0][0] if found and found[0] else 0
-    if rows and found == [(rows, *shape) for shape in template.shapes]:
-        return rows
-    raise ValueError(_misfit(template, tree, what))
+    rows = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
+    wanted = [(rows, *shape) if rows else shape for shape in template.shapes]
+    for name, here, there in itertools.zip_longest(template.names, found, wanted, fillvalue="nothing"):
+        if here != there:
+            raise ValueError(f"{what} does not fit at {name}: it has {here}, wanted {there}. {REMEDY}")
+    return rows or None
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:
@@ -115,33 +107,11 @@ def check_names(template: Template, tree: PyTree, what: str) -> None:
     Raises:
       ValueError: names the first leaf.
     """
-    found = tuple(_shapes(tree))
-    if found == template.names:
-        return
-    for name in dict.fromkeys((*template.names, *found)):
-        if name not in found or name not in template.names:
-            has = "no such leaf" if name not in found else "a leaf that the initial parameters do not have"
-            raise ValueError(f"{what} does not fit at {name or 'the root'}: it has {has}. {REMEDY}")
-    raise ValueError(f"{what} does not fit: its leaves come in another order than {template.names[:3]}. {REMEDY}")
-
-
-def _misfit(template, tree, what):
-    """Says which leaf is the first that does not fit."""
-    names, found = template.names, list(_shapes(tree).values())
-    if len(found) != len(names):
-        return f"{what} does not fit: it has {len(found)} floating leaves, wanted {len(names)}. {REMEDY}"
-    axes = [here[0] if here[1:] == shape and here else None for here, shape in zip(found, template.shapes, strict=True)]
-    for name, here, shape, rows in zip(names, found, template.shapes, axes, strict=True):
-        if here != shape and not rows:
-            return f"{what} does not fit at {name}: it has {here}, wanted {shape} or [R, *{shape}]. {REMEDY}"
-    kinds = {rows or "no": f"{name} {here}" for name, here, rows in zip(names, found, axes, strict=True)}
-    mixed = "; ".join(f"{rows} replicas at {where}" for rows, where in list(kinds.items())[:3])
-    return f"{what} has leaves of different numbers of replicas: {mixed}. {REMEDY}"
-
-
-def _shapes(tree):
     paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in paths if is_synchronised(leaf)}
+    found = [jax.tree_util.keystr(path) for path, leaf in paths if is_synchronised(leaf)]
+    for wanted, name in itertools.zip_longest(template.names, found, fillvalue="nothing"):
+        if name != wanted:
+            raise ValueError(f"{what} does not fit: it has {name or 'an array'} where {wanted} is wanted. {REMEDY}")
 
 
 class Live(NamedTuple):
@@ -197,12 +167,7 @@ def with_mean_replica(state: TrainState) -> TrainState:
 
     Returns:
       The state with other floating parameters, where they were; all else is as it was.
-
-    Raises:
-      ValueError: it is no TrainState.
     """
-    if not isinstance(state, TrainState):
-        raise ValueError(f"state is a {type(state).__name__}, but the TrainState of a run is wanted.")
     leaves = floating(state.dense.params)
     means = [np.broadcast_to(mean_replica(leaf), leaf.shape) for leaf in leaves]
     return with_leaves(state, place(means, leaves) if leaves else [])
@@ -222,10 +187,10 @@ def replica_spread(params: PyTree) -> float:
 
 
 def on_device(leaf: Any) -> jax.Array:
-    """An array of JAX that is still there, of the same dtype.
+    """An array of JAX, of the same dtype.
 
     Raises:
-      ValueError: the leaf is traced, has been donated, or is of a dtype that JAX would change.
+      ValueError: the leaf is traced, or of a dtype that JAX would change.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
@@ -237,8 +202,6 @@ def on_device(leaf: Any) -> jax.Array:
                 f"JAX would turn a leaf of {leaf.dtype} into {placed.dtype}: give that dtype, or set jax_enable_x64."
             )
         return placed
-    if leaf.is_deleted():
-        raise ValueError("a leaf has been donated to an earlier step: give the state that this step has returned.")
     return leaf
 
 

@@ -151,15 +151,9 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
 
 
 def mean_of(replicas: list[PyTree]) -> PyTree:
-    """The mean of equal trees, summed in their order, in float32 or wider.
-
-    Raises:
-      ValueError: there are none; they differ in structure, shape or dtype.
-    """
+    """The mean of trees of one structure and of the same shapes, summed in their order, in float32 or wider."""
     if not replicas:
         raise ValueError("the mean of no replicas: give at least one.")
-    for number, replica in enumerate(replicas[1:], 1):
-        check_same(replicas[0], replica, f"replica {number}")
     return _map(lambda *leaves: sum(leaves[1:], leaves[0]) / len(leaves), *replicas)
 
 
@@ -180,20 +174,6 @@ def _is_floating(dtype):
 def wide(dtype) -> np.dtype:
     """What floats of a dtype are computed in: float32, or float64 if they are that wide."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize > 4 else np.float32)
-
-
-def check_same(expected: PyTree, found: PyTree, what: str) -> None:
-    """Refuses a tree of other structure, shapes or dtypes; names the first difference."""
-    shapes = [
-        {jax.tree_util.keystr(path): (np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, found))
-    ]
-    for path in {**shapes[0], **shapes[1]}:
-        if shapes[0].get(path) != shapes[1].get(path):
-            raise ValueError(
-                f"{what} does not fit at {path or 'the root'}: it has {shapes[1].get(path, 'nothing')}, wanted "
-                f"{shapes[0].get(path, 'nothing')}. All replicas must have the same parameters."
-            )
 
 
 def _towards(alpha, form):

@@ -11,6 +11,7 @@ Floating leaves are synchronised and keep their dtype; all others are left alone
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477. Legend: R replicas of a trainer.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.bounds import is_not_negative, is_portion, real_number, whole_number
+from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.params import (
     Live,
@@ -35,7 +36,6 @@ from jaxrec.shadowsync.params import (
     replicas_in,
     with_leaves,
 )
-from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.transport import PeerLeft, Transport
 from jaxrec.types import TrainState
 
@@ -59,13 +59,9 @@ class Synchroniser:
     """
 
     def __init__(self, transport: Transport, trainer: int):
-        _check(transport)
         self._transport, self._trainer, self._rule = transport, trainer, transport.rule
-        # Looked up once, as it is called in every step.
-        self._tell_alive = getattr(transport, "alive", lambda trainer: None)
-        self._phase = "not entered"
+        self._phase = "has not been entered"
         self._structures: list = []  # of the last state, whose names fit
-        self._first: list[tuple] = []  # (shape, dtype) of each leaf in the first exchange
         self.steps = self.rounds = self.bytes = 0
 
     @property
@@ -76,18 +72,18 @@ class Synchroniser:
     @property
     def on_failure(self) -> str:
         """What becomes of the others when this trainer leaves early: 'raise' or 'drop'."""
-        return getattr(self._transport, "on_failure", "raise")
+        return self._transport.on_failure
 
     @property
     def why_gone(self) -> str:
         """Why the others go on without this trainer; empty if they do not."""
-        return getattr(self._transport, "why_gone", lambda trainer: "")(self._trainer)
+        return self._transport.why_gone(self._trainer)
 
     def __enter__(self) -> Self:
-        if self._phase != "not entered":
+        if self._phase != "has not been entered":
             raise ValueError(f"{self._name} has been entered before: make one for each training.")
         try:
-            # Ctrl-C between joining and beginning would leave a place taken that nobody leaves.
+            # Ctrl-C between joining and beginning would leave a place taken that no trainer leaves.
             with uninterrupted():
                 self._transport.join(self._trainer)
                 self._phase = "open"
@@ -98,9 +94,6 @@ class Synchroniser:
             raise
         return self
 
-    def _begin(self):
-        """What begins with the `with` block."""
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -110,12 +103,50 @@ class Synchroniser:
         self.leave(error)
 
     def exchange(self, state: Any) -> Any:
-        """Synchronises a state, now or in the background; returns the one to train on."""
+        """Synchronises a state, now or in the background.
+
+        The first call compiles the fold, so that no round waits for it.
+
+        Args:
+          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or
+            [R, ...].
+
+        Returns:
+          The state to train on. It is the one given where nothing was folded in; else its
+          parameters are new arrays of JAX, also where they were NumPy's, which may be changed in
+          place: their values are copied at once. No array is donated.
+
+        Raises:
+          ValueError: outside of the `with` block; the parameters do not fit those of the transport,
+            or are not finite (in the background those of an earlier call).
+          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
+          Exception: whatever else a round raised.
+        """
         raise NotImplementedError
 
     def finish(self, state: Any) -> Any:
-        """Takes part in rounds until all trainers are done; returns the state after them."""
-        raise NotImplementedError
+        """Takes part in rounds until all trainers are done.
+
+        Args:
+          state: after the trainer's last step, as `exchange` takes it.
+
+        Returns:
+          The state with new parameters, on the same devices and of the same dtypes; all else is as
+          it was. With a centre they are the centre's after the last round of all trainers: the same
+          model for each. With AllToAll each trainer has its replica after a last round of all: by
+          lerp it is 1 - alpha of its old distance from the target, so all are equal with alpha = 1;
+          by delta it is moved by alpha (target - replica), the same here.
+
+        Raises:
+          As `exchange`; ValueError: again, even after an interrupt.
+        """
+        self._check_open("finish")
+        live = self._live(state)
+        # After an interrupt it is not known which rounds were made, so that it cannot be called again.
+        self._phase = "has called `finish`"
+        live = live._replace(leaves=self._at_rest(live))
+        final = self._last_rounds(live.to_host())
+        return with_leaves(state, live.from_host(final))
 
     def hook(self, state: TrainState, step: int, plans: dict, metrics: dict) -> TrainState:
         """`exchange` as a hook of `fit` or `Pipeline`."""
@@ -124,18 +155,30 @@ class Synchroniser:
     def leave(self, error: BaseException | None = None) -> None:
         """Tells the others not to wait for this trainer any more: it takes no part from now on."""
         with uninterrupted():
-            self._phase = "left"
-            self._transport.leave(self._trainer, error)
+            if self._phase != "has left":
+                self._phase = "has left"
+                self._stop()
+                self._transport.leave(self._trainer, error)
+
+    def _begin(self):
+        """What begins with the `with` block."""
+
+    def _stop(self):
+        """No round begins any more, but for those of `finish`."""
+
+    def _at_rest(self, live: Live) -> list[jax.Array]:
+        """The leaves after all rounds that were begun before `finish`."""
+        return live.leaves
 
     @property
     def _name(self):
         return f"{type(self).__name__} of trainer {self._trainer}"
 
     def _check_open(self, what):
-        if self._phase == "not entered":
-            raise ValueError(f"`{what}` comes inside of the `with` block, and {self._name} has not been entered.")
         if self._phase != "open":
-            raise ValueError(f"`{what}` comes too late: {self._name} has {self._phase}. Make one for each training.")
+            raise ValueError(
+                f"`{what}` comes inside of the `with` block and before `finish`: {self._name} {self._phase}."
+            )
 
     def _looks_known(self, state):
         """Whether a state has the structure of those before, and is not traced."""
@@ -160,25 +203,14 @@ class Synchroniser:
                 "`init_state` was given."
             )
         leaves = [on_device(leaf) for leaf in floating(params)]
-        self._check_alike(leaves)
         return Live(leaves, has_axis, fold_program(self._rule.merge, leaves))
-
-    def _check_alike(self, leaves):
-        """Refuses leaves of another shape or dtype than in the first exchange."""
-        kind = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._first = self._first or kind
-        for name, one, other in zip(self._transport.template.names, self._first, kind, strict=True):
-            if one != other:
-                raise ValueError(f"the leaf {name} was {one} in the first exchange and is {other} now: keep it alike.")
 
     def _meet(self, before, done=False):
         """One round on leaves in numpy: where they should move to, and whether it was the last."""
-        # One nan would spread to all trainers. Who is done brings nothing to a centre.
+        # One nan would spread to all trainers. A trainer that is done brings nothing to a centre.
         if not (done and self._rule.has_centre):
             check_leaves(self._transport.template.names, before, f"the state of trainer {self._trainer}")
-        target, last = self._transport.meet(self._trainer, before, done)
-        _check_target(target, before)  # a transport may be the user's own
-        return target, last
+        return self._transport.meet(self._trainer, before, done)
 
     def _round_of(self, live) -> Round:
         before = live.to_host()
@@ -197,7 +229,7 @@ class Synchroniser:
 
     def _last_rounds(self, leaves):
         """Rounds of a trainer that is done, until all are; the leaves in numpy after them."""
-        last, together = False, getattr(self._transport, "last_round", True)
+        last, together = False, self._transport.last_round
         if self._rule.has_centre:
             # The others may still move the centre: this trainer brings its part, then waits for the
             # end of all.
@@ -213,25 +245,6 @@ class Synchroniser:
         return leaves
 
 
-def _check(transport):
-    missing = [n for n in ("join", "meet", "leave", "rule", "template", "timeout_s") if not hasattr(transport, n)]
-    if missing:
-        raise ValueError(
-            f"transport is a {type(transport).__name__} without {missing}: give an AllToAll or a Centre; one around "
-            "another hands on by `__getattr__` what it does not change."
-        )
-    if not isinstance(transport.rule, Rule):
-        kind = type(transport.rule).__name__
-        raise ValueError(f"the rule of the transport is a {kind}: give model_averaging(), bmuf() or easgd().")
-
-
-def _check_target(target, before):
-    """Refuses what a transport of somebody's own returns, if it is not alike what was brought."""
-    shapes = [np.shape(leaf) for leaf in target] if isinstance(target, list) else target
-    if shapes != [leaf.shape for leaf in before]:
-        raise ValueError(f"`meet` has returned {shapes!r:.200}: wanted a list of arrays as they were brought.")
-
-
 class Foreground(Synchroniser):
     """Synchronises every so many steps or seconds: training waits for each round (FR-k).
 
@@ -245,8 +258,7 @@ class Foreground(Synchroniser):
         goes on here.
 
     Raises:
-      ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds;
-        waited < 0; as `Shadow`.
+      ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds.
     """
 
     def __init__(
@@ -262,8 +274,7 @@ class Foreground(Synchroniser):
         if every_steps is not None:
             whole_number("every_steps", every_steps)
         if every_seconds is not None:
-            real_number("every_seconds", every_seconds, "above 0", lambda x: x > 0)
-        real_number("waited", waited, "0 or more", is_not_negative)
+            real_number("every_seconds", every_seconds, "above 0 and finite", is_positive)
         super().__init__(transport, trainer)
         self._steps, self._seconds, self._before = every_steps, every_seconds, waited
 
@@ -272,28 +283,14 @@ class Foreground(Synchroniser):
         """How many steps or seconds have passed since it was time for a round."""
         if self._steps is not None:
             return (self._before + self.steps) % self._steps
-        return self._before if self._phase == "not entered" else time.monotonic() - self._last
+        return self._before if self._phase == "has not been entered" else time.monotonic() - self._last
 
     def _begin(self):
         # Not when it was made: what is compiled in between is no training.
         self._last = time.monotonic() - self._before
 
     def exchange(self, state: Any) -> Any:
-        """Makes a round if it is time for one; the first call compiles the fold.
-
-        Args:
-          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or
-            [R, ...].
-
-        Returns:
-          The state to train on: the one given if it was no time; else its parameters are new arrays
-          of JAX.
-
-        Raises:
-          ValueError: outside of the `with` block; the parameters do not fit those of the transport,
-            or are not finite.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
-        """
+        """Makes a round if it is time for one; else as `Synchroniser.exchange`."""
         self._check_open("exchange")
         # Compiles the fold before the first round, in which all others would wait for it.
         if not self._looks_known(state):
@@ -302,7 +299,7 @@ class Foreground(Synchroniser):
 
     def due(self) -> bool:
         """Counts a step, by which this trainer is heard of; says whether it is time for a round."""
-        self._tell_alive(self._trainer)
+        self._transport.alive(self._trainer)
         self.steps += 1
         if self._steps is not None:
             return self.waited == 0
@@ -318,7 +315,7 @@ class Foreground(Synchroniser):
         For a trainer whose other workers step on between the two.
 
         Args:
-          before: as `exchange` takes it; nobody may donate it during the round.
+          before: as `exchange` takes it; it may not be donated during the round.
 
         Returns:
           A function: the state as it is by then -> the state with the round's result folded in.
@@ -330,22 +327,6 @@ class Foreground(Synchroniser):
         result = self._round_of(self._live(before))
         # Counted where it is folded in, as a shadow's.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))
-
-    def finish(self, state: Any) -> Any:
-        """Takes part in rounds until all trainers are done; returns what `Shadow.finish` does.
-
-        Raises:
-          ValueError: outside of the `with` block, or again, even after an interrupt; parameters do
-            not fit or are not finite.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
-        """
-        self._check_open("finish")
-        live = self._live(state)
-        # A phase of its own until the end: after an interrupt nobody knows which rounds it made.
-        self._phase = "begun to finish before"
-        final = self._last_rounds(live.to_host())
-        self._phase = "finished"
-        return with_leaves(state, live.from_host(final))
 
 
 class Shadow(Synchroniser):
@@ -363,11 +344,11 @@ class Shadow(Synchroniser):
       core_share: of the time of a core, the largest part that the thread takes for its rounds, up to 1.
 
     Raises:
-      ValueError: no transport; a number out of range. On entering: no such trainer, or a taken one.
+      ValueError: a number out of range. On entering: no such trainer, or a taken one.
       PeerLeft: another trainer has left, or is overdue. It and whatever else a round raises come with
         the next `exchange`, or on leaving the `with` block.
-      TimeoutError: on leaving, the thread has not ended within `timeout_s` of the transport, as
-        when `meet` does not return: it is left behind, and does nothing with what may still come.
+      TimeoutError: on leaving, `meet` of the transport has not returned within its `timeout_s`; the thread is left
+        there.
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0):
@@ -379,23 +360,11 @@ class Shadow(Synchroniser):
         self._handed: Live | None = None  # a copy for the thread
         self._result: Round | None = None  # what the thread has found since the last exchange
         self._busy = self._stopped = self._ended = False
-        self._met_at: float | None = None  # when `meet` was called that has not returned
-        self._at_end: Live | None = None  # of a trainer that is done, without its leaves
-        self._final: list[np.ndarray] = []  # its leaves [R, ...], then those after the last rounds
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
 
     def _begin(self):
         self._thread.start()
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others not to wait for this trainer any more: it fails, and its thread ends."""
-        with uninterrupted():
-            # Stopped first: that it has left, which the thread then hears, is no failure of it.
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
-            super().leave(error)
 
     def __exit__(
         self,
@@ -404,20 +373,14 @@ class Shadow(Synchroniser):
         trace: TracebackType | None,
     ) -> None:
         self.leave(error)
-        if not wait(self._changed, lambda: self._ended, self._transport.timeout_s):
-            self._leave_behind(error)
+        if self._has_ended(self._transport.timeout_s):
+            if error is None:
+                self._raise_failure()
             return
-        with uninterrupted():
-            self._thread.join()  # it has nothing more to do
-        if error is None:
-            self._raise_failure()
-
-    def _leave_behind(self, error):
-        why = f"timeout_s={self._transport.timeout_s:g}; its thread is left behind and does nothing with what may come."
-        if self._met_at is None:
-            message = f"{self._name} is still at work after {why}"
-        else:
-            message = f"{self._name}: `meet` of {type(self._transport).__name__} has not returned for {why}"
+        message = (
+            f"{self._name}: `meet` of {type(self._transport).__name__} has not returned within "
+            f"timeout_s={self._transport.timeout_s:g}, and the thread is left there."
+        )
         if error is None:
             raise TimeoutError(message)
         error.add_note(message)
@@ -425,27 +388,11 @@ class Shadow(Synchroniser):
     def exchange(self, state: Any) -> Any:
         """Folds the newest result in, and hands a copy over if the thread is free; never waits.
 
-        The first call compiles the fold, so that the first result is folded in as soon as it is
-        there. A call that has nothing to do looks at the state's structure only.
-
-        Args:
-          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or
-            [R, ...].
-
-        Returns:
-          The state to train on. It is the one given where nothing was folded in; else its
-          parameters are new arrays of JAX, also where they were NumPy's, which may be changed in
-          place: their values are copied at once. No array is donated.
-
-        Raises:
-          ValueError: outside of the `with` block; the parameters do not fit those of the transport;
-            those of an earlier call were not finite.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
-          Exception: whatever else a round raised.
+        A call that has nothing to do looks at the state's structure only. All else as `Synchroniser.exchange`.
         """
         self._check_open("exchange")
         self._raise_failure()
-        self._tell_alive(self._trainer)
+        self._transport.alive(self._trainer)
         # Without the lock, as most calls end here: a result that comes now is for the next one.
         if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
             self.steps += 1
@@ -467,93 +414,45 @@ class Shadow(Synchroniser):
                 self._changed.notify_all()
         return state if result is None else with_leaves(state, leaves)
 
-    def finish(self, state: Any) -> Any:
-        """Takes part in rounds until all trainers are done.
+    def _stop(self):
+        with uninterrupted(), self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
-        Args:
-          state: after the trainer's last step, as `exchange` takes it.
-
-        Returns:
-          The state with new parameters, on the same devices and of the same dtypes; all else is as
-          it was. With a centre they are the centre's after the last round of all trainers: the same
-          model for each. With AllToAll each trainer has its replica after a last round of all: by
-          lerp it is 1 - alpha of its old distance from the target, so all are equal with alpha = 1;
-          by delta it is moved by alpha (target - replica), the same here.
-
-        Raises:
-          ValueError: outside of the `with` block, or again, even after an interrupt; parameters do
-            not fit or are not finite.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
-          TimeoutError: `meet` neither has returned nor was at work for three times `timeout_s` of
-            the transport.
-          Exception: whatever else a round raised.
-        """
-        self._check_open("finish")
+    def _at_rest(self, live):
+        self._stop()
+        self._has_ended()  # a round that is under way ends: the transport bounds its time
         self._raise_failure()
-        live = self._live(state)
-        with uninterrupted():  # else an interrupt could fold a result in and then not use it
-            self._phase = "begun to finish before"
-            with self._changed:
-                result, self._result = self._result, None
-            live = live._replace(leaves=self._folded(live, result))
-            final = live.to_host()
-            with self._changed:
-                # Without the arrays, whose memory this object would keep.
-                self._at_end, self._final = live._replace(leaves=[]), final
-                self._changed.notify_all()
-        self._wait_for_the_end()
-        self._raise_failure()
-        if self._stopped:
-            raise PeerLeft(f"trainer {self._trainer} has left while it finished.")
-        # Only now: an error on the way leaves a phase that says so.
-        self._phase = "finished"
-        return with_leaves(state, live.from_host(self._final))
+        return self._folded(live, self._result)
 
-    def _wait_for_the_end(self):
-        # The limit is that of a transport that does nothing: one that waits for others who still
-        # train is at work.
-        limit = 3 * self._transport.timeout_s
-        seen = getattr(self._transport, "last_seen", lambda trainer: 0.0)
-        while not wait(self._changed, lambda: self._ended, self._transport.timeout_s / 2):
-            now = time.monotonic()
-            if now - max(self._met_at or now, seen(self._trainer)) > limit:
-                raise TimeoutError(f"{self._name}: `meet` of its transport has not returned for {limit:g} s.")
+    def _has_ended(self, seconds=math.inf):
+        """Waits for the end of the thread; says whether it came."""
+        if not wait(self._changed, lambda: self._ended, seconds):
+            return False
+        with uninterrupted():
+            self._thread.join()  # it has nothing more to do
+        return True
 
     def _run(self):
         try:
             while (handed := self._next()) is not None:
                 self._round(handed)
-            if self._at_end is not None and not self._stopped:
-                # A result that came behind the last exchange counts before the last rounds compare.
-                self._fold_late(self._at_end)
-                self._final = self._last_rounds(self._final)
         except BaseException as error:
-            with self._changed:
-                echo = self._stopped and isinstance(error, PeerLeft)
-                self._failure = None if echo else error
-            if not echo:  # else whoever has stopped this trainer tells the transport
-                self._leave_transport(error)
+            # That this trainer has left, it is told by the transport that it was left: no failure of the thread.
+            if not (self._phase == "has left" and isinstance(error, PeerLeft)):
+                self._failure = error
+                self._transport.leave(self._trainer, error)
         finally:
             with self._changed:
-                # Last of all, and whatever was raised: who leaves waits for it.
+                # Last of all, and whatever was raised, as `leave` and `finish` wait for it.
                 self._ended = True
                 self._changed.notify_all()
 
-    def _leave_transport(self, error):
-        try:
-            self._transport.leave(self._trainer, error)
-        except Exception as failure:  # nobody would hear of it in this thread
-            error.add_note(f"and then leaving the transport failed: {type(failure).__name__}: {failure}")
-
-    @property
-    def _done(self):
-        return self._at_end is not None
-
     def _next(self) -> Live | None:
-        """The copy to bring to the next round; None when the trainer is done or has stopped."""
+        """The copy to bring to the next round; None when there is none to come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._handed is not None or self._done or self._stopped)
-            if self._done or self._stopped:
+            self._changed.wait_for(lambda: self._handed is not None or self._stopped)
+            if self._stopped:
                 return None
             # In one breath: an exchange in between would hand over a second copy.
             handed, self._handed, self._busy = self._handed, None, True
@@ -571,29 +470,8 @@ class Shadow(Synchroniser):
             left = start + pace - time.monotonic()
             if left > 0:
                 self._busy = True  # else a copy is taken now that is old when the next round begins
-                self._changed.wait_for(lambda: self._done or self._stopped, min(left, threading.TIMEOUT_MAX))
+                self._changed.wait_for(lambda: self._stopped, min(left, threading.TIMEOUT_MAX))
                 self._busy = False
-
-    def _fold_late(self, live):
-        """Folds in a result that came after the last exchange; on the host: no program from here."""
-        if (late := self._result) is not None:
-            before, target = (live._replace(leaves=part).to_host() for part in (late.before, late.target))
-            self._final = self._rule.merge(self._final, before, target)
-            self.rounds, self.bytes = self.rounds + 1, self.bytes + late.bytes
-
-    def _meet(self, before, done=False):
-        self._check_not_stopped()
-        self._met_at = time.monotonic()
-        try:
-            found = super()._meet(before, done)
-        finally:
-            self._met_at = None
-        self._check_not_stopped()  # it was left behind: nothing comes of a late answer
-        return found
-
-    def _check_not_stopped(self):
-        if self._stopped:
-            raise PeerLeft(f"trainer {self._trainer} has left.")
 
     def _raise_failure(self):
         if self._failure is not None:

@@ -21,13 +21,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrec.bounds import real_number, whole_number
+from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
-from jaxrec.shadowsync.params import Template, floating, initial_leaves, replicas_in, with_floating
-from jaxrec.shadowsync.rules import Rule, check_same, mean_of, wide
+from jaxrec.shadowsync.params import Template, check_leaves, floating, initial_leaves, replicas_in, with_floating
+from jaxrec.shadowsync.rules import Rule, mean_of, wide
 from jaxrec.types import PyTree
-
-LONGEST_TIMEOUT_S = 1e6  # what a condition can wait for has a limit
 
 
 class PeerLeft(RuntimeError):
@@ -35,27 +33,26 @@ class PeerLeft(RuntimeError):
 
 
 class Transport(Protocol):
-    """How trainers meet; `meet` is called by their background threads only, or in the foreground.
+    """How trainers meet: `AllToAll`, `Centre`, or one around another, which hands on what it does not change by
+    `__getattr__`.
 
-    A transport around another one can hand on what it does not change: `__getattr__` for the
-    attributes and `join`.
+    `meet` is called by a trainer's background thread or, in the foreground and in `finish`, by its own. It neither
+    waits for ever nor goes on for a trainer that has left: it raises `PeerLeft`.
 
     Attributes:
       rule: by which trainers are synchronised.
       template: of the parameters of one replica.
       timeout_s: the longest that it waits for a trainer.
-
-    One with an attribute `on_failure` that is 'drop' goes on with the others when a trainer leaves
-    early. One with an attribute `last_round` that is False ends where the trainers stand: what
-    `meet` returns with the last time is not used then. Three methods more are used if a transport
-    has them: `alive(trainer)`, called by every `exchange`; `last_seen(trainer)`, when `alive` or
-    `meet` was last at work for it, in seconds of `time.monotonic`; `why_gone(trainer)`, empty for
-    one that takes part.
+      on_failure: 'drop' if it goes on with the others when a trainer leaves early.
+      last_round: whether it brings trainers together at the end; if not, what `meet` returns with the last time is
+        not used.
     """
 
     rule: Rule
     template: Template
     timeout_s: float
+    on_failure: str
+    last_round: bool
 
     def join(self, trainer: int) -> None:
         """Takes a trainer's place, once."""
@@ -72,6 +69,12 @@ class Transport(Protocol):
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
         """This trainer goes, because of an error if there is one; others must not wait for it."""
 
+    def alive(self, trainer: int) -> None:
+        """This trainer is heard of: every `exchange` says so."""
+
+    def why_gone(self, trainer: int) -> str:
+        """Why this trainer takes no part any more; empty if it does, or has finished."""
+
 
 @dataclasses.dataclass
 class Member:
@@ -80,7 +83,7 @@ class Member:
     state: str = "expected"  # then "here", "done" (it waits for the others), "finished" or "gone"
     rounds: int = 0
     seen: float = -math.inf  # seconds of `time.monotonic`
-    given_up: bool = False  # it is gone, and nobody takes its place
+    given_up: bool = False  # it is gone, and no successor takes its place
     why: str = ""  # it is gone
 
 
@@ -99,11 +102,13 @@ class Membership:
         on_failure: str,
         last_round: bool,
     ):
-        _check(rule, parameters, trainers, timeout_s, on_failure)
-        self.rule, self.timeout_s, self.on_failure = rule, float(timeout_s), on_failure
-        self.last_round = last_round
+        whole_number("trainers", trainers)
+        self.timeout_s = float(real_number("timeout_s", timeout_s, "above 0 and finite", is_positive))
+        if on_failure not in ("raise", "drop", "replace"):
+            raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")
+        self.rule, self.on_failure, self.last_round = rule, on_failure, last_round
         self.template, self._initial = initial_leaves(parameters)
-        # One of each number from the start: who never joins is awaited too.
+        # One of each number from the start: a trainer that never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
 
@@ -123,12 +128,13 @@ class Membership:
                     f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a group or a "
                     "transport is for one training, make a new one."
                 )
-            self._raise_failure(trainer)  # a place is not taken where no round will come
+            self._raise_failure(trainer)  # no place is taken where no round will come
             member.state, member.seen, member.why = "here", time.monotonic(), ""
             self._changed.notify_all()
 
     def give_up(self, trainer: int) -> None:
-        """Nobody will take the place of this trainer: it goes, if it is here, and the end of all waits no longer."""
+        """No successor will take the place of this trainer: it goes, if it is here, and the end of all waits no
+        longer."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             member.given_up = member.state != "finished"
@@ -149,7 +155,7 @@ class Membership:
 
     def alive(self, trainer: int, ago_s: float = 0.0) -> None:
         """This trainer is heard of, or was so many seconds ago."""
-        # One write without the lock or a check, as it comes with every step of one who has joined.
+        # One write without the lock or a check, as it comes with every step of a trainer.
         self._members[trainer].seen = time.monotonic() - ago_s
 
     def last_seen(self, trainer: int) -> float:
@@ -164,8 +170,8 @@ class Membership:
         trainers = len(self._members)
         return self._members[whole_number("trainer", trainer, 0, trainers - 1, f": there are trainers={trainers}")]
 
-    def _present(self, trainer):
-        """The member, which must be taking part."""
+    def _taking_part(self, trainer):
+        """The member, which must be here, and have others to meet."""
         member = self._member(trainer)
         if member.state == "expected":
             raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
@@ -173,14 +179,15 @@ class Membership:
             raise ValueError(f"trainer={trainer} has finished: there are no more rounds.")
         if member.state == "gone":
             raise PeerLeft(f"trainer {trainer} {member.why}; it takes no part any more.")
+        self._raise_failure(trainer)
         return member
 
     def _raise_failure(self, trainer):
         if self._failure:
-            raise PeerLeft(f"trainer {trainer} has nobody to meet: {self._failure}")
+            raise PeerLeft(f"trainer {trainer} has no others to meet: {self._failure}")
 
     def _awaited(self) -> list[int]:
-        """Who is still training, or has yet to come."""
+        """The trainers that still train, or have yet to come."""
         return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
 
     def _lacks(self, member):
@@ -190,17 +197,16 @@ class Membership:
     def _lose(self, whys: dict[int, str]):
         for trainer, why in whys.items():
             self._members[trainer].state, self._members[trainer].why = "gone", why
-        # The first failure is the cause: whoever leaves after it leaves because of it.
+        # The first failure is the cause: trainers that leave after it leave because of it.
         if self.on_failure == "raise" and not self._failure:
-            some = [f"trainer {trainer} {why}" for trainer, why in list(whys.items())[:3]]
-            more = [f"{len(whys) - 3} more"] if len(whys) > 3 else []
-            self._failure = f"{', '.join(some + more)}. on_failure='drop' would go on with the others."
-        # Those who wait may have waited for the lost ones only.
+            all_of_them = ", ".join(f"trainer {trainer} {why}" for trainer, why in whys.items())
+            self._failure = f"{all_of_them}. on_failure='drop' would go on with the others."
+        # Others may have waited for the lost ones only.
         self._settle()
         self._changed.notify_all()
 
     def _settle(self):
-        """What is due once nobody is awaited any more."""
+        """What is due once no trainer is awaited any more."""
         raise NotImplementedError
 
     def _count(self, trainer):
@@ -209,44 +215,30 @@ class Membership:
             # A round that has ended is a sign of life, like a call of its trainer.
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
-    def _wait(
-        self,
-        trainer: int,
-        since: float,
-        over: Callable[[], bool],
-        awaited: Callable[[], Iterable[int]],
-    ):
-        """Until it is over; who was awaited for too long, since then or since it was seen, is lost.
+    def _wait(self, trainer: int, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
+        """Until it is over; a trainer that is awaited for longer than the time-out, and was not seen, is lost.
 
-        Nobody holds the lock when it is called, as Ctrl-C ends the wait.
+        The lock is free when it is called, as Ctrl-C ends the wait.
         """
-        is_over = functools.partial(self._is_over, trainer, since, over, awaited)
-        over_in = lambda: min([self._nap, *self._due(trainer, since, awaited).values()])
-        while not wait(self._changed, is_over, over_in()):
+        is_over = functools.partial(self._is_over, trainer, time.monotonic(), over, awaited)
+        while not wait(self._changed, is_over, self._nap):
             pass
 
     @property
     def _nap(self):
-        # A trainer that waits is heard of at least so often, so that those who wait for it do not
+        # A trainer that waits is heard of at least so often, so that others that wait for it do not
         # lose it.
-        return self.timeout_s / 2
-
-    def _due(self, trainer, since, awaited):
-        """In how many seconds each of the others that are awaited is overdue."""
-        # From when it was awaited, as rounds may be rarer than the time-out, or from when it was
-        # seen.
-        due = since + self.timeout_s - time.monotonic()
-        return {i: due + max(0.0, self._members[i].seen - since) for i in awaited() if i != trainer}
+        return self.timeout_s / 8
 
     def _is_over(self, trainer, since, over, awaited):
         # Before the failure: a round that has ended counts, whatever became of the others since.
         if over() and self._members[trainer].state != "gone":
             return True
-        self._present(trainer)
-        self._raise_failure(trainer)
-        self._members[trainer].seen = now = time.monotonic()
-        # Whoever waits is alive, and has just said so: only others can be overdue.
-        overdue = [i for i, left in self._due(trainer, since, awaited).items() if left <= 0]
+        # A trainer that waits is alive, and says so: only others can be overdue.
+        self._taking_part(trainer).seen = now = time.monotonic()
+        # From when they were awaited, as rounds may be rarer than the time-out, or from when they were seen.
+        heard = {i: max(since, self._members[i].seen) for i in awaited() if i != trainer}
+        overdue = [i for i, at in heard.items() if now - at >= self.timeout_s]
         if not overdue:
             return False
         self._lose({i: self._overdue(i, now) for i in overdue})
@@ -259,21 +251,6 @@ class Membership:
             return f"never joined within timeout_s={self.timeout_s:g} (are there {len(self._members)} trainers?)"
         ago = f"{now - member.seen:.3g} s ago, timeout_s={self.timeout_s:g}"
         return f"was last seen {f'at its round {member.rounds}' if member.rounds else 'when it joined'}, {ago}"
-
-
-def _check(rule, parameters, trainers, timeout_s, on_failure):
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule is a {type(rule).__name__}: give model_averaging(), bmuf() or easgd().")
-    if isinstance(parameters, int):
-        raise ValueError(
-            f"parameters={parameters} is a number: give the initial parameters of one replica before the number of "
-            f"trainers, as in SyncGroup(rule, params, trainers={parameters})."
-        )
-    whole_number("trainers", trainers)
-    fits = lambda seconds: 0 < seconds <= LONGEST_TIMEOUT_S
-    real_number("timeout_s", timeout_s, f"above 0 and at most {LONGEST_TIMEOUT_S:g} seconds", fits)
-    if on_failure not in ("raise", "drop", "replace"):
-        raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")
 
 
 class AllToAll(Membership):
@@ -341,13 +318,12 @@ class AllToAll(Membership):
         missing = lambda: set(self._awaited()) - set(self._brought)
         try:
             with uninterrupted(), self._changed:
-                self._present(trainer)
-                self._raise_failure(trainer)
+                self._taking_part(trainer)
                 # Checked and brought under one lock: a trainer that is dropped in between brings
                 # nothing.
                 self._brought[trainer] = leaves, done
                 self._settle()
-            self._wait(trainer, time.monotonic(), lambda: self._round > round_, missing)
+            self._wait(trainer, lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
                 # Taken before the next round can end, which needs this trainer.
@@ -371,7 +347,7 @@ class AllToAll(Membership):
         last = all(done for _, done in brought)
         # Nothing is kept before this line, so that a combine that raises leaves all as it was.
         if last and not self.last_round:
-            shared, target = self._shared, replicas[0]  # which nobody uses
+            shared, target = self._shared, replicas[0]  # which is not used
         else:
             shared, target = self.rule.combine(self._shared, mean_of(replicas))
         self._shared, self._target, self._last = shared, target, last
@@ -395,7 +371,7 @@ class Centre(Membership):
       trainers: n; a trainer that is done waits for all of them.
       servers: how many.
       bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for one that is not heard of: more than the
+      timeout_s: how long a trainer that is done waits for another that is not heard of: more than the
         longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
       on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
         'drop', or 'replace' if successors take the places of the lost.
@@ -427,9 +403,8 @@ class Centre(Membership):
         if bytes_per_s is not None:
             real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
-        self._told_to_ask_again: set[int] = set()
         self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
-        self._turn = threading.Lock()  # of those who move the centre
+        self._turn = threading.Lock()  # to move the centre
         self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
         sizes = [2 * leaf.nbytes for leaf in self._initial]  # to and fro
         places = pack(sizes, servers)
@@ -456,17 +431,14 @@ class Centre(Membership):
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
-            # The others may have come to their end after it was told to ask again, and before it
-            # did.
-            last = done and trainer in self._told_to_ask_again and self._member(trainer).state == "finished"
-            self._told_to_ask_again.discard(trainer)
-            if not last:
-                self._present(trainer)
-                self._raise_failure(trainer)
+            member = self._taking_part(trainer)
+            if done:
+                member.state = "done"
+                self._settle()
         if done:
-            last = last or self._wait_for_the_others(trainer)
-            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), last
-        # First the way to the servers: who is dropped meanwhile must not move the centre.
+            self._wait(trainer, lambda: member.state == "finished", self._awaited)
+            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), True
+        # First the way to the servers: a trainer that is dropped meanwhile must not move the centre.
         for _ in range(rows):
             self._transfer(trainer)
         targets = self._move(trainer, leaves, rows)
@@ -474,8 +446,7 @@ class Centre(Membership):
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
     def _move(self, trainer, leaves, rows):
-        """The targets of each replica; the centre moves when all is computed, by one who takes
-        part."""
+        """The targets of each replica; the centre moves when all is computed, if the trainer still takes part."""
         # A lock of its own: rules compute for long, and the others must be heard of meanwhile.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
@@ -484,31 +455,13 @@ class Centre(Membership):
                 centre = [moved for moved, _ in pairs]
                 targets.append([target for _, target in pairs])
             with self._changed:
-                self._present(trainer)
-                self._raise_failure(trainer)
-                # One assignment of new arrays: who reads the centre without the lock sees one
-                # version.
+                self._taking_part(trainer)
+                # One assignment of new arrays, so that one version is seen without the lock.
                 self._centre = centre
         return targets
 
     def _now(self):
         return [np.array(leaf) for leaf in self._centre]
-
-    def _wait_for_the_others(self, trainer):
-        """Whether all are done; waits at most `timeout_s`, so that a caller hears that it goes
-        on."""
-        with uninterrupted(), self._changed:
-            member, now = self._present(trainer), time.monotonic()
-            if member.state == "here":  # the first time that it says so
-                member.state, member.seen = "done", now
-                self._settle()
-            since = member.seen
-        over = lambda: member.state == "finished" or time.monotonic() >= now + self.timeout_s
-        self._wait(trainer, since, over, self._awaited)
-        with uninterrupted(), self._changed:
-            if member.state != "finished":
-                self._told_to_ask_again.add(trainer)
-            return member.state == "finished"
 
     def _settle(self):
         if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
@@ -517,7 +470,7 @@ class Centre(Membership):
         self._changed.notify_all()
 
     def _transfer(self, trainer):
-        """Waits until the slowest server has got and sent its tensors, behind what it had to do."""
+        """Waits until the slowest server has got and sent its tensors, after what it had to do."""
         if self._bytes_per_s is None:
             return
         with uninterrupted(), self._changed:
@@ -529,9 +482,7 @@ class Centre(Membership):
 
     def _is_hindered(self, trainer):
         """Raises what a trainer in a transfer must hear; it may leave meanwhile."""
-        self._present(trainer)
-        self._raise_failure(trainer)
-        self._members[trainer].seen = time.monotonic()
+        self._taking_part(trainer).seen = time.monotonic()
         return False
 
 
@@ -539,27 +490,27 @@ def _remembered(fresh, memory, rule):
     """What a rule shares at the beginning: the memory, which must be alike, or the fresh one."""
     if memory is None:
         return fresh
-    try:
-        check_same(fresh, memory, "the memory")
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Give {rule.describe()} what a transport of the same rule and parameters had as its memory."
-        ) from None
-    bad = [name for name, leaf in jax.tree_util.tree_leaves_with_path(memory) if not np.isfinite(leaf).all()]
-    if bad:
-        raise ValueError(f"the memory holds nan or inf at {jax.tree_util.keystr(bad[0])}: begin without it.")
-    return jax.tree.unflatten(jax.tree.structure(fresh), [np.array(leaf) for leaf in jax.tree.leaves(memory)])
+    what = f"the memory of {rule.describe()}"
+    wanted, leaves = (
+        {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (fresh, memory)
+    )
+    shapes, found = ({name: leaf.shape for name, leaf in each.items()} for each in (wanted, leaves))
+    if found != shapes:
+        raise ValueError(f"{what} does not fit: it has {found!s:.300}, wanted {shapes!s:.300}.")
+    check_leaves(list(leaves), list(leaves.values()), what)
+    return jax.tree.unflatten(jax.tree.structure(fresh), list(leaves.values()))
 
 
 def _on_host(tree):
-    """A tree that keeps no array on a device but keys, whom a step could donate."""
+    """A tree without arrays on a device, but for keys: a step could donate them."""
     is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     copied = lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
     return jax.tree.map(copied, tree)
 
 
 def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
-    """When each server will be free that gets so many bytes now, behind what it has to do already.
+    """When each server will be free that gets so many bytes now, after what it has to do already.
 
     >>> queued([0.0, 5.0], [10, 10], bytes_per_s=10.0, now=3.0)
     [4.0, 6.0]

@@ -12,15 +12,13 @@ A foreground round keeps waiting the one worker whose step it was time at. The t
 workers step on, and what the round has found is folded into the parameters as they are by then, as
 a shadow's result is.
 
-All threads are daemons: one that is blocked for ever by a stream, a hook or a transport of the
-user's does not keep the process alive. When it wakes after training was left, it makes no round and
-writes nothing.
+All threads are daemons: one that a stream or a hook of the user's blocks for ever does not keep the
+process alive. When it wakes after training was left, it makes no round and writes nothing.
 
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild together). Regime:
 free-running. Legend: n trainers, m workers per trainer, B batch.
 """
 
-import contextlib
 import functools
 import threading
 import time
@@ -33,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrec.bounds import is_not_negative, real_number, whole_number
+from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
@@ -44,9 +42,10 @@ from jaxrec.shadowsync.transport import PeerLeft
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
-from jaxrec.validate import check_not_donated
 
 _END = object()  # of a stream; one that gives None is wrong
+LEAVE_S = 10.0  # how long leaving waits for threads that a stream or a hook blocks
+_PAUSE_S = 0.005  # between two looks at the threads
 
 
 class FreeStep:
@@ -100,38 +99,25 @@ class FreeStep:
 class Shared:
     """What all trainers of a run have in common: step, tables, threads, and what went wrong.
 
-    Flags, sets and lists of Python's own are read and written without a lock: Ctrl-C must not leave
-    one held.
+    Flags and lists of Python's own are read and written without a lock.
     """
 
     def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
         self.step, self.tables, self.hook = step, tables, hook
         self.stopped = False
-        self.left_at: float | None = None
-        self.running: set[str] = set()  # names of threads
-        self.threads: list[threading.Thread] = []  # all that were started
+        self.threads: list[threading.Thread] = []
         self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
-        self.notes: list[str] = []
 
     def start(self, function: Callable[[], None], name: str) -> threading.Thread:
-        """A daemon thread that is in `running` until it ends."""
-
-        def run():
-            try:
-                function()
-            finally:
-                self.running.discard(name)
-
-        # Before it starts, so that nobody takes all threads for ended while it comes to life.
-        self.running.add(name)
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread to give
-            self.running.discard(name)
-            raise
+        """A daemon thread."""
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        thread.start()
         self.threads.append(thread)
         return thread
+
+    def at_work(self) -> list[str]:
+        """The names of the threads that have not ended."""
+        return sorted(thread.name for thread in self.threads if thread.is_alive())
 
 
 class Trainer:
@@ -176,7 +162,7 @@ class Trainer:
         return self.ended or self.failed
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Wakes those who wait for this trainer, or in it, if it has not come to its end."""
+        """Wakes the threads that wait for this trainer, or in it, if it has not come to its end."""
         if self.entered is None or self.ended:
             return
         try:
@@ -188,13 +174,11 @@ class Trainer:
         """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
         if self.entered is None:
             return
+        own = next((error for number, error in self.shared.failures if number == self.number), None)
         try:
-            self.entered.__exit__(None, None, None)
+            self.entered.__exit__(None, own, None)
         except Exception as error:
-            # Its thread has heard that this trainer was left.
-            echo = self.failed and isinstance(error, PeerLeft)
-            if not echo and not any(error is known for _, known in self.shared.failures):
-                self._fail(error, f"in the synchronisation of trainer {self.number}")
+            self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def run(self) -> None:
         """Trains to the end of the stream, then makes rounds until all trainers are done."""
@@ -231,22 +215,19 @@ class Trainer:
                     batch = _END if self.over else next(self.stream, _END)
                 if batch is _END or self.over:
                     return
-                if not hasattr(batch, "ids"):
-                    raise ValueError(f"a stream gives Batch after Batch, and this has given a {type(batch).__name__}.")
                 self._step(batch)
         except BaseException as error:
             self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
 
     def _stop(self, error, note):
-        """Keeps the error, unless training is over, and wakes those who wait for this trainer."""
+        """Keeps the error, unless training is over, and wakes the threads that wait for this trainer."""
         if not self.over:
             self._fail(error, note)
         self.leave(error)
 
     def _fail(self, error, note):
-        with contextlib.suppress(AttributeError):  # of an exception that takes no notes
-            error.add_note(note)
-        # The list before the flags: who sees a flag finds the error.
+        error.add_note(note)
+        # The list before the flags: where a flag is seen, the error is found.
         self.shared.failures.append((self.number, error))
         self.failed = True
         if not self.survived(error):
@@ -261,7 +242,7 @@ class Trainer:
         with self.lock:
             gradient, new, metrics = shared.step.differentiate(self.dense, rows, plans, batch)
         new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
-        if self.over:  # training was left meanwhile, and its tables may be somebody else's by now
+        if self.over:  # training was left meanwhile, and its tables may be in other use by now
             return
         # Added, not put: what others have written between this read and this write stays.
         shared.tables.add(plans, new, rows)
@@ -280,8 +261,7 @@ class Trainer:
             shared.hook(self.number, step, metrics)
 
     def _exchange(self) -> Foreground | None:
-        """Under the lock: a shadow's exchange; returns a foreground that it is time for a round
-        of."""
+        """Under the lock: a shadow's exchange; the foreground if it is time for a round of it."""
         sync = self.synchroniser
         if isinstance(sync, Foreground):
             return sync if sync.due() else None
@@ -330,15 +310,14 @@ def train_freely(
     workers_per_trainer: int = 1,
     devices: Sequence[jax.Device] | None = None,
     hook: Callable[[int, int, dict], None] | None = None,
-    leave_timeout_s: float = 10.0,
 ) -> tuple[list[DenseState], Figures]:
     """Trains n = len(streams) trainers until their streams are exhausted.
 
     A failing trainer stops all, unless its group (its synchroniser's transport) has
     `on_failure='drop'`: then it is dropped with a warning, its error is in `Figures.failures`, and
-    the others go on to their ends. So is one that the group has dropped because it was overdue; a
-    thread of it that is blocked is left behind. Ctrl-C, and anything else that is no `Exception`,
-    stops all in either case.
+    the others go on to their ends. So is one that the group has dropped because it was overdue. Ctrl-C,
+    and anything else that is no `Exception`, stops all in either case. A thread that a stream or a hook
+    blocks for 10 s after the end is left there, with a warning that names it.
 
     Args:
       spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
@@ -351,30 +330,24 @@ def train_freely(
       workers_per_trainer: m.
       devices: trainer i trains on device i modulo their number; all local devices if None.
       hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
-      leave_timeout_s: seconds that leaving waits for threads that are blocked by a stream, a hook
-        or a transport; another Ctrl-C ends the wait. Those that have not ended by then are left
-        behind, and named.
 
     Returns:
       The dense state of every trainer, leaves with a leading axis of one replica (of a dropped
       trainer as it was), and the figures.
 
     Raises:
-      ValueError: no streams, no list of them, or one iterator for two trainers;
-        workers_per_trainer < 1; tables that are not on the host; a synchroniser that is no
-        function, or returns no synchroniser; a hook that is no function; leave_timeout_s is not a
-        number of at least 0; a loss that wants a key or returns variables.
-      KeyboardInterrupt: after Ctrl-C; all threads have ended by then, but for those that are left
-        behind.
-      Exception: the first of any thread, with trainer and worker named, and likewise all threads
-        have ended; of the trainer that failed, not of those that it left.
+      ValueError: no streams, or one iterator for two trainers; workers_per_trainer < 1; tables that
+        are not on the host; a synchroniser that returns none; a loss that wants a key or returns
+        variables.
+      KeyboardInterrupt: after Ctrl-C, when all threads have ended.
+      Exception: the first of any thread, with trainer and worker named, when all threads have ended;
+        of the trainer that failed, not of those that it left.
     """
-    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
     step = FreeStep(spec, loss, optimizer, row_optimizer)
     devices = jax.local_devices() if devices is None else devices
     meshes = [make_mesh(devices=[devices[number % len(devices)]]) for number in range(len(streams))]
     states = [init_state(params, optimizer, tables, mesh).dense for mesh in meshes]
-    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
+    return train_stretch(step, states, tables, streams, synchroniser, workers_per_trainer, hook)
 
 
 def train_stretch(
@@ -385,7 +358,6 @@ def train_stretch(
     synchroniser: Callable[[int], Synchroniser] | None = None,
     workers_per_trainer: int = 1,
     hook: Callable[[int, int, dict], None] | None = None,
-    leave_timeout_s: float = 10.0,
 ) -> tuple[list[DenseState], Figures]:
     """Trains on from the dense states that an earlier call has returned, with the programs that it has compiled.
 
@@ -399,15 +371,14 @@ def train_stretch(
       step: the same in all stretches.
       states: of each trainer, leaves [1, ...] on its device, with its optimizer state and its count of steps; they are
         donated.
-      tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s: as for `train_freely`; `hook` is told
-        the steps of the trainer in this stretch.
+      tables, streams, synchroniser, workers_per_trainer, hook: as for `train_freely`; `hook` is told the steps of the
+        trainer in this stretch.
 
     Returns:
       As `train_freely`, the figures of this stretch.
 
     Raises:
-      ValueError: as `train_freely`; not as many states as streams, or a state that has no axis of one replica.
-      As `train_freely` else.
+      As `train_freely`; ValueError: a state without an axis of one replica.
 
     >>> import jax.numpy as jnp, numpy as np, optax
     >>> from jaxrec.embedding import HostTables, Lookup, Table, sgd
@@ -422,36 +393,21 @@ def train_stretch(
     >>> [int(state.step) for state in states], figures.steps
     ([15, 12], [5, 4])
     """
-    _check(streams, tables, synchroniser, workers_per_trainer, leave_timeout_s, hook)
-    _check_states(states, streams)
-    return _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s)
-
-
-def _train(step, states, tables, streams, synchroniser, workers_per_trainer, hook, leave_timeout_s):
+    _check(states, tables, streams, workers_per_trainer)
     shared = Shared(step, tables, hook)
     trainers = []
     for number, (dense, stream) in enumerate(zip(states, streams, strict=True)):
-        sync = _made(synchroniser, number) if synchroniser else None
+        sync = synchroniser(number) if synchroniser is not None else None
+        if synchroniser is not None and not isinstance(sync, Synchroniser):
+            raise ValueError(f"synchroniser({number}) is a {type(sync).__name__}: return a Shadow or a Foreground.")
         trainers.append(Trainer(shared, number, dense, stream, sync, workers_per_trainer))
     start = time.perf_counter()
-    _run(shared, trainers, leave_timeout_s)
+    _run(shared, trainers)
     _raise_or_warn(shared, trainers)
     return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
 
 
-def _made(synchroniser, number):
-    sync = synchroniser(number)
-    if not isinstance(sync, Synchroniser):
-        raise ValueError(
-            f"the function given as synchroniser has returned a {type(sync).__name__} for trainer {number}: return a "
-            "Shadow or a Foreground, as `group.trainer` of a SyncGroup does, or give synchroniser=None."
-        )
-    return sync
-
-
-def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
-    if not isinstance(streams, Sequence) or isinstance(streams, str):
-        raise ValueError(f"streams is a {type(streams).__name__}: give a list with one stream for each trainer.")
+def _check(states, tables, streams, workers):
     if not streams:
         raise ValueError("there are 0 streams, which must be 1 or more: each is a trainer.")
     whole_number("workers_per_trainer", workers)
@@ -460,97 +416,38 @@ def _check(streams, tables, synchroniser, workers, leave_timeout_s, hook):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
     if not getattr(tables, "in_place", False):
         raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
-    if synchroniser is not None and not callable(synchroniser):
-        raise ValueError(
-            f"synchroniser is a {type(synchroniser).__name__}: give a function of the trainer's number, as "
-            "`group.trainer` of a SyncGroup."
-        )
-    real_number("leave_timeout_s", leave_timeout_s, "a number of seconds, 0 or more", is_not_negative)
-    if hook is not None and not callable(hook):
-        raise ValueError(f"hook is a {type(hook).__name__}: give a function (trainer, step, metrics), or None.")
-
-
-def _check_states(states, streams):
-    if len(states) != len(streams):
-        raise ValueError(f"there are {len(states)} states and {len(streams)} streams: give each trainer one of both.")
     for number, state in enumerate(states):
-        if not isinstance(state, DenseState) or any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves(state[1:])):
+        if any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves((state.params, state.opt_state))):
             raise ValueError(
-                f"the state of trainer {number} is no DenseState of one replica, whose leaves are [1, ...]: give what "
-                "an earlier call has returned, or `init_state(...).dense`."
+                f"the state of trainer {number} is not of one replica, whose leaves are [1, ...]: give what an earlier "
+                "call has returned, or `init_state(...).dense`."
             )
-        check_not_donated(TrainState(state, None))
-    if len({id(state) for state in states}) < len(states):
-        raise ValueError("two trainers have one state, which the steps of both would donate: give each its own.")
 
 
-def _run(shared, trainers, leave_timeout_s):
+def _run(shared, trainers):
     """Enters all synchronisers, runs all trainers and leaves, whatever comes."""
-    try:
+    # Ctrl-C ends the loop, and can at no instant skip the leaving.
+    with uninterrupted() as asked:
         try:
             for trainer in trainers:
-                # All of them before one trains: who cannot enter is known before any row has
-                # changed.
+                # All of them before one trains: what cannot be entered is known before a row changes.
                 trainer.enter()
-            # Ctrl-C ends the loop, and can at no instant skip the leaving.
-            with uninterrupted() as asked:
-                try:
-                    for trainer in trainers:
-                        shared.start(trainer.run, trainer.name)
-                    while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
-                        _pause()
-                finally:
-                    _leave(shared, trainers)
+            for trainer in trainers:
+                shared.start(trainer.run, trainer.name)
+            while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
+                time.sleep(_PAUSE_S)
         finally:
-            with uninterrupted() as asked:
-                _leave(shared, trainers)  # of trainers that could not all be entered
-                _wait(shared, leave_timeout_s, asked)
-    except BaseException as error:
-        if shared.running:
-            error.add_note(_left_behind(shared, leave_timeout_s))
-        raise
-    if shared.running:
-        shared.notes.append(_left_behind(shared, leave_timeout_s))
-
-
-def _leave(shared, trainers):
-    """Begins to leave, once: nobody begins anything any more, and who waits wakes."""
-    shared.stopped = True  # first
-    if shared.left_at is not None:
-        return
-    # From here on the time-out runs, whoever comes next to leave.
-    shared.left_at = time.monotonic()
-    for trainer in trainers:
-        trainer.leave()
-    for trainer in trainers:  # all at once, as a transport may block each
-        shared.start(trainer.exit, f"synchronisation-{trainer.number}")
-
-
-def _wait(shared, seconds, asked):
-    """Until all threads have ended, but not longer, nor longer than until Ctrl-C comes again."""
-    # A thread that hangs in a stream or a hook of the user cannot be ended: it is left behind, and
-    # the caller is told.
-    while shared.running and not asked and time.monotonic() < shared.left_at + seconds:
-        _pause()
-    for thread in shared.threads:
-        if thread.name not in shared.running:
-            thread.join()  # it has nothing more to do
-
-
-def _pause():
-    # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
-    # work for ended, and in the other can leave its lock held.
-    time.sleep(0.005)
-
-
-def _left_behind(shared, seconds):
-    names, waited = ", ".join(sorted(shared.running)), time.monotonic() - shared.left_at
-    if waited < seconds:
-        return f"{names} had not ended after {waited:.2g} s, when Ctrl-C came again. They write nothing more."
-    return (
-        f"{names} did not end within {seconds:g} s and were left behind: a stream, a hook or a transport blocks them. "
-        "They write nothing more."
-    )
+            shared.stopped = True  # first: nothing is begun any more
+            for trainer in trainers:
+                trainer.leave()
+            end = time.monotonic() + LEAVE_S
+            while shared.at_work() and time.monotonic() < end:
+                time.sleep(_PAUSE_S)
+            for trainer in trainers:
+                trainer.exit()
+            if names := shared.at_work():
+                why = f"did not end within {LEAVE_S:g} s and were left there: a stream or a hook blocks them."
+                warnings.warn(f"{', '.join(names)} {why} They write nothing more.", RuntimeWarning, stacklevel=4)
 
 
 def _raise_or_warn(shared, trainers):
@@ -561,13 +458,9 @@ def _raise_or_warn(shared, trainers):
     # `PeerLeft` is what the others hear of a failure: it is raised where nothing else is known.
     causes = [error for error in failures if not isinstance(error, PeerLeft)] or failures
     if causes:
-        for note in shared.notes:
-            causes[0].add_note(note)
         raise causes[0]
     for trainer, error in shared.failures:
-        shared.notes.append(f"trainer {trainer} was dropped: {type(error).__name__}: {error}")
-    for note in shared.notes:
-        warnings.warn(note, RuntimeWarning, stacklevel=4)
+        warnings.warn(f"trainer {trainer} was dropped: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
 
 
 def _figures(shared, trainers, start, workers):

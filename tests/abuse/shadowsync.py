@@ -16,7 +16,6 @@ from jaxrec.shadowsync import (
     Shadow,
     bmuf,
     easgd,
-    mean_of,
     model_averaging,
 )
 from jaxrec.types import DenseState, TrainState
@@ -80,21 +79,6 @@ def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None
     return run
 
 
-@situation("a number of trainers where the parameters belong", ValueError, "SyncGroup.rule, params, trainers=3")
-def _(directory):
-    AllToAll(MEAN, 3)
-
-
-@situation("no trainers", ValueError, "trainers=0 must be a whole number from 1")
-def _(directory):
-    AllToAll(MEAN, PARAMS, 0)
-
-
-@situation("half a trainer", ValueError, "trainers=1.5 must be a whole number from 1")
-def _(directory):
-    Centre(EASGD, PARAMS, 1.5)
-
-
 @situation("EASGD in rounds of all trainers", ValueError, r"without a centre, got easgd\(alpha=0.5, form='symmetric'\)")
 def _(directory):
     AllToAll(EASGD, PARAMS)
@@ -105,17 +89,12 @@ def _(directory):
     Centre(MEAN, PARAMS)
 
 
-@situation("the rule's function instead of the rule", ValueError, "rule is a function: give model_averaging")
-def _(directory):
-    AllToAll(model_averaging, PARAMS)
-
-
 @situation("a time-out of nothing", ValueError, "timeout_s=0 must be above 0")
 def _(directory):
     meeting(timeout_s=0)
 
 
-@situation("a time-out without end", ValueError, "timeout_s=inf must be above 0 and at most 1e.06")
+@situation("a time-out without end", ValueError, "timeout_s=inf must be above 0 and finite")
 def _(directory):
     meeting(EASGD, timeout_s=float("inf"))
 
@@ -130,85 +109,9 @@ def _(directory):
     AllToAll(MEAN, {"count": np.zeros(3, np.int32)})
 
 
-@situation("no initial parameters", ValueError, "no floating leaf")
-def _(directory):
-    AllToAll(MEAN, {})
-
-
 @situation("complex parameters", ValueError, r"the leaf \['w'\] is complex")
 def _(directory):
     AllToAll(MEAN, {"w": np.zeros(3, np.complex64)})
-
-
-@situation("initial parameters that a step has used up", ValueError, r"the initial leaf \['bias'\] has been donated")
-def _(directory):
-    params = params_of(0.0)
-    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
-    AllToAll(MEAN, params)
-
-
-@situation("shapes instead of initial parameters", ValueError, "has no value but is a ShapeDtypeStruct")
-def _(directory):
-    AllToAll(MEAN, jax.eval_shape(lambda: params_of(0.0)))
-
-
-@situation("no transport", ValueError, "transport is a NoneType without .*'meet'")
-def _(directory):
-    Shadow(None)
-
-
-@situation("a transport of one's own that only meets", ValueError, "transport is a Mine without .*'join'.*__getattr__")
-def _(directory):
-    class Mine:
-        def meet(self, trainer, before, done):
-            return before, True
-
-        def leave(self, trainer, error=None):
-            pass
-
-    Foreground(Mine(), every_steps=1)
-
-
-@situation("a transport of one's own that returns nonsense", ValueError, "`meet` has returned .*wanted a list")
-def _(directory):
-    class Mine(AllToAll):
-        def meet(self, trainer, before, done):
-            return [leaf[:, :1] for leaf in before], True
-
-    with Foreground(Mine(MEAN, PARAMS), every_steps=1) as foreground:
-        foreground.exchange(params_of(0.0))
-
-
-@situation("all trainers with the default number", ValueError, "trainer=0 has joined already: each trainer")
-def _(directory):
-    transport = meeting(trainers=2)
-    with Shadow(transport), Shadow(transport):
-        pass
-
-
-@situation("numbers from 1 on", ValueError, "trainer=2 must be a whole number from 0 to 1: there are trainers=2")
-def _(directory):
-    transport = meeting(trainers=2)
-    with Shadow(transport, 1), Shadow(transport, 2):
-        pass
-
-
-@situation("a trainer's name for its number", ValueError, "trainer='worker' must be a whole number")
-def _(directory):
-    with Shadow(meeting(), "worker"):
-        pass
-
-
-@situation(
-    "fewer trainers than announced", PeerLeft, "trainer 1 never joined within timeout_s=0.2 .are there 3 trainers."
-)
-def _(directory):
-    trainer(meeting(trainers=3, timeout_s=0.2), kind=Shadow)()
-
-
-@situation("fewer trainers than announced, with a centre", PeerLeft, "trainer 1 never joined")
-def _(directory):
-    trainer(meeting(EASGD, 2, timeout_s=0.2))()
 
 
 @situation(
@@ -240,7 +143,11 @@ def _(directory):
     exchanged(state, initial=state.dense.params)
 
 
-@situation("rows of a kernel in the place of replicas", ValueError, "3 replicas at .'bias'.*no replicas at .'kernel'")
+@situation(
+    "rows of a kernel in the place of replicas",
+    ValueError,
+    r"does not fit at \['kernel'\]: it has \(3, 2\), wanted \(3, 3, 2\)",
+)
 def _(directory):
     exchanged({"bias": jnp.zeros((3, 2)), "kernel": jnp.zeros((3, 2))})
 
@@ -250,12 +157,12 @@ def _(directory):
     exchanged({"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))})
 
 
-@situation("a leaf that is missing", ValueError, r"does not fit at \['bias'\]: it has no such leaf")
+@situation("a leaf that is missing", ValueError, r"does not fit: it has \['kernel'\] where \['bias'\] is wanted")
 def _(directory):
     exchanged({"kernel": jnp.zeros((3, 2))})
 
 
-@situation("a leaf too many", ValueError, r"at \['scale'\]: it has a leaf that the initial parameters do not have")
+@situation("a leaf too many", ValueError, r"it has \['scale'\] where nothing is wanted")
 def _(directory):
     exchanged(params_of(0.0) | {"scale": jnp.zeros(1)})
 
@@ -265,24 +172,12 @@ def _(directory):
     exchanged(params_of(0.0, 0))
 
 
-@situation("the whole DenseState for its parameters", ValueError, "does not fit at .'bias'.: it has no such leaf")
-def _(directory):
-    exchanged(state_of(0.0).dense)
-
-
-@situation("a state of Flax for its parameters", ValueError, "does not fit at .*Give the parameters")
+@situation("a state of Flax for its parameters", ValueError, "does not fit: it has .*Give the parameters")
 def _(directory):
     import optax
     from flax.training.train_state import TrainState as FlaxState
 
     exchanged(FlaxState.create(apply_fn=None, params=params_of(0.0), tx=optax.adam(0.1)))
-
-
-@situation("parameters that a step has used up", ValueError, "a leaf has been donated to an earlier step")
-def _(directory):
-    params = params_of(0.0)
-    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
-    exchanged(params)
 
 
 @situation("an exchange under jit", ValueError, "by a function under jit: call it between two steps")
@@ -302,62 +197,11 @@ def _(directory):
     exchanged(jax.tree.map(lambda x: np.zeros(x.shape), PARAMS))
 
 
-@situation("a dtype that changes on the way", ValueError, r"\['bias'\] was .*float32.* and is .*bfloat16.* now")
-def _(directory):
-    with Foreground(meeting(), every_steps=1) as foreground:
-        foreground.exchange(params_of(0.0))
-        foreground.exchange(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(0.0)))
-
-
-@situation("exchange before the with block", ValueError, "`exchange` comes inside of the `with` block")
-def _(directory):
-    Shadow(meeting()).exchange(params_of(0.0))
-
-
-@situation("a hook without a with block", ValueError, "comes inside of the `with` block, and Foreground of trainer 0")
-def _(directory):
-    Foreground(meeting(), every_steps=1).hook(state_of(0.0, 1), 1, None, None)
-
-
-@situation("finish twice", ValueError, "`finish` comes too late: Shadow of trainer 0 has finished")
-def _(directory):
-    with Shadow(meeting()) as shadow:
-        shadow.finish(shadow.finish(params_of(0.0)))
-
-
-@situation("exchange after the with block", ValueError, "`exchange` comes too late: Foreground of trainer 0 has left")
-def _(directory):
-    with Foreground(meeting(), every_steps=1) as foreground:
-        pass
-    foreground.exchange(params_of(0.0))
-
-
-@situation("a shadow for a second training", ValueError, "has been entered before: make one for each training")
-def _(directory):
-    shadow = Shadow(meeting())
-    with shadow:
-        shadow.finish(params_of(0.0))
-    with shadow:
-        pass
-
-
 @situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer comes back")
 def _(directory):
     transport = meeting()
     trainer(transport)()
     trainer(transport)()
-
-
-@situation("a trainer that raises", OSError, "the disk is gone")
-def _(directory):
-    transport = meeting(trainers=2)
-    together(trainer(transport, 0, error=OSError("the disk is gone")), trainer(transport, 1, steps=10**6))
-
-
-@situation("the peers of a trainer that raises", PeerLeft, "trainer 1 left after its round . with OSError: the disk")
-def _(directory):
-    transport = meeting(trainers=2)
-    together(trainer(transport, 0, steps=10**6), trainer(transport, 1, error=OSError("the disk is gone")))
 
 
 @situation("a trainer that leaves without finish", PeerLeft, "trainer 1 left without `finish` after its round 3")
@@ -390,13 +234,6 @@ def _(directory):
         transport, ends = meeting(rule, 3, on_failure="drop", timeout_s=0.2), {}
         together_while_time_passes(transport, *[trainer(transport, i, Shadow, ends=ends) for i in (0, 2)])
         assert sorted(ends) == [0, 2] and len(set(ends.values())) == 1
-
-
-@situation("a dropped trainer that comes late", ValueError, "trainer=2 never joined within .*no trainer comes back")
-def _(directory):
-    transport = meeting(trainers=3, on_failure="drop", timeout_s=0.2)
-    together_while_time_passes(transport, trainer(transport, 0), trainer(transport, 1))
-    trainer(transport, 2)()
 
 
 @situation("four plain trainers of uneven length, two of a kind")
@@ -438,29 +275,9 @@ def _(directory):
     assert found["one"].tolist() == [2.0, 2.0] and found["empty"].shape == (2, 0, 3) and found["none"] is None
 
 
-@situation("the mean of trees of different shapes", ValueError, r"replica 1 does not fit at \['bias'\]")
-def _(directory):
-    mean_of([PARAMS, PARAMS | {"bias": np.zeros(3, np.float32)}])
-
-
-@situation("a learning rate for alpha", ValueError, "alpha=2.0 must be above 0 and at most 1")
-def _(directory):
-    easgd(2.0)
-
-
 @situation("an alpha that is no number", ValueError, "alpha=nan must be above 0")
 def _(directory):
     model_averaging(float("nan"))
-
-
-@situation("a pace that goes back", ValueError, "pace_seconds=-1 must be 0 or more")
-def _(directory):
-    Shadow(meeting(), pace_seconds=-1)
-
-
-@situation("every 0 steps", ValueError, "every_steps=0 must be a whole number from 1")
-def _(directory):
-    Foreground(meeting(), every_steps=0)
 
 
 @situation("a foreground without a measure", ValueError, "give every_steps or every_seconds, one of them")
@@ -468,21 +285,9 @@ def _(directory):
     Foreground(meeting())
 
 
-@situation(
-    "the parameters of another model with the same shapes", ValueError, r"does not fit at \['bias'\]: it has no such"
-)
-def _(directory):
-    exchanged({f"other_{name}": leaf for name, leaf in params_of(0.0).items()})
-
-
 @situation("initial parameters that are not finite", ValueError, r"the leaf \['bias'\] holds nan or inf")
 def _(directory):
     AllToAll(MEAN, PARAMS | {"bias": np.array([0.0, np.nan], np.float32)})
-
-
-@situation("a trainer that has diverged", ValueError, r"of trainer 0 cannot .*the leaf \['bias'\] holds nan or inf")
-def _(directory):
-    exchanged(params_of(float("inf")))
 
 
 @situation("a trainer whose last state has diverged", ValueError, "state of trainer 0 cannot be synchronised")
@@ -491,35 +296,11 @@ def _(directory):
         shadow.finish(params_of(float("nan")))
 
 
-@situation("a rule where the transport belongs", ValueError, "transport is a Rule without .*'join'")
-def _(directory):
-    Shadow(MEAN, meeting())
-
-
-@situation("a transport whose rule is none", ValueError, "the rule of the transport is a str: give model_averaging")
-def _(directory):
-    transport = meeting()
-    transport.rule = "ma"
-    Shadow(transport)
-
-
 BAD_NUMBERS = {
-    "every_steps='5'": lambda: Foreground(meeting(), every_steps="5"),
-    "every_steps=2.5": lambda: Foreground(meeting(), every_steps=2.5),
-    "every_steps=True": lambda: Foreground(meeting(), every_steps=True),
-    "every_seconds='1'": lambda: Foreground(meeting(), every_seconds="1"),
-    "pace_seconds='1'": lambda: Shadow(meeting(), 0, "1"),
-    "pace_seconds=True": lambda: Shadow(meeting(), 0, True),
+    "every_seconds=nan": lambda: Foreground(meeting(), every_seconds=float("nan")),
+    "core_share=0.0": lambda: Shadow(meeting(), core_share=0.0),
+    "core_share=1.5": lambda: Shadow(meeting(), core_share=1.5),
     "timeout_s='60'": lambda: meeting(timeout_s="60"),
-    "timeout_s=None": lambda: meeting(timeout_s=None),
-    "servers=1.5": lambda: meeting(EASGD, servers=1.5),
-    "servers='2'": lambda: meeting(EASGD, servers="2"),
-    "bytes_per_s='fast'": lambda: meeting(EASGD, bytes_per_s="fast"),
-    "bytes_per_s=nan": lambda: meeting(EASGD, bytes_per_s=float("nan")),
-    "alpha='0.5'": lambda: easgd("0.5"),
-    "alpha=True": lambda: model_averaging(True),
-    "eta='1'": lambda: bmuf(eta="1"),
-    "momentum=None": lambda: bmuf(momentum=None),
 }
 for _words, _act in BAD_NUMBERS.items():
     situation(f"{_words} is no such number", ValueError, f"{_words} must be")(lambda directory, act=_act: act())
