@@ -173,7 +173,7 @@ def refuse_other_runs(directory: Path, run: str) -> None:
     id is nobody's."""
     for path in [*images(directory), *deltas(directory)]:
         try:
-            other = read_manifest(path, str).run
+            other = read_manifest(path).run
         except DamagedImage:
             continue
         if other and other != run:

@@ -33,8 +33,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shard, shard_source
 from jaxrec.checkpoint.format import set_aside, warn_skipped
+from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.saving import Clock, Saves, SaveScheduler, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
@@ -219,8 +220,6 @@ def restore_lost_shards(
     watch: RowTracker | None,
     state: TrainState,
     shards: Sequence[int],
-    without: Collection[str],
-    first: int,
 ) -> tuple[Tables, list[int]]:
     """Restores lost shards from the newest images of each; nothing is picked or saved meanwhile.
 
@@ -228,8 +227,6 @@ def restore_lost_shards(
       saves, watch: of the recovery, settled.
       state: alone with its tables, at the step that is committed.
       shards: the lost ones.
-      without: names of images to leave out.
-      first: the step that the run began at, whose rows count where no image is left.
 
     Returns:
       The tables, and for each shard the step up to which it counts as saved.
@@ -237,19 +234,19 @@ def restore_lost_shards(
     Raises:
       DamagedImage: no image is whole; nothing has changed.
     """
-    known: dict = {}
-    every, tables = saves.sources(without), state.tables
+    known: Verified = {}
+    every, tables = saves.sources(), state.tables
     # All is read and verified before the first row changes.
-    sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
-    saved = [_saved_up_to(saves, source, bool(damaged or without), without, first) for source, damaged in sources]
+    sources = [shard_source(every, shard, known) if every else (None, []) for shard in shards]
+    saved = [_saved_up_to(source) if damaged else saves.regular for source, damaged in sources]
     # Once, for the shard that had to go back furthest.
     warn_skipped(max((damaged for _, damaged in sources), key=len))
     for shard, (source, _) in zip(shards, sources, strict=True):
-        tables, _ = restore_shard(source, tables, shard, without)
+        tables, _ = restore_shard(source, tables, shard)
         if watch:
             watch.restored(tables, shard)
     skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
-    if (skipped or without) and watch:
+    if skipped and watch:
         # Nothing more goes over a damaged chain.
         saves.save_base(state._replace(tables=tables))
     for path in () if watch else skipped:
@@ -257,12 +254,10 @@ def restore_lost_shards(
     return tables, saved
 
 
-def _saved_up_to(saves, source, older, without, first):
-    """The step of a shard's source; `older` if that is not the newest one."""
-    found = chain(source, without) if older and source is not None else []
-    if found:  # mini-saves do not move it
-        return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
-    return first if older else saves.regular
+def _saved_up_to(source):
+    """The step up to which an older image counts as saved; mini-saves do not move it."""
+    image = read_manifest(source)
+    return image.extra.get("cpr", {}).get("regular", image.step)
 
 
 # Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
@@ -344,7 +339,7 @@ class Recovery:
         self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
         self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
         self._cuts = SaveScheduler(engine, self._clock, self._at_cut)
-        self._first, self.closed = 0, False  # step on entering
+        self.closed = False
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
 
     # ---- what it has saved, lost and brought back
@@ -434,7 +429,7 @@ class Recovery:
 
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
-        self._first = self._seen = step
+        self._seen = step
         self.go_on(init_trackers(self._watch, state.tables, self._image, self.scheme_name), step)
         if needs_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
             self._saves.save_first(state)
@@ -536,14 +531,13 @@ class Recovery:
 
     # ---- recovering
 
-    def recover(self, shards: Sequence[int], without: Collection[str] = ()) -> None:
+    def recover(self, shards: Sequence[int]) -> None:
         """Brings lost shards back: they alone, or with full recovery all, by `RolledBack`.
 
         A damaged image is passed over, with a warning; the step of the one used decides the PLS.
 
         Args:
           shards: the ones that are lost, of all stacks.
-          without: names of damaged images to leave out, when nothing else is whole.
 
         Raises:
           RolledBack: with full recovery; `train` goes on by itself.
@@ -557,13 +551,13 @@ class Recovery:
             raise RolledBack(lambda: self._roll_back(len(shards)))
         # Alone with the tables: no other thread may read a row of a shard that is half restored.
         dense, step = self._engine.state.dense, self._engine.step
-        self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards, without))
+        self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards))
 
-    def _recovered(self, state, step, shards, without) -> Tables:
+    def _recovered(self, state, step, shards) -> Tables:
         # First: a save that was being written is among the sources then, or has failed.
         settle(self._saves, self._watch, step)
         state = at_step(state, step)
-        tables, saved = restore_lost_shards(self._saves, self._watch, state, shards, without, self._first)
+        tables, saved = restore_lost_shards(self._saves, self._watch, state, shards)
         # Counted when all shards are back: a restore that raises has changed no figure.
         self.count_lost(step, saved)
         return tables

@@ -7,7 +7,7 @@ stack.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -273,13 +273,12 @@ class Saves:
         """All rows are those of a step."""
         self.regular = self._coming = step
 
-    def sources(self, without: Collection[str]) -> list[Path]:
+    def sources(self) -> list[Path]:
         """What a shard may come back from, newest first: the chain, link by link, then older
         images."""
         # The chain before older images: its last link holds the newest rows.
         mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._watch else []
-        every = [*mine, *(path for path in images(self.directory) if path not in mine)]
-        return [path for path in every if path.name not in without]
+        return [*mine, *(path for path in images(self.directory) if path not in mine)]
 
 
 def at_step(state: TrainState, step: int) -> TrainState:
