@@ -116,33 +116,31 @@ class Saver:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise ValueError(
-                f"the saver of {self.directory} is closed: save within its `with` block, and leave that last (with "
-                "recovery, pipeline: ...)."
-            )
+            raise ValueError(f"the saver of {self.directory} is closed: save within its `with` block.")
 
     def _begin(self, job: Callable[..., Image], *args) -> None:
-        self._refuse_closed()
+        """Does a job in the thread."""
         self._idle.clear()
-
-        def run():
-            start = time.thread_time()
-            try:
-                self.bytes_written += job(*args).nbytes
-            except BaseException as error:
-                self._error = error
-                self.failures.append(str(error))
-            self.thread_seconds += time.thread_time() - start
-            self._idle.set()
-            self._release_if_idle()
-
-        thread = threading.Thread(target=run, name="checkpoint")
+        thread = threading.Thread(target=self._do, args=(job, *args), name="checkpoint")
         try:
             thread.start()
         except BaseException:
             if thread.ident is None:  # it never ran
                 self._idle.set()
             raise
+
+    def _do(self, job, *args):
+        start = time.thread_time()
+        try:
+            self._idle.clear()
+            self.bytes_written += job(*args).nbytes
+        except BaseException as error:
+            self._error = error
+            self.failures.append(str(error) or type(error).__name__)
+        finally:
+            self.thread_seconds += time.thread_time() - start
+            self._idle.set()
+            self._release_if_idle()
 
     def __enter__(self) -> Self:
         return self
@@ -162,10 +160,7 @@ def _run_of(directory):
     new one."""
     if images(directory) or deltas(directory) or not (directory / _RUN).exists():
         return new_run_id()
-    try:
-        return str(json.loads((directory / _RUN).read_text())["run"])
-    except (ValueError, TypeError, KeyError):
-        return new_run_id()
+    return json.loads((directory / _RUN).read_text())["run"]
 
 
 def refuse_other_runs(directory: Path, run: str) -> None:
@@ -240,8 +235,10 @@ class Checkpointer(Saver):
             image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)
-            else:
-                self._write_in_place(path, image)
+            else:  # training waits, as rows may not change until they are written
+                self._do(self._write, path, image)
+                if isinstance(self._error, ShardsLost | KeyboardInterrupt):
+                    self.wait()  # raises it now: the caller brings lost shards back, and saves again
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
@@ -249,22 +246,6 @@ class Checkpointer(Saver):
     def path_of(self, step: int) -> Path:
         """Where the image of a step is, or will be."""
         return self.directory / f"step_{step:08d}"
-
-    def _write_in_place(self, path, image):
-        """Training waits, as rows may not change until they are written: what is left early is not
-        committed."""
-        left = threading.Event()
-        try:
-            written = image._replace(
-                later=_unless(left, image.later), remote_rows=_unless_there(left, image.remote_rows)
-            )
-            self._begin(self._write, path, written)
-            self._wait_until_idle()
-        except BaseException:
-            left.set()
-            raise
-        if isinstance(self._error, ShardsLost):
-            self.wait()  # raises it now, as from a copy: the caller brings them back, and saves again
 
     def refuse_newer(self, step: int) -> None:
         """Refuses whole images of later steps, which are of a past that this run has left; damaged
@@ -289,23 +270,3 @@ class Checkpointer(Saver):
             if old.name not in needs:
                 remove_directory(old)
         return written
-
-
-def _unless(left: threading.Event, pieces):
-    """The pieces of an image, each written before the next is asked for; an error instead once
-    training has gone on."""
-    for piece in pieces:
-        yield piece
-        if left.is_set():
-            raise InterruptedError("the save was interrupted, and its rows have changed since")
-
-
-def _unless_there(left, write):
-    """As `_unless`, of what others write at once."""
-
-    def write_whole(directory):
-        files = write(directory)
-        list(_unless(left, [files]))
-        return files
-
-    return None if write is None else write_whole
