@@ -21,7 +21,6 @@ from jaxrec.checkpoint.format import DamagedImage, Image, is_image, leaves_of, l
 from jaxrec.checkpoint.row_deltas import Verified, chain, is_delta, newest, newest_first, whole_chain
 from jaxrec.checkpoint.state import (
     ROW_IDS,
-    check_saved_dense,
     described,
     is_remote,
     leaf_name,
@@ -123,7 +122,6 @@ def fill(
     saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
     if replica is not None:
         saved, dense = of_replica(image, dense, replica)
-    check_saved_dense(saved, template.dense, cast)
     placed = place_dense(saved, template.dense, dense, cast)
     if is_remote(tables) and all(other.spec == spec.digest for other in found):
         return TrainState(placed, _filled_there(image, tables)), image
@@ -332,7 +330,7 @@ def restore_for_prediction(
       says of the image.
 
     Raises:
-      ValueError: as `restore`; there is no such replica; an argument of another kind than wanted.
+      ValueError: as `restore`; there is no such replica.
       DamagedImage: as `restore`.
 
     >>> import tempfile, optax, jaxrec
@@ -356,15 +354,7 @@ def restore_for_prediction(
     """
     if home not in (HostTables, DeviceTables):
         raise ValueError(f"home={home!r:.200} must be HostTables or DeviceTables, the class itself.")
-    if not isinstance(spec, EmbeddingSpec):
-        raise ValueError(f"spec is a {type(spec).__name__}, but the EmbeddingSpec of the run is wanted.")
-    try:
-        shapes = jax.eval_shape(lambda tree: tree, params)
-    except TypeError as error:
-        raise ValueError(
-            f"params are a {type(params).__name__} with leaves that are no arrays, but the dense parameters of the "
-            "model are wanted, or their shapes: jax.eval_shape(model.init, ...)."
-        ) from error
+    shapes = jax.eval_shape(lambda tree: tree, params)
     mesh = as_mesh(mesh)
     no_slots = sgd(0.0)  # rows of this optimizer are their embeddings alone
     tables = HostTables.create(spec, no_slots) if home is HostTables else DeviceTables.create(spec, no_slots, mesh)

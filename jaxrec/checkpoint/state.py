@@ -128,17 +128,8 @@ def _kind(leaf):
 
 def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
     """What a manifest says of the state it belongs to, see `Image`; its files are added when they
-    are written.
-
-    Raises:
-      ValueError: `extra` holds what JSON does not.
-    """
-    try:
-        json.dumps(extra)
-    except TypeError as error:  # said here, not by the thread that writes
-        raise ValueError(
-            f"extra={extra!r} must be JSON values ({error}): turn arrays and numpy numbers into plain ones."
-        ) from error
+    are written."""
+    json.dumps(extra)  # what is not JSON is refused here, and not by the thread that writes
     spec = tables.spec
     return {
         "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": described(tables.layout),
@@ -160,7 +151,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     Raises:
       ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
     """
-    check_saved_dense(image, template, cast)
+    _check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(dense_name(number))
@@ -179,8 +170,7 @@ def _place(saved, old):
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def check_saved_dense(image: Image, template: DenseState, cast: bool = False) -> None:
-    """Refuses a template whose dense state is not that of an image, see `place_dense`."""
+def _check_saved_dense(image, template, cast):
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}
     found = {path: [shape, dtype] for path, shape, dtype in image.dense}

@@ -531,7 +531,7 @@ def _(directory):
             assert len(deltas(directory)) == 3
 
 
-@situation("numpy numbers to save along", ValueError, "must be JSON values .*turn arrays and numpy numbers into plain")
+@situation("numpy numbers to save along", TypeError, "int64 is not JSON serializable")
 def _(directory):
     with Checkpointer(directory) as checkpointer:
         checkpointer.save(state_of(3), {"position": np.int64(7)})
