@@ -30,8 +30,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shard, shard_source
 from jaxrec.checkpoint.format import set_aside, warn_skipped
@@ -40,21 +38,10 @@ from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.saving import Clock, Saves, SaveScheduler, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.tracking import RowTracker, ranges_of
-from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
-
-
-def spec_of(engine) -> EmbeddingSpec:
-    """The spec of an engine's tables; refuses what is no engine."""
-    missing = [name for name in ("cut", "withdraw", "exclusive", "lose", "enter") if not hasattr(engine, name)]
-    if missing:
-        raise ValueError(
-            f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
-            "Recovery(engine, directory, ...)."
-        )
-    return engine.tables.spec
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
@@ -72,8 +59,6 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
             "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
             "image=image)), or give another directory."
         )
-    if image is not None and not isinstance(image, Image):
-        raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
     if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
         raise ValueError(
             f"image {image.path} of step {image.step} must lie in {directory}, and the engine's state, of "
@@ -81,68 +66,22 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
         )
 
 
-def warn_missed(first: int, last: int) -> None:
-    """Says that steps were trained which a recovery's hook has not seen."""
-    warnings.warn(
-        f"steps {first} to {last} were trained without recovery.hook: hooks=[recovery.hook] has what they changed "
-        "saved.",
-        stacklevel=5,
-    )
-
-
 def check_shards(spec, shards):
     """Refuses what is no list of distinct shards."""
-    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
-        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
-    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
+    if not len(shards) or any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
         raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
 
 
-def checked_failures(spec, failures):
-    """{step: shards} of failures, each looked at."""
-    for step, shards in failures.items():
-        whole_number("failures: step", step)
-        check_shards(spec, shards)
-    return dict(failures)
-
-
-def check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
-    """Refuses numbers of a schedule that are out of range."""
-    real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
-    whole_number("total_steps", total_steps)
-    if most_deltas is not None:
-        whole_number("most_deltas", most_deltas)
-    whole_number("pick_ahead_steps", pick_ahead_steps, 0)
-
-
-def check_scheme(spec, mode, scheme, fraction, whole):
-    """Refuses a scheme that does not fit mode, fraction or tables."""
-    if not isinstance(scheme, Priority | None):
-        raise ValueError(f"scheme={scheme!r:.80} must be one of mfu(), ssu(), ... or None.")
+def check_scheme(spec, mode, scheme, whole):
+    """Refuses a scheme that does not fit mode or tables."""
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
     if scheme and mode == "full":
         raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
     if whole and scheme and not scheme.by_tracker:
         raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
-    unknown = sorted(set(whole) - set(spec.tables))
-    if unknown:
-        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
-    budget_rows(1, fraction)
-
-
-def check_alone(other) -> None:
-    """Refuses a second recovery of an engine, beside one that is not closed."""
-    if other is not None and not other.closed:
-        raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
-
-
-def check_step(step: int, engines: int, seen: int) -> None:
-    """Refuses a step that is not the engine's, or was seen before."""
-    if step != engines:
-        raise ValueError(f"step {step} is not that of this recovery's engine, {engines}: train with it.")
-    if step <= seen:
-        raise ValueError(f"step {step} was seen before (up to {seen}): give the hook once, to this recovery's engine.")
+    if unknown := set(whole) - set(spec.tables):
+        raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
 
 
 def init_trackers(
@@ -326,17 +265,23 @@ class Recovery:
     ):  # fmt: skip
         self._total, self._extra = total_steps, extra
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
-        self._engine, self.spec = engine, spec_of(engine)
-        check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
-        check_scheme(self.spec, mode, scheme, fraction, whole)
+        self._engine, self.spec = engine, engine.tables.spec
+        real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
+        whole_number("total_steps", total_steps)
+        whole_number("pick_ahead_steps", pick_ahead_steps, 0)
+        budget_rows(1, fraction)  # which refuses what is no fraction
+        check_scheme(self.spec, mode, scheme, whole)
+        for shards in (failures or {}).values():
+            check_shards(self.spec, shards)
         self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
-        self._failures = checked_failures(self.spec, failures or {})
+        self._failures = dict(failures or {})
         self._watch = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
+        self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._ahead = max(0, min(ahead, int(self._clock.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
+        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._remember)
         self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
         self._cuts = SaveScheduler(engine, self._clock, self._at_cut)
         self.closed = False
@@ -370,29 +315,16 @@ class Recovery:
         """What went wrong with saves, a line for each that failed."""
         return self._saves.failures
 
-    @property
-    def scheme_name(self) -> str | None:
-        """Of the scheme that picks rows, if there is one."""
-        return self._watch.scheme.name if self._watch else None
-
-    def remember(self, step: int, regular: int) -> dict[str, Any]:
-        """What a save says beside rows and dense state.
-
-        Args:
-          step: of the save.
-          regular: step of the last regular save.
-
-        Raises:
-          ValueError: what the caller saves along has the name that the recovery has.
-        """
+    def _remember(self, step, regular) -> dict[str, Any]:
+        """What a save of a step says beside rows and dense state; `regular` is the step of the last regular save."""
         extra = dict(self._extra(step)) if self._extra else {}
         if "cpr" in extra:
             raise ValueError("extra holds 'cpr', under which the recovery saves its own figures: take another name.")
         trackers = self._watch.remember() if self._watch else {}
-        more = {"regular": regular, "scheme": self.scheme_name, "trackers": trackers}
+        more = {"regular": regular, "scheme": self._scheme_name, "trackers": trackers}
         return {**extra, "cpr": {name: getattr(self, name) for name in _KEPT} | more}
 
-    def go_on(self, known: Mapping[str, Any], step: int) -> None:
+    def _go_on(self, known: Mapping[str, Any], step: int) -> None:
         """Goes on with what an image remembers; what that lacks of its step is lost in all shards."""
         self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
         self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
@@ -400,11 +332,6 @@ class Recovery:
         # And no more of it later: a shard that fails next comes back with what was restored now.
         if regular < step:
             self.pls += self._portion(step, regular, self.spec.shards)
-
-    def count_lost(self, step: int, saved: Sequence[int]) -> None:
-        """Counts shards that failed right after a step; for each the step up to which it was saved."""
-        self.pls += sum(self._portion(step, at, 1) for at in saved)
-        self.failed += len(saved)
 
     def _portion(self, step, saved, shards):
         return lost_portion(step, saved, max(self._total, step), self.spec.shards, shards)
@@ -417,7 +344,9 @@ class Recovery:
         # Before anything is opened: a directory of another run stays as it is.
         if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
-        check_alone(_watching.get(self._engine, lambda: None)())
+        other = _watching.get(self._engine, lambda: None)()
+        if other is not None and not other.closed:
+            raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
         check_image(self.directory, image, step)
         with self._saves.open(step, image, self._run) as opened:
             # Within the block: if the base cannot be written, the directory is given back.
@@ -430,7 +359,7 @@ class Recovery:
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
         self._seen = step
-        self.go_on(init_trackers(self._watch, state.tables, self._image, self.scheme_name), step)
+        self._go_on(init_trackers(self._watch, state.tables, self._image, self._scheme_name), step)
         if needs_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
             self._saves.save_first(state)
 
@@ -458,7 +387,10 @@ class Recovery:
           ValueError: it was not entered; the step is not the engine's.
         """
         self._refuse_closed()
-        check_step(step, self._engine.step, self._seen)
+        if step != self._engine.step:
+            raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
+        if step <= self._seen:
+            raise ValueError(f"step {step} was seen before: give the hook once, to this recovery's engine.")
         if self._tell_missed(step - 1):
             self._saves.want_base()  # nobody knows which rows have changed
         self._seen = step
@@ -489,7 +421,11 @@ class Recovery:
         """Whether steps up to this one were trained without the hook, which is told."""
         if step <= self._seen:
             return False
-        warn_missed(self._seen + 1, step)
+        warnings.warn(
+            f"steps {self._seen + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has what they "
+            "changed saved.",
+            stacklevel=4,
+        )
         return True
 
     def save_whole(self) -> None:
@@ -559,7 +495,8 @@ class Recovery:
         state = at_step(state, step)
         tables, saved = restore_lost_shards(self._saves, self._watch, state, shards)
         # Counted when all shards are back: a restore that raises has changed no figure.
-        self.count_lost(step, saved)
+        self.pls += sum(self._portion(step, at, 1) for at in saved)
+        self.failed += len(saved)
         return tables
 
     def _roll_back(self, lost):

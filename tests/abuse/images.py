@@ -567,11 +567,6 @@ def _(directory):
         engine.enter(recovery)
 
 
-@situation("a recovery without an engine", ValueError, "the engine is a str.*Recovery.engine, directory")
-def _(directory):
-    Recovery(str(directory), directory, 4, 100)
-
-
 @situation("a fresh run in the directory of another one", ValueError, "would pass for rows of this run")
 def _(directory):
     save(directory, 3)
@@ -592,12 +587,6 @@ def _(directory):
 def _(directory):
     image = read_manifest(save(directory, 3))
     with recovering(directory, state_of(4), image=image):
-        pass
-
-
-@situation("a run that goes on from the path of an image", ValueError, "image is a PosixPath: give what `restore` ret")
-def _(directory):
-    with recovering(directory, state_of(3), image=save(directory, 3)):
         pass
 
 
@@ -763,22 +752,6 @@ def _(directory):
             train_to(engine, recovery, 2 * life + 2)
         lost.append(recovery.pls)
     assert lost == pytest.approx([0, 2 / 100, 4 / 100, 6 / 100])
-
-
-@situation("a scheme that was not called", ValueError, "one of mfu.., ssu..")
-def _(directory):
-    recovery_of(directory, scheme=mfu)
-
-
-@situation("a number in place of shards", ValueError, "shards=1 must be a list")
-def _(directory):
-    with recovering(directory) as (_, recovery):
-        recovery.recover(1)
-
-
-@situation("failures at a step that is none", ValueError, "step=.* must be a whole number from 1")
-def _(directory):
-    recovery_of(directory, failures={0: [1]})
 
 
 @situation("a recovery used after its block", ValueError, "is closed")
