@@ -18,7 +18,6 @@ from abuse import situation
 from jaxrec.cpr import Costs, Recovery, measure, mfu, plan_recovery
 from jaxrec.cpr.schedule import SETTING_A
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.files import Lock
 from jaxrec.loop import Serial
 
 DECIDED = plan_recovery(SETTING_A, target_pls=0.1)
@@ -100,18 +99,6 @@ def _(directory):
     measure(state_of(), directory, **JOB, failed_nodes=0.5)
 
 
-@situation("measuring tables without their dense state", ValueError, "state is a HostTables, but a TrainState")
-def _(directory):
-    nothing_was_left(directory, lambda: measure(state_of().tables, directory, **JOB))
-
-
-@situation("measuring a state that was donated", ValueError, "was donated to an earlier step")
-def _(directory):
-    state = state_of()
-    state.dense.step.delete()
-    nothing_was_left(directory, lambda: measure(state, directory, **JOB))
-
-
 @situation("measuring in an object store", ValueError, "object stores are not supported")
 def _(directory):
     measure(state_of(), "s3://bucket/run", **JOB)
@@ -124,18 +111,6 @@ def _(directory):
         measure(state_of(), directory / "notes.txt" / "run", **JOB)
     finally:
         assert [path.name for path in directory.rglob("*")] == ["notes.txt"]
-
-
-@situation("two who measure in one directory", ValueError, "is locked: somebody else is measuring in it")
-def _(directory):
-    theirs = directory / "cpr_measure.partial"
-    theirs.mkdir()
-    (theirs / "round").mkdir()
-    try:
-        with Lock(theirs / "measure.lock", "measuring in it"):
-            measure(state_of(), directory, **JOB)
-    finally:
-        assert (theirs / "round").exists()  # theirs
 
 
 class Refusing(HostTables):
