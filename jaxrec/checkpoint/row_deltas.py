@@ -130,9 +130,10 @@ def _damage(image: Image, shard: int | None) -> DamagedImage | None:
     """What is wrong with the files of an image."""
     leaves = None if shard is None else {leaf for leaf in leaves_of(image) if leaf.split(".")[-2] == f"{shard:04d}"}
     try:
-        return verify(image, leaves)
+        verify(image, leaves)
     except DamagedImage as error:
         return error
+    return None
 
 
 def copy_rows(

@@ -23,6 +23,7 @@ Legend: S shards, V rows of a stack.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
@@ -35,7 +36,7 @@ from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restor
 from jaxrec.checkpoint.format import set_aside, warn_skipped
 from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.priority import Priority, budget_rows
-from jaxrec.cpr.saving import Clock, Saves, SaveScheduler, at_step
+from jaxrec.cpr.saving import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.tracking import RowTracker, ranges_of
 from jaxrec.embedding import Tables
@@ -84,119 +85,7 @@ def check_scheme(spec, mode, scheme, whole):
         raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
 
 
-def init_trackers(
-    watch: RowTracker | None, tables: Tables, image: Image | None, scheme: str | None
-) -> Mapping[str, Any]:
-    """Begins to track rows, with what an image remembers; returns that.
-
-    Trackers of another scheme, or of tables that are split otherwise, begin anew.
-    """
-    known = image.extra.get("cpr", {}) if image else {}
-    same = image is not None and (image.spec, known.get("scheme")) == (tables.spec.digest, scheme)
-    if watch:
-        watch.begin(tables, known.get("trackers", {}) if same else {})
-    return known
-
-
-def needs_base(directory: Path, image: Image | None, tables: Tables, step: int, mode: Mode, deltas: bool) -> bool:
-    """Whether a run has to save all rows before it begins.
-
-    Args:
-      directory: of the run's images.
-      image: that it goes on from.
-      tables: to begin with; initial rows can be made again.
-      step: to begin with.
-      mode: with full recovery dense parameters need an image to go back to.
-      deltas: whether rows are saved over a base.
-    """
-    if image is None:
-        return mode == "full" or step > 0 or not is_initial(tables)
-    # A base is one of all rows, split as they are now; or the chain of one goes on.
-    return image.spec != tables.spec.digest or not (deltas or image.path in images(directory))
-
-
 _KEPT = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
-
-
-def settle(saves: Saves, watch: RowTracker | None, step: int) -> None:
-    """Ends what is being picked and saved; a save that failed does not keep a shard from coming
-    back."""
-    try:
-        if watch:
-            watch.drop_picks()  # rows of lost shards are no longer what was picked
-            watch.touch(step)
-        saves.settle()
-    except Exception as error:
-        warnings.warn(f"a save failed: {error}", stacklevel=6)
-
-
-def restored_whole(engine, directory: Path, watcher) -> tuple[TrainState, Image, int]:
-    """The newest whole image in the tables of an engine between two runs, however many servers die meanwhile.
-
-    Args:
-      engine: whose other watchers replace what is lost.
-      directory: of the images.
-      watcher: the recovery that restores.
-
-    Returns:
-      The state, its image, and how many shards were lost on the way.
-
-    Raises:
-      DamagedImage: no image is whole.
-      ShardsLost: nobody replaces them, or they are lost again and again.
-    """
-    lost = 0
-    while True:
-        try:
-            return (*restore(directory, engine.state), lost)
-        except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
-            engine.replace_lost(gone.shards, watcher)
-            lost += len(gone.shards)
-
-
-def restore_lost_shards(
-    saves: Saves,
-    watch: RowTracker | None,
-    state: TrainState,
-    shards: Sequence[int],
-) -> tuple[Tables, list[int]]:
-    """Restores lost shards from the newest images of each; nothing is picked or saved meanwhile.
-
-    Args:
-      saves, watch: of the recovery, settled.
-      state: alone with its tables, at the step that is committed.
-      shards: the lost ones.
-
-    Returns:
-      The tables, and for each shard the step up to which it counts as saved.
-
-    Raises:
-      DamagedImage: no image is whole; nothing has changed.
-    """
-    known: Verified = {}
-    every, tables = saves.sources(), state.tables
-    # All is read and verified before the first row changes.
-    sources = [shard_source(every, shard, known) if every else (None, []) for shard in shards]
-    saved = [_saved_up_to(source) if damaged else saves.regular for source, damaged in sources]
-    # Once, for the shard that had to go back furthest.
-    warn_skipped(max((damaged for _, damaged in sources), key=len))
-    for shard, (source, _) in zip(shards, sources, strict=True):
-        tables, _ = restore_shard(source, tables, shard)
-        if watch:
-            watch.restored(tables, shard)
-    skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
-    if skipped and watch:
-        # Nothing more goes over a damaged chain.
-        saves.save_base(state._replace(tables=tables))
-    for path in () if watch else skipped:
-        set_aside(path)  # it does not count among the images to keep
-    return tables, saved
-
-
-def _saved_up_to(source):
-    """The step up to which an older image counts as saved; mini-saves do not move it."""
-    image = read_manifest(source)
-    return image.extra.get("cpr", {}).get("regular", image.step)
 
 
 # Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
@@ -283,7 +172,7 @@ class Recovery:
         most = most_deltas or math.ceil(16 / fraction)
         self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._remember)
         self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
-        self._cuts = SaveScheduler(engine, self._clock, self._at_cut)
+        self._announced = 0  # step of the cut to come
         self.closed = False
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
 
@@ -351,22 +240,31 @@ class Recovery:
         with self._saves.open(step, image, self._run) as opened:
             # Within the block: if the base cannot be written, the directory is given back.
             self._begin(state, step)
-            self._cuts.announce(step)
+            self._announce(step)
             self._open = opened.pop_all()
         _watching[self._engine] = weakref.ref(self)
         return self
 
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
-        self._seen = step
-        self._go_on(init_trackers(self._watch, state.tables, self._image, self._scheme_name), step)
-        if needs_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
-            self._saves.save_first(state)
+        self._seen, image, tables = step, self._image, state.tables
+        known = image.extra.get("cpr", {}) if image else {}
+        split_as_before = image is not None and image.spec == tables.spec.digest
+        if self._watch:  # of another scheme, or of tables that are split otherwise, trackers begin anew
+            same = split_as_before and known.get("scheme") == self._scheme_name
+            self._watch.begin(tables, known.get("trackers", {}) if same else {})
+        self._go_on(known, step)
+        if image is None:  # initial rows can be made again, but with full recovery dense parameters go back too
+            base_wanted = self.mode == "full" or step > 0 or not is_initial(tables)
+        else:  # a base is one of all rows, split as they are now; or the chain of one goes on
+            base_wanted = not split_as_before or not (self._watch or image.path in images(self.directory))
+        if base_wanted:
+            self._saves.save_base(state, tell=True)
 
     def __exit__(self, kind, error, trace) -> None:
         # First, so that a hook that runs late is refused and picks nothing more.
         self.closed = True
-        self._cuts.withdraw()
+        self._withdraw()
         try:
             if self._watch:
                 # Before the savers: the thread that picks may wait for one of their saves.
@@ -396,7 +294,7 @@ class Recovery:
         self._seen = step
         if self._watch:
             # The state of this very step is saved: an engine runs hooks first, then the cut.
-            if step in self._cuts.announced:
+            if step == self._announced:
                 # Before this batch is told, which then waits for the save: that one tracks it, but
                 # for the rows that it holds.
                 self._watch.begin_cut(step)
@@ -405,12 +303,24 @@ class Recovery:
             if self._ahead and self._clock.due(step + self._ahead):
                 self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
         # The next cut is announced a step ahead, also where two saves follow each other.
-        self._cuts.announce(step)
+        self._announce(step)
         if step in self._failures:
-            # The engine calls `recover` behind the cut. Taken off, as a rollback may come to this
+            # The engine calls `recover` after the cut. Taken off, as a rollback may come to this
             # step again, and a failure happens once.
             self._engine.lose(self._failures.pop(step))
         return state
+
+    def _announce(self, step):
+        """Announces the cut of the next step, if a save is due then: an engine takes it right after that step."""
+        self._announced = 0
+        if self._clock.due(step + 1):
+            self._announced = step + 1
+            self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
+
+    def _withdraw(self):
+        """Takes back what is announced."""
+        self._engine.withdraw(self._announced)
+        self._announced = 0
 
     def _at_cut(self, step, state):
         if self._seen < int(state.dense.step):
@@ -441,8 +351,8 @@ class Recovery:
         self._engine.exclusive(lambda tables: self._save_all(at_step(TrainState(dense, tables), step)))
 
     def _save_all(self, state):
-        settle(self._saves, self._watch, int(state.dense.step))
-        self._saves.save_first(state)
+        self._settle(int(state.dense.step))
+        self._saves.save_base(state, tell=True)
         return state.tables
 
     def restarted(self, state: TrainState) -> None:
@@ -454,9 +364,9 @@ class Recovery:
         """
         if self._rolling_back or self.closed:
             return
-        settle(self._saves, self._watch, self._seen)
-        self._cuts.withdraw()
-        self._saves.save_first(state)
+        self._settle(self._seen)
+        self._withdraw()
+        self._saves.save_base(state, tell=True)
         self._seen = int(state.dense.step)
 
     def _refuse_closed(self):
@@ -489,11 +399,38 @@ class Recovery:
         dense, step = self._engine.state.dense, self._engine.step
         self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards))
 
+    def _settle(self, step):
+        """Ends what is being picked and saved; a save that failed does not keep a shard from coming
+        back."""
+        try:
+            if self._watch:
+                self._watch.drop_picks()  # rows of lost shards are no longer what was picked
+                self._watch.touch(step)
+            self._saves.settle()
+        except Exception as error:
+            warnings.warn(f"a save failed: {error}", stacklevel=6)
+
     def _recovered(self, state, step, shards) -> Tables:
+        """The tables with lost shards from the newest images of each; nothing is picked or saved meanwhile."""
         # First: a save that was being written is among the sources then, or has failed.
-        settle(self._saves, self._watch, step)
-        state = at_step(state, step)
-        tables, saved = restore_lost_shards(self._saves, self._watch, state, shards)
+        self._settle(step)
+        known: Verified = {}
+        every, tables = self._saves.sources(), state.tables
+        # All is read and verified before the first row changes.
+        sources = [shard_source(every, shard, known) if every else (None, []) for shard in shards]
+        saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
+        # Once, for the shard that had to go back furthest.
+        warn_skipped(max((damaged for _, damaged in sources), key=len))
+        for shard, (source, _) in zip(shards, sources, strict=True):
+            tables, _ = restore_shard(source, tables, shard)
+            if self._watch:
+                self._watch.restored(tables, shard)
+        skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
+        if skipped and self._watch:
+            # Nothing more goes over a damaged chain.
+            self._saves.save_base(at_step(state._replace(tables=tables), step))
+        for path in () if self._watch else skipped:
+            set_aside(path)  # it does not count among the images to keep
         # Counted when all shards are back: a restore that raises has changed no figure.
         self.pls += sum(self._portion(step, at, 1) for at in saved)
         self.failed += len(saved)
@@ -501,18 +438,29 @@ class Recovery:
 
     def _roll_back(self, lost):
         """All goes back to the newest whole image; the engine's run has ended by now."""
-        step = self._engine.step
-        settle(self._saves, self._watch, step)
-        state, image, more = restored_whole(self._engine, self.directory, self)
-        self.failed, self.lost_steps = self.failed + lost + more, self.lost_steps + step - image.step
+        step, image = self._engine.step, None
+        self._settle(step)
+        while image is None:
+            try:
+                state, image = restore(self.directory, self._engine.state)
+            except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
+                self._engine.replace_lost(gone.shards, self)
+                lost += len(gone.shards)
+        self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
-        # The first cut is announced again behind the reset.
-        self._cuts.withdraw()
+        # The first cut is announced again after the reset.
+        self._withdraw()
         self._rolling_back = True
         try:
             self._engine.reset(state)
         finally:
             self._rolling_back = False
         self._seen = image.step
-        self._cuts.announce(image.step)
+        self._announce(image.step)
+
+
+def _saved_up_to(source: Path) -> int:
+    """The step up to which an older image counts as saved; mini-saves do not move it."""
+    image = read_manifest(source)
+    return image.extra.get("cpr", {}).get("regular", image.step)
