@@ -36,7 +36,7 @@ _RUN = "run.json"  # the run of the savers of a directory, before there is an im
 
 
 class Saver:
-    """One job at a time in a thread, in a directory that nobody else writes to.
+    """One job at a time in a thread, in a directory with no other writer.
 
     A save that fails with an OSError (a full disk, say) is warned of and counted, and training goes
     on: the next one tries again. Any other error is raised by the next call. Leaving the `with`
@@ -165,7 +165,7 @@ def _run_of(directory):
 
 def refuse_other_runs(directory: Path, run: str) -> None:
     """Raises ValueError if a directory holds an image of another run; one that is damaged or has no
-    id is nobody's."""
+    id belongs to none."""
     for path in [*images(directory), *deltas(directory)]:
         try:
             other = read_manifest(path).run
@@ -194,7 +194,7 @@ class Checkpointer(Saver):
         extra memory.
 
     Raises:
-      ValueError: the directory holds images of another run, or somebody else saves images there.
+      ValueError: the directory holds images of another run, or another saver has it.
       OSError: the directory cannot be made or written.
     """
 

@@ -135,7 +135,7 @@ class Snapshot(NamedTuple):
     manifest: dict[str, Any]
     # More arrays; each piece is written before the next one is made.
     later: Iterable[dict[str, np.ndarray]] = ()
-    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by those who have it.
+    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by the servers that have it.
     remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
 
 
@@ -188,11 +188,11 @@ def _write_files(partial, image):
 
 
 def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    """Writes and flushes some leaves of an image, whose manifest somebody else writes.
+    """Writes and flushes some leaves of an image, whose manifest another process writes.
 
     Args:
       directory: of the image.
-      name: of the piece, which nobody else gives.
+      name: of the piece, unlike that of any other.
       arrays: {leaf: array}.
 
     Returns:
@@ -248,7 +248,7 @@ def needed(directory: str | Path) -> set[str]:
             names |= set(read_manifest(path).parents)
         if (directory / CHAIN).exists():
             names |= set(json.loads((directory / CHAIN).read_text()))
-    except (ValueError, TypeError, OSError):
+    except (ValueError, OSError):
         return {path.name for path in images(directory)}
     return names
 
@@ -289,19 +289,14 @@ def verify(image: Image, leaves: Collection[str] | None = None) -> None:
     # A file of another leaf is left out; Orbax' own metadata are always checked.
     mine = [name for name in image.files if leaves is None or name.count("/") < 2 or name.split("/")[1] in leaves]
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(mine, pool.map(lambda name: _found(image.path / name), mine), strict=True):
-            if isinstance(found, OSError):
-                raise DamagedImage(f"{image.path / name} cannot be read ({found.strerror}).") from found
+        sums = {name: pool.submit(_checksum, image.path / name) for name in mine}
+        for name, checked in sums.items():
+            try:
+                found = checked.result()
+            except OSError as error:
+                raise DamagedImage(f"{image.path / name} cannot be read ({error.strerror}).") from error
             if found != image.files[name]:
                 raise DamagedImage(f"{image.path / name} is damaged: size or checksum differ from the manifest.")
-
-
-def _found(file):
-    """Size and checksum of a file, or why there are none."""
-    try:
-        return _checksum(file)
-    except OSError as error:
-        return error
 
 
 def is_whole(path: Path) -> bool:

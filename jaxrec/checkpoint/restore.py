@@ -459,8 +459,8 @@ def _refuse_slots(image, parts):
 
 
 def _layout_of(image: Image) -> Layout:
-    """The layout that a manifest tells of; it does not tell what slots begin with, and nobody asks
-    for that here."""
+    """The layout that a manifest tells of; it does not tell what slots begin with, which is
+    not needed here."""
     return Layout(
         {
             name: {part: Part(width, dtype, None) for part, (width, dtype) in parts.items()}

@@ -51,7 +51,7 @@ def newest_first(directory: str | Path) -> list[Path]:
     """The images and deltas of a directory, latest step first; of one step the image comes before
     the delta.
 
-    Damaged deltas, whose step nobody knows, stand where their number puts them among the deltas.
+    Damaged deltas, whose step is not known, stand where their number puts them among the deltas.
     """
     small, step = [], 0
     for path in reversed(deltas(directory)):
@@ -310,7 +310,7 @@ class RowCheckpointer(Saver):
 
     Raises:
       ValueError: the directory holds images of another run, or whole deltas that are newer than the
-        base and would be lost; somebody else saves rows there.
+        base and would be lost; another saver of rows has it.
     """
 
     def __init__(
@@ -352,8 +352,8 @@ class RowCheckpointer(Saver):
                 )
 
     def _reserve(self, found: list[Image]) -> None:
-        """Takes images as what the next delta goes over; said on disk, so that nobody removes the
-        base meanwhile."""
+        """Takes images as what the next delta goes over; said on disk, so that a `Checkpointer`
+        does not remove the base meanwhile."""
         self._chain = {image.path.name: image.digest for image in found}
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])

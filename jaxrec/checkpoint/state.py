@@ -33,7 +33,7 @@ def is_remote(tables: Tables) -> bool:
 
 
 def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], directory: Path) -> dict[str, list[int]]:
-    """Has all shards written into the directory of an image by those who have them.
+    """Has all shards written into the directory of an image by the servers that have them.
 
     Args:
       tables: whose rows live elsewhere.
@@ -47,7 +47,7 @@ def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], direc
       ValueError: a server does not see the directory.
       ShardsLost: a server has died; what is written is no image.
     """
-    # A name of its own: who was late with an image before writes beside these files, not into them.
+    # A name of its own: a server that is late with an earlier image writes beside these files, not into them.
     token, probe = uuid.uuid4().hex[:12], directory / _PROBE
     probe.write_text(token)
     files: dict[str, list[int]] = {}
@@ -80,7 +80,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
       extra: JSON values to save along.
       run: id of the run.
       copy: without it the rows are taken shard by shard while they are written, by their servers if
-        they have any; nobody may change them until then.
+        they have any; they may not change until then.
 
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.

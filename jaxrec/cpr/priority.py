@@ -99,10 +99,10 @@ def mfu(by_access: bool = True) -> Priority:
 
 
 def round_robin() -> Priority:
-    """The next touched rows behind those picked before, in the order of their numbers."""
+    """The next touched rows after those picked before, in the order of their numbers."""
 
     def choose(count, budget, turn, shard):
-        # From the row behind the last pick on, and round to the first ones.
+        # From the row after the last pick on, and round to the first ones.
         rows = np.flatnonzero(count)
         first = int(np.searchsorted(rows, turn))
         picked = rows[(first + np.arange(min(budget, len(rows)))) % max(len(rows), 1)]

@@ -138,7 +138,7 @@ class Recovery:
     Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
         `whole`. On entering: the directory holds images, and `image` is not the newest whole one of
-        them; somebody else saves there.
+        them; another saver has the directory.
       OSError: on entering, a base cannot be written.
 
     A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved
@@ -290,7 +290,7 @@ class Recovery:
         if step <= self._seen:
             raise ValueError(f"step {step} was seen before: give the hook once, to this recovery's engine.")
         if self._tell_missed(step - 1):
-            self._saves.want_base()  # nobody knows which rows have changed
+            self._saves.want_base()  # it is not known which rows have changed
         self._seen = step
         if self._watch:
             # The state of this very step is saved: an engine runs hooks first, then the cut.
@@ -340,7 +340,7 @@ class Recovery:
 
     def save_whole(self) -> None:
         """Saves all rows and the dense state between two steps, and waits until they are on the disk:
-        who restores this image goes on with the same bits.
+        a run restored from this image goes on with the same bits.
 
         Raises:
           ValueError: it was not entered; within a hook.

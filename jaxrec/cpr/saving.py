@@ -89,7 +89,7 @@ class Saves:
           run: id of the run; that of the image, or a new one, if None.
 
         Raises:
-          ValueError: somebody else saves there; there is a whole image of a later step.
+          ValueError: another saver has it; there is a whole image of a later step.
         """
         with contextlib.ExitStack() as opened:
             # Whole images and row deltas take the directory under one run id.
