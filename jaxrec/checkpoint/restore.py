@@ -126,8 +126,9 @@ def fill(
     if is_remote(tables) and all(other.spec == spec.digest for other in found):
         return TrainState(placed, _filled_there(image, tables)), image
     rows = _rows_below(found[0], tables)
+    wanted = {ROW_IDS, *(part for parts in layout.values() for part in parts)}
     for other in found:
-        arrays = load_arrays(other, _leaves_with(layout, other.shards) & leaves_of(other, "rows."))
+        arrays = load_arrays(other, [leaf for leaf in leaves_of(other, "rows.") if leaf.rpartition(".")[2] in wanted])
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
@@ -145,16 +146,6 @@ def _filled_there(image, tables):
     with tables.overwriting(step=image.step), ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda shard: restore_shard(image.path, tables, shard), range(tables.spec.shards)))
     return tables
-
-
-def _leaves_with(layout, shards):
-    """Names of all leaves that hold rows of a layout, of images and of deltas."""
-    return {
-        leaf_name(name, shard, part)
-        for name, parts in layout.items()
-        for shard in range(shards)
-        for part in (ROW_IDS, *parts)
-    }
 
 
 def _newest_whole(directory, dense=True) -> list[Image]:
@@ -228,16 +219,14 @@ def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Ho
       DamagedImage: an image is missing or damaged.
       ValueError: an image is of another spec; there is no such shard.
     """
-    path = None if path is None else local_path(path)
     spec = tables.spec
     if not 0 <= shard < spec.shards:
         raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
-    path = _resolve(path)
+    path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
     if is_remote(tables):  # the server of the shard reads its files: no row travels
         with tables.overwriting([shard]):
-            where = None if path is None else Path(path).resolve()
-            return tables.change_shard(shard, _restore_there, where), found  # type: ignore[attr-defined]
+            return tables.change_shard(shard, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
     load = functools.partial(_load_shard, spec, described(tables.layout), shard)
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
@@ -284,10 +273,9 @@ def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[
     raise damaged[0]
 
 
-def _resolve(path):
-    if path is None or is_image(path):
-        return path
-    found = newest(path)
+def _image_at(path: Path) -> Path:
+    """An image, or the newest of a directory."""
+    found = path if is_image(path) else newest(path)
     if found is None:
         raise ValueError(f"{path} holds no image: give the directory of a run that has saved one, or None.")
     return found

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.format import Image, Snapshot, write_piece
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.sharding import mean_replica
@@ -206,8 +205,6 @@ def of_replica(
     Raises:
       ValueError: there is no such replica.
     """
-    if replica != "mean":
-        whole_number("replica", replica, 0, why=', or "mean"')
     kept: list[list] = []
     chosen: dict[str, np.ndarray] = {}
     for number, (path, shape, dtype) in enumerate(image.dense):
@@ -215,11 +212,8 @@ def of_replica(
             continue
         saved = arrays.get(dense_name(number))
         if path.startswith(".params"):
-            if replica != "mean" and replica >= shape[0]:
-                raise ValueError(
-                    f"replica={replica}, but {image.path} holds {shape[0]} of them: give a number from 0 to "
-                    f'{shape[0] - 1}, or "mean".'
-                )
+            if replica != "mean" and not 0 <= replica < shape[0]:
+                raise ValueError(f"replica={replica}, but {image.path} holds {shape[0]} of them, from 0 on.")
             shape = [1, *shape[1:]]
             if saved is not None:
                 saved = mean_replica(saved)[None] if replica == "mean" else saved[replica : replica + 1]

@@ -81,7 +81,7 @@ def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, replica=1)
 
 
-@situation("the last replica counted from behind", ValueError, "replica=-1 must be a whole number from 0")
+@situation("the last replica counted from behind", ValueError, "replica=-1, but .* holds 1 of them")
 def _(directory):
     saved(directory)
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
