@@ -30,7 +30,7 @@ from jaxrec.checkpoint.format import (
 )
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
-from jaxrec.types import ShardsLost, TrainState
+from jaxrec.types import TrainState
 
 _RUN = "run.json"  # the run of the savers of a directory, before there is an image that says so
 
@@ -71,17 +71,14 @@ class Saver:
 
     def wait(self) -> None:
         """Waits until what is being written is committed; raises what went wrong with it."""
-        self._wait_until_idle()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _wait_until_idle(self):
         # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
         # work for ended, and in the other can leave its lock held. A save takes much longer than
         # this pause.
         while not self._idle.is_set():
             time.sleep(0.001)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def done(self) -> bool:
         """Whether nothing is being written; raises what went wrong."""
@@ -237,8 +234,8 @@ class Checkpointer(Saver):
                 self._begin(self._write, path, image)
             else:  # training waits, as rows may not change until they are written
                 self._do(self._write, path, image)
-                if isinstance(self._error, ShardsLost | KeyboardInterrupt):
-                    self.wait()  # raises it now: the caller brings lost shards back, and saves again
+                if not isinstance(self._error, OSError):
+                    self.wait()  # raises it now, such as Ctrl-C, or lost shards, which come back for the next try
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
