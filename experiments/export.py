@@ -290,7 +290,7 @@ def refuse_newer(saver: Checkpointer, step: int) -> None:
     refuse({f"{there} is there already: give another --into, or remove it.": is_whole(there)})
     for path in deltas(saver.directory):
         try:
-            newer = read_manifest(path, str).step >= step
+            newer = read_manifest(path).step >= step
         except DamagedImage:
             continue
         refuse({f"{path} would pass for newer than step {step}: give another --into.": newer})

@@ -107,7 +107,7 @@ def test_one_shard_is_restored_alone(tmp_path):
     for name, array in after.arrays.items():
         source = expected if ".0003." in name or "dense" in name else before
         np.testing.assert_array_equal(array, source.arrays[name])
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="cannot be read"):
         restore_shard(tmp_path / "step_1", other, 4)
     with pytest.raises(ValueError, match="shard=8"):
         restore_shard(tmp_path / "step_1", other, 8)
@@ -197,16 +197,15 @@ def flip_and_restore(whole, place, bit):
     original = file.read_bytes()
     file.write_bytes(content)
     try:
-        with pytest.raises(ValueError, match="damaged|no readable manifest") as caught:
+        with pytest.raises(ValueError, match="damaged|no readable manifest"):
             restore(image, make("host", spec))
-        assert str(whole / "step_00000001") in str(caught.value)
     finally:
         file.write_bytes(original)
 
 
 @settings(max_examples=examples(40, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 2**40), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_found_and_an_older_image_offered(whole, place, bit):
+def test_a_flipped_bit_is_found(whole, place, bit):
     flip_and_restore(whole, place, bit)
 
 
@@ -224,7 +223,7 @@ def test_a_missing_file_is_named(whole, tmp_path):
         if file.is_file():
             content = file.read_bytes()
             file.unlink()
-            with pytest.raises(ValueError, match="missing|no readable manifest") as caught:
+            with pytest.raises(ValueError, match="cannot be read|no readable manifest") as caught:
                 restore(copy / "step_00000002", make("host", spec))
             assert file.name in str(caught.value) or "manifest" in str(caught.value)
             file.write_bytes(content)

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jaxrec
-from jaxrec.checkpoint import DamagedImage, deltas, restore, write_image
+from jaxrec.checkpoint import DamagedImage, deltas
 from jaxrec.checkpoint.trees import newest_of, restore_rows, rows_on, save_rows, save_tree
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 
 V = 24
 ITEM = "['emb']['item']"
@@ -124,12 +122,10 @@ def test_a_damaged_or_foreign_image_is_refused_and_nothing_changes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t | {"more": np.zeros(3)}, "5 leaves instead of 4|instead of"),
-        (lambda t: t | {"scale": np.zeros(2, np.float32)}, r"\['scale'\].* instead of"),
-        (lambda t: t | {"half": t["half"].astype(np.float32)}, "float32.* instead of .*bfloat16"),
-        (lambda t: t | {"scale": 1.0}, r"leaf \['scale'\] is a float"),
-        (lambda t: t | {"scale": jax.random.key(0)}, r"leaf \['scale'\] is a"),
-        (lambda t: {}, "no leaves"),
+        (lambda t: t | {"more": np.zeros(3)}, r"other leaves: .* wanted .*\['more'\]"),
+        (lambda t: t | {"scale": np.zeros(2, np.float32)}, r"\['scale'\]"),
+        (lambda t: t | {"half": t["half"].astype(np.float32)}, "bfloat16.* wanted .*float32"),
+        (lambda t: {}, "other leaves"),
     ],
 )
 def test_another_tree_is_refused(tmp_path, change, words):
@@ -143,12 +139,10 @@ def test_another_tree_is_refused(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ({"item": [1]}, "no leaf 'item', only"),
-        ({ITEM: [V]}, "run from 24 to 24"),
-        ({ITEM: [-1]}, "run from -1 to -1"),
-        ({ITEM: [0.5]}, "numbers of rows are wanted"),
-        ({ITEM: [[1]]}, "numbers of rows are wanted"),
-        ({"['scale']": [0]}, r"its shape is \[\]"),
+        ({ITEM: [3, V]}, "from 0 to 23: .*24"),
+        ({ITEM: [-1]}, "from 0 to 23"),
+        ({ITEM: [0.5]}, "must be whole numbers"),
+        ({ITEM: [True] * V}, "must be whole numbers"),
     ],
 )
 def test_rows_that_there_are_not_are_refused(tmp_path, rows, words):
@@ -167,21 +161,6 @@ def test_other_mistakes_are_refused(tmp_path):
         save_rows(tmp_path / "other", base, {}, tree_of(0))
     with pytest.raises(ValueError, match="step=-1"):
         save_tree(tmp_path, tree_of(0), -1)
-    with pytest.raises(ValueError, match="an array of jax"):
-        rows_on(np.zeros((3, 2)), jax.devices())
-    spec = EmbeddingSpec({"item": Table(5, 2)}, {"item": Lookup("item")})
-    state = jaxrec.init_state({"w": jnp.ones(2)}, jax_optimizer(), HostTables.create(spec, sgd(0.1)))
-    write_image(tmp_path / "step_00000007", jaxrec.checkpoint.snapshot(state))
-    with pytest.raises(ValueError, match="holds a state with tables"):
-        restore_rows(tmp_path / "step_00000007", tree_of(0))
-    with pytest.raises(ValueError):
-        restore(base, state)
-
-
-def jax_optimizer():
-    import optax
-
-    return optax.sgd(0.1)
 
 
 @pytest.mark.process

@@ -62,7 +62,7 @@ def _newest_manifest(directory):
     damaged = None
     for path in newest_first(directory):
         try:
-            return read_manifest(path, str)
+            return read_manifest(path)
         except DamagedImage as error:
             damaged = damaged or error
     if damaged is not None:

@@ -30,13 +30,13 @@ from jaxrec.checkpoint.format import (
 )
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
-from jaxrec.types import ShardsLost, TrainState
+from jaxrec.types import TrainState
 
 _RUN = "run.json"  # the run of the savers of a directory, before there is an image that says so
 
 
 class Saver:
-    """One job at a time in a thread, in a directory that nobody else writes to.
+    """One job at a time in a thread, in a directory with no other writer.
 
     A save that fails with an OSError (a full disk, say) is warned of and counted, and training goes
     on: the next one tries again. Any other error is raised by the next call. Leaving the `with`
@@ -71,17 +71,14 @@ class Saver:
 
     def wait(self) -> None:
         """Waits until what is being written is committed; raises what went wrong with it."""
-        self._wait_until_idle()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _wait_until_idle(self):
         # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
         # work for ended, and in the other can leave its lock held. A save takes much longer than
         # this pause.
         while not self._idle.is_set():
             time.sleep(0.001)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def done(self) -> bool:
         """Whether nothing is being written; raises what went wrong."""
@@ -116,33 +113,31 @@ class Saver:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise ValueError(
-                f"the saver of {self.directory} is closed: save within its `with` block, and leave that last (with "
-                "recovery, pipeline: ...)."
-            )
+            raise ValueError(f"the saver of {self.directory} is closed: save within its `with` block.")
 
     def _begin(self, job: Callable[..., Image], *args) -> None:
-        self._refuse_closed()
+        """Does a job in the thread."""
         self._idle.clear()
-
-        def run():
-            start = time.thread_time()
-            try:
-                self.bytes_written += job(*args).nbytes
-            except BaseException as error:
-                self._error = error
-                self.failures.append(str(error))
-            self.thread_seconds += time.thread_time() - start
-            self._idle.set()
-            self._release_if_idle()
-
-        thread = threading.Thread(target=run, name="checkpoint")
+        thread = threading.Thread(target=self._do, args=(job, *args), name="checkpoint")
         try:
             thread.start()
         except BaseException:
             if thread.ident is None:  # it never ran
                 self._idle.set()
             raise
+
+    def _do(self, job, *args):
+        start = time.thread_time()
+        try:
+            self._idle.clear()
+            self.bytes_written += job(*args).nbytes
+        except BaseException as error:
+            self._error = error
+            self.failures.append(str(error) or type(error).__name__)
+        finally:
+            self.thread_seconds += time.thread_time() - start
+            self._idle.set()
+            self._release_if_idle()
 
     def __enter__(self) -> Self:
         return self
@@ -162,18 +157,15 @@ def _run_of(directory):
     new one."""
     if images(directory) or deltas(directory) or not (directory / _RUN).exists():
         return new_run_id()
-    try:
-        return str(json.loads((directory / _RUN).read_text())["run"])
-    except (ValueError, TypeError, KeyError):
-        return new_run_id()
+    return json.loads((directory / _RUN).read_text())["run"]
 
 
 def refuse_other_runs(directory: Path, run: str) -> None:
     """Raises ValueError if a directory holds an image of another run; one that is damaged or has no
-    id is nobody's."""
+    id belongs to none."""
     for path in [*images(directory), *deltas(directory)]:
         try:
-            other = read_manifest(path, str).run
+            other = read_manifest(path).run
         except DamagedImage:
             continue
         if other and other != run:
@@ -199,7 +191,7 @@ class Checkpointer(Saver):
         extra memory.
 
     Raises:
-      ValueError: the directory holds images of another run, or somebody else saves images there.
+      ValueError: the directory holds images of another run, or another saver has it.
       OSError: the directory cannot be made or written.
     """
 
@@ -240,8 +232,10 @@ class Checkpointer(Saver):
             image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)
-            else:
-                self._write_in_place(path, image)
+            else:  # training waits, as rows may not change until they are written
+                self._do(self._write, path, image)
+                if not isinstance(self._error, OSError):
+                    self.wait()  # raises it now, such as Ctrl-C, or lost shards, which come back for the next try
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
@@ -249,22 +243,6 @@ class Checkpointer(Saver):
     def path_of(self, step: int) -> Path:
         """Where the image of a step is, or will be."""
         return self.directory / f"step_{step:08d}"
-
-    def _write_in_place(self, path, image):
-        """Training waits, as rows may not change until they are written: what is left early is not
-        committed."""
-        left = threading.Event()
-        try:
-            written = image._replace(
-                later=_unless(left, image.later), remote_rows=_unless_there(left, image.remote_rows)
-            )
-            self._begin(self._write, path, written)
-            self._wait_until_idle()
-        except BaseException:
-            left.set()
-            raise
-        if isinstance(self._error, ShardsLost):
-            self.wait()  # raises it now, as from a copy: the caller brings them back, and saves again
 
     def refuse_newer(self, step: int) -> None:
         """Refuses whole images of later steps, which are of a past that this run has left; damaged
@@ -289,23 +267,3 @@ class Checkpointer(Saver):
             if old.name not in needs:
                 remove_directory(old)
         return written
-
-
-def _unless(left: threading.Event, pieces):
-    """The pieces of an image, each written before the next is asked for; an error instead once
-    training has gone on."""
-    for piece in pieces:
-        yield piece
-        if left.is_set():
-            raise InterruptedError("the save was interrupted, and its rows have changed since")
-
-
-def _unless_there(left, write):
-    """As `_unless`, of what others write at once."""
-
-    def write_whole(directory):
-        files = write(directory)
-        list(_unless(left, [files]))
-        return files
-
-    return None if write is None else write_whole

@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,10 @@ MANIFEST, _DAMAGED = "manifest.json", ".damaged"
 
 def set_aside(path: Path) -> Path:
     """Renames an image that is not to be read again to NAME.damaged (and a number): the path."""
-    for number in range(1000):
-        name = path.with_name(path.name + _DAMAGED + (f".{number}" if number else ""))
-        if not name.exists():
-            os.rename(path, name)
-            return name
-    raise ValueError(f"{path.parent} holds 1000 damaged images named {path.name}: remove them.")
+    names = (path.with_name(path.name + _DAMAGED + (f".{number}" if number else "")) for number in itertools.count())
+    free = next(name for name in names if not name.exists())
+    os.rename(path, free)
+    return free
 
 
 def images(directory: str | Path) -> list[Path]:
@@ -76,7 +74,7 @@ def remove_partial(directory: Path, prefix: str) -> None:
 _NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
-FORMAT = 2  # of the manifest; 1 had no run, no digests and no layout
+FORMAT = 2  # of the manifest
 _ARRAYS, CHAIN = "arrays", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
 _READERS = 4  # threads that verify files: a checksum lets other threads run
@@ -137,7 +135,7 @@ class Snapshot(NamedTuple):
     manifest: dict[str, Any]
     # More arrays; each piece is written before the next one is made.
     later: Iterable[dict[str, np.ndarray]] = ()
-    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by those who have it.
+    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by the servers that have it.
     remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
 
 
@@ -190,11 +188,11 @@ def _write_files(partial, image):
 
 
 def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    """Writes and flushes some leaves of an image, whose manifest somebody else writes.
+    """Writes and flushes some leaves of an image, whose manifest another process writes.
 
     Args:
       directory: of the image.
-      name: of the piece, which nobody else gives.
+      name: of the piece, unlike that of any other.
       arrays: {leaf: array}.
 
     Returns:
@@ -231,19 +229,12 @@ def _write_arrays(directory, arrays):
     try:
         with _orbax() as orbax:
             orbax.save(directory.resolve(), ocp.args.PyTreeSave(arrays, save_args=save_args))
-    except Exception as error:  # tensorstore reports a full disk as a ValueError of many lines
-        raise _as_os_error(error, directory) from None
-
-
-def _as_os_error(error, path):
-    """The OSError behind another library's error: only the disk can refuse arrays of ours."""
-    if isinstance(error, OSError):
-        return error
-    text = str(error)
-    full = "No space left" in text or "RESOURCE_EXHAUSTED" in text
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = os.strerror(errno.ENOSPC) if full else f"Orbax cannot write: {(lines or [type(error).__name__])[0][:200]}"
-    return OSError(errno.ENOSPC if full else errno.EIO, said, str(path))
+    except OSError:
+        raise
+    except Exception as error:  # only the disk can refuse arrays of ours: tensorstore says so in a ValueError
+        full = "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error)
+        number = errno.ENOSPC if full else errno.EIO
+        raise OSError(number, os.strerror(number), str(directory)) from error
 
 
 def needed(directory: str | Path) -> set[str]:
@@ -254,85 +245,64 @@ def needed(directory: str | Path) -> set[str]:
     directory, names = Path(directory), set()
     try:
         for path in deltas(directory):
-            names |= set(read_manifest(path, lambda _: "").parents)
+            names |= set(read_manifest(path).parents)
         if (directory / CHAIN).exists():
             names |= set(json.loads((directory / CHAIN).read_text()))
-    except (ValueError, TypeError, OSError):
+    except (ValueError, OSError):
         return {path.name for path in images(directory)}
     return names
 
 
-def older_image(path: Path) -> str:
-    """A sentence that offers the newest older image that is whole."""
-    older = (other for other in images(path.parent) if number_of(other) < number_of(path) and is_whole(other))
-    found = next(older, None)
-    return f"The newest older image that is whole is {found}." if found else "There is no older whole image beside it."
-
-
-def read_manifest(path: str | Path, advise: Callable[[Path], str] = older_image) -> Image:
+def read_manifest(path: str | Path) -> Image:
     """Reads and verifies the manifest of an image.
 
-    Args:
-      path: the image.
-      advise: makes of the path the last sentence of an error.
-
     Raises:
-      DamagedImage: there is none, or it is damaged; names the newest older image.
+      DamagedImage: there is none, or it is damaged.
       ValueError: it is of a format that this version does not read.
     """
     path = Path(path)
     try:
         body, _, digest = (path / MANIFEST).read_bytes().rstrip(b"\n").rpartition(b"\n")
     except OSError as error:
-        raise DamagedImage(f"{path} has no readable manifest ({error.strerror}). {advise(path)}") from error
+        raise DamagedImage(f"{path} has no readable manifest ({error.strerror}).") from error
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise DamagedImage(f"{path / MANIFEST} is damaged: its checksum does not fit. {advise(path)}")
+        raise DamagedImage(f"{path / MANIFEST} is damaged: its checksum does not fit.")
     fields = json.loads(body)
-    if fields.get("format", 1) != FORMAT:
+    if fields["format"] != FORMAT:
         raise ValueError(
-            f"{path} has format {fields.get('format', 1)}, and this version of jaxrec reads format {FORMAT}: go on "
-            "with the version that saved it, or restore it there and carry the arrays over (np.savez)."
+            f"{path} has format {fields['format']}, and this version of jaxrec reads format {FORMAT}: go on with the "
+            "version that saved it."
         )
     return Image(path=path, digest=digest.decode(), **fields)
 
 
-def verify(image: Image, leaves=None, advise: Callable[[Path], str] = older_image) -> None:
+def verify(image: Image, leaves: Collection[str] | None = None) -> None:
     """Compares the files of an image with its manifest.
 
     Args:
       image: from `read_manifest`.
       leaves: names of the leaves whose files to check; all if None.
-      advise: makes of the image's path the last sentence of an error.
 
     Raises:
-      DamagedImage: a file is missing or differs; names it, and the newest older image.
+      DamagedImage: a file is missing or differs; names it.
     """
     # A file of another leaf is left out; Orbax' own metadata are always checked.
     mine = [name for name in image.files if leaves is None or name.count("/") < 2 or name.split("/")[1] in leaves]
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(mine, pool.map(lambda name: _found(image.path / name), mine), strict=True):
-            if isinstance(found, OSError):
-                missing = not (image.path / name).is_file()
-                what = "is missing" if missing else f"cannot be read ({found.strerror})"
-                raise DamagedImage(f"{image.path / name} {what}. {advise(image.path)}") from found
+        sums = {name: pool.submit(_checksum, image.path / name) for name in mine}
+        for name, checked in sums.items():
+            try:
+                found = checked.result()
+            except OSError as error:
+                raise DamagedImage(f"{image.path / name} cannot be read ({error.strerror}).") from error
             if found != image.files[name]:
-                raise DamagedImage(
-                    f"{image.path / name} is damaged: size or checksum differ from the manifest. {advise(image.path)}"
-                )
-
-
-def _found(file):
-    """Size and checksum of a file, or why there are none."""
-    try:
-        return _checksum(file)
-    except OSError as error:
-        return error
+                raise DamagedImage(f"{image.path / name} is damaged: size or checksum differ from the manifest.")
 
 
 def is_whole(path: Path) -> bool:
     """Whether an image is there and can be believed, file by file; not what it needs."""
     try:
-        verify(read_manifest(path, str), advise=str)
+        verify(read_manifest(path))
     except DamagedImage:
         return False
     return True

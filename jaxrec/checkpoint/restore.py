@@ -8,7 +8,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -18,18 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.checkpoint.format import DamagedImage, Image, is_image, leaves_of, load_arrays, verify, warn_skipped
-from jaxrec.checkpoint.row_deltas import (
-    advise_leaving_out,
-    beside,
-    chain,
-    chain_is_whole,
-    is_delta,
-    newest,
-    newest_first,
-)
+from jaxrec.checkpoint.row_deltas import Verified, chain, is_delta, newest, newest_first, whole_chain
 from jaxrec.checkpoint.state import (
     ROW_IDS,
-    check_saved_dense,
     described,
     is_remote,
     leaf_name,
@@ -95,7 +86,7 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
     """
     path = local_path(path)
     if is_image(path):
-        return load(_whole_chain(path))
+        return load(whole_chain(path))
     for _ in range(_TRIES - 1):
         found = _newest_whole(path, dense)
         try:
@@ -131,13 +122,13 @@ def fill(
     saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
     if replica is not None:
         saved, dense = of_replica(image, dense, replica)
-    check_saved_dense(saved, template.dense, cast)
     placed = place_dense(saved, template.dense, dense, cast)
     if is_remote(tables) and all(other.spec == spec.digest for other in found):
         return TrainState(placed, _filled_there(image, tables)), image
     rows = _rows_below(found[0], tables)
+    wanted = {ROW_IDS, *(part for parts in layout.values() for part in parts)}
     for other in found:
-        arrays = load_arrays(other, _leaves_with(layout, other.shards) & leaves_of(other, "rows."))
+        arrays = load_arrays(other, [leaf for leaf in leaves_of(other, "rows.") if leaf.rpartition(".")[2] in wanted])
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
@@ -157,34 +148,14 @@ def _filled_there(image, tables):
     return tables
 
 
-def _leaves_with(layout, shards):
-    """Names of all leaves that hold rows of a layout, of images and of deltas."""
-    return {
-        leaf_name(name, shard, part)
-        for name, parts in layout.items()
-        for shard in range(shards)
-        for part in (ROW_IDS, *parts)
-    }
-
-
-def _whole_chain(path) -> list[Image]:
-    """The chain of an image or a delta, every file of it verified."""
-    found = chain(path, advise=beside)
-    for image in found:
-        verify(image, advise=beside)
-    return found
-
-
 def _newest_whole(directory, dense=True) -> list[Image]:
     """The verified chain of the newest image or delta of a directory that a whole state can be had
     from; without `dense`, of the newest one."""
     skipped: list[DamagedImage] = []
-    known: dict[str, bool] = {}
+    known: Verified = {}
     for path in newest_first(directory):
         try:
-            whole = chain_is_whole(path, known)
-            # Which says what is damaged.
-            found = chain(path, advise=beside) if whole else _whole_chain(path)
+            found = whole_chain(path, known)
         except DamagedImage as error:
             skipped.append(error)
             continue
@@ -229,12 +200,7 @@ def _write_over(table, arrays, name, shard, part, shards):
         table[slice(None) if ids is None else ids // shards] = saved
 
 
-def restore_shard(
-    path: str | Path | None,
-    tables: Home,
-    shard: int,
-    without: Collection[str] = (),
-) -> tuple[Home, list[Image]]:
+def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Home, list[Image]]:
     """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved;
     reads nothing else.
 
@@ -245,26 +211,23 @@ def restore_shard(
       tables: of the number of shards it was saved with. Host tables change in place, those of
         devices are donated.
       shard: from 0 to S - 1.
-      without: names of images of the chain to leave out.
 
     Returns:
       The tables, and the manifests of what was read, oldest first.
 
     Raises:
-      DamagedImage: an image is missing or damaged (says what to do).
+      DamagedImage: an image is missing or damaged.
       ValueError: an image is of another spec; there is no such shard.
     """
-    path = None if path is None else local_path(path)
     spec = tables.spec
     if not 0 <= shard < spec.shards:
         raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
-    path = _resolve(path)
-    found = [] if path is None else chain(path, without)
-    if is_remote(tables):  # who has the shard reads its files: no row travels
+    path = None if path is None else _image_at(local_path(path))
+    found = [] if path is None else chain(path)
+    if is_remote(tables):  # the server of the shard reads its files: no row travels
         with tables.overwriting([shard]):
-            where = None if path is None else Path(path).resolve()
-            return tables.change_shard(shard, _restore_there, where, list(without)), found  # type: ignore[attr-defined]
-    load = functools.partial(_load_shard, path, spec, described(tables.layout), shard)
+            return tables.change_shard(shard, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
+    load = functools.partial(_load_shard, spec, described(tables.layout), shard)
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
     with tables.overwriting([shard]):
@@ -275,25 +238,24 @@ def restore_shard(
             else:  # all rows are there: another buffer for them would cost as much as reading them
                 leaves, over = {part: leaf_name(name, shard, part) for part in tables.layout[name]}, loaded[1:]
                 parts = {part: np.require(loaded[0].pop(leaf), requirements="W") for part, leaf in leaves.items()}
-            _overlay(spec, name, shard, parts, over)
+            for arrays in over:  # oldest first
+                for part, table in parts.items():
+                    _write_over(table, arrays, name, shard, part, spec.shards)
             tables = tables.with_shard(name, shard, parts)
     return tables, found
 
 
-def _restore_there(server, shard, path, without):
-    restore_shard(path, server, shard, without)
+def _restore_there(server, shard, path):
+    restore_shard(path, server, shard)
 
 
-def shard_source(
-    sources: Sequence[Path], shard: int, known: dict, without: Collection[str] = ()
-) -> tuple[Path, list[DamagedImage]]:
+def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[Path, list[DamagedImage]]:
     """The first of some images and deltas that one shard can be had from; reads but what it verifies.
 
     Args:
       sources: paths, the wanted one first.
       shard: from 0 to S - 1.
       known: what was verified before; it is added to, so that no file is looked at twice.
-      without: names of images to leave out.
 
     Returns:
       The path, and what is wrong with those before it.
@@ -304,50 +266,29 @@ def shard_source(
     damaged: list[DamagedImage] = []
     for path in sources:
         try:
-            for image in chain(path, without):
-                if (image.path, shard) not in known:
-                    mine = {leaf for leaf in leaves_of(image) if leaf.split(".")[-2] == f"{shard:04d}"}
-                    known[image.path, shard] = _damage(image, mine, path)
-                if known[image.path, shard] is not None:
-                    raise known[image.path, shard]
+            whole_chain(path, known, shard)
             return path, damaged
         except DamagedImage as error:
             damaged.append(error)
     raise damaged[0]
 
 
-def _damage(image, leaves, tip):
-    """What is wrong with some leaves of an image; None if nothing is."""
-    try:
-        return verify(image, leaves, functools.partial(advise_leaving_out, tip))
-    except DamagedImage as error:
-        return error
-
-
-def _resolve(path):
-    if path is None or is_image(path):
-        return path
-    found = newest(path)
+def _image_at(path: Path) -> Path:
+    """An image, or the newest of a directory."""
+    found = path if is_image(path) else newest(path)
     if found is None:
         raise ValueError(f"{path} holds no image: give the directory of a run that has saved one, or None.")
     return found
 
 
-def _load_shard(tip, spec, layout, shard, image):
+def _load_shard(spec, layout, shard, image):
     """Verified leaves of one shard of an image, {name: array}."""
     refuse_other(image, "spec", spec.digest, image.spec)
     refuse_other(image, "row optimizer slots", layout, image.layout)
     mine = {leaf_name(name, shard, part) for name in spec.stacks for part in (ROW_IDS, *image.layout[name])}
     leaves = sorted(mine & leaves_of(image))
-    verify(image, leaves, functools.partial(advise_leaving_out, Path(tip)))
+    verify(image, leaves)
     return load_arrays(image, leaves) if leaves else {}
-
-
-def _overlay(spec, name, shard, parts, loaded):
-    """Writes what was loaded over the rows of one shard, oldest first."""
-    for arrays in loaded:
-        for part, table in parts.items():
-            _write_over(table, arrays, name, shard, part, spec.shards)
 
 
 def restore_for_prediction(
@@ -377,7 +318,7 @@ def restore_for_prediction(
       says of the image.
 
     Raises:
-      ValueError: as `restore`; there is no such replica; an argument of another kind than wanted.
+      ValueError: as `restore`; there is no such replica.
       DamagedImage: as `restore`.
 
     >>> import tempfile, optax, jaxrec
@@ -401,15 +342,7 @@ def restore_for_prediction(
     """
     if home not in (HostTables, DeviceTables):
         raise ValueError(f"home={home!r:.200} must be HostTables or DeviceTables, the class itself.")
-    if not isinstance(spec, EmbeddingSpec):
-        raise ValueError(f"spec is a {type(spec).__name__}, but the EmbeddingSpec of the run is wanted.")
-    try:
-        shapes = jax.eval_shape(lambda tree: tree, params)
-    except TypeError as error:
-        raise ValueError(
-            f"params are a {type(params).__name__} with leaves that are no arrays, but the dense parameters of the "
-            "model are wanted, or their shapes: jax.eval_shape(model.init, ...)."
-        ) from error
+    shapes = jax.eval_shape(lambda tree: tree, params)
     mesh = as_mesh(mesh)
     no_slots = sgd(0.0)  # rows of this optimizer are their embeddings alone
     tables = HostTables.create(spec, no_slots) if home is HostTables else DeviceTables.create(spec, no_slots, mesh)
@@ -514,8 +447,8 @@ def _refuse_slots(image, parts):
 
 
 def _layout_of(image: Image) -> Layout:
-    """The layout that a manifest tells of; it does not tell what slots begin with, and nobody asks
-    for that here."""
+    """The layout that a manifest tells of; it does not tell what slots begin with, which is
+    not needed here."""
     return Layout(
         {
             name: {part: Part(width, dtype, None) for part, (width, dtype) in parts.items()}

@@ -14,9 +14,9 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of 
 shard.
 """
 
-import functools
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,12 @@ def newest_first(directory: str | Path) -> list[Path]:
     """The images and deltas of a directory, latest step first; of one step the image comes before
     the delta.
 
-    Damaged deltas, whose step nobody knows, stand where their number puts them among the deltas.
+    Damaged deltas, whose step is not known, stand where their number puts them among the deltas.
     """
     small, step = [], 0
     for path in reversed(deltas(directory)):
-        try:
-            step = read_manifest(path, str).step
-        except DamagedImage:
-            pass
+        with contextlib.suppress(DamagedImage):
+            step = read_manifest(path).step
         small.append((step, 0, number_of(path), path))
     whole = [(number_of(path), 1, 0, path) for path in images(directory)]
     return [path for *_, path in sorted(small + whole, reverse=True)]
@@ -68,85 +66,74 @@ def newest(directory: str | Path) -> Path | None:
     """The image or delta of a directory that stands for the latest step; None if there is neither.
 
     Raises:
-      DamagedImage: the newest is damaged; says which images are left.
+      DamagedImage: the newest is damaged.
     """
     found = newest_first(local_path(directory))
     if found:
-        read_manifest(found[0], beside)
+        read_manifest(found[0])
     return found[0] if found else None
 
 
-def chain(path: str | Path, without: Collection[str] = (), advise: Callable[[Path], str] | None = None) -> list[Image]:
+def chain(path: str | Path) -> list[Image]:
     """The manifests of a delta and of all images below it.
 
     Args:
       path: a delta or an image.
-      without: names of images to leave out.
-      advise: makes of the path of a damaged image the last sentence of the error.
 
     Returns:
       Oldest first: the base if there is one, then deltas.
 
     Raises:
-      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it
-        and what to do.
+      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it.
     """
     path = Path(path)
-    say = advise or functools.partial(advise_leaving_out, path)
-    tip, found = read_manifest(path, say), []
+    tip, found = read_manifest(path), []
     for name, digest in tip.parents.items():
-        if name in without:
-            continue
-        below = read_manifest(path.parent / name, say)
+        below = read_manifest(path.parent / name)
         if below.digest != digest:
             raise DamagedImage(
                 f"{below.path} is not the image that {path.name} was saved over: it is of another run (or was written "
-                f"anew). {say(below.path)}"
+                "anew)."
             )
         found.append(below)
-    return found + [tip] * (path.name not in without)
+    return [*found, tip]
 
 
-def chain_is_whole(path: Path, known: dict[str, bool]) -> bool:
-    """Whether every file of a chain can be believed; each image is looked at once, and `known`
-    remembers it by name."""
-    for image in chain(path):
-        if image.path.name not in known:
-            try:
-                verify(image, advise=str)
-                known[image.path.name] = True
-            except DamagedImage:
-                known[image.path.name] = False
-        if not known[image.path.name]:
-            return False
-    return True
+# (image, shard, or None for all of it) -> what is wrong with its files, None if nothing is.
+Verified = dict[tuple[Path, int | None], DamagedImage | None]
 
 
-def beside(path: Path, *but: Path) -> str:
-    """The sentence that ends an error about an image: what else there is."""
-    others = [str(other) for other in newest_first(path.parent) if other not in (path, *but)]
-    return f"Nothing was changed. Other images beside it: {', '.join(others[:3]) or 'none'}."
+def whole_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
+    """The chain of an image or a delta, its files verified.
+
+    Args:
+      path: a delta or an image.
+      known: what was verified before; it is added to, so that no file is read twice.
+      shard: whose files to verify; all if None.
+
+    Returns:
+      As `chain`.
+
+    Raises:
+      DamagedImage: as `chain`; a file is missing or differs.
+    """
+    found, known = chain(path), {} if known is None else known
+    for image in found:
+        if (image.path, shard) not in known:
+            known[image.path, shard] = _damage(image, shard)
+        if (damage := known[image.path, shard]) is not None:
+            raise damage
+    return found
 
 
-def advise_leaving_out(tip: Path, path: Path) -> str:
-    """The sentence that ends an error about an image of the chain of a tip, where images can be
-    left out."""
-    said = beside(path, tip)
-    if path == tip and (_torn(path) or not is_delta(path.name)):
-        return said
-    return (
-        f"{said} without=[{path.name!r}] restores all else of {tip.name}: rows saved in no newer delta get their "
-        "values from before it, or initial ones. `compact` takes it too, for the chain to go on."
-    )
-
-
-def _torn(path):
-    """Whether a manifest itself cannot be believed: what lies below the image is then not known."""
+def _damage(image: Image, shard: int | None) -> DamagedImage | None:
+    """What is wrong with the files of an image."""
+    leaves = None if shard is None else {leaf for leaf in leaves_of(image) if leaf.split(".")[-2] == f"{shard:04d}"}
     try:
-        read_manifest(path, str)
-    except DamagedImage:
-        return True
-    return False
+        verify(image, leaves)
+    except DamagedImage as error:
+        return error
+    return None
 
 
 def copy_rows(
@@ -216,8 +203,9 @@ def save_rows(
       The path of the delta; `base` if there was nothing to save.
 
     Raises:
-      ValueError: rows of another shard; a base that is not in the directory, or damaged; somebody
-        saves rows there.
+      ValueError: rows of another shard; a base that is not in the directory; another process saves
+        rows there.
+      DamagedImage: the base cannot be believed.
       OSError: the disk is full or read-only; older images are as they were.
     """
     directory = local_path(directory)
@@ -256,55 +244,32 @@ def is_delta(name: str) -> bool:
     return name.startswith("delta_")
 
 
-def compact(path: str | Path, without: Collection[str] = ()) -> Path:
-    """Merges all deltas of a chain into one, newest value wins, and removes them; restoring gives
-    the same rows.
+def compact(path: Path) -> Image:
+    """Merges all deltas of a chain into one over the same base, newest value wins, and removes them;
+    restoring gives the same rows.
 
     A chain is then no larger than its base and one table of rows. Host memory: that of the rows in
-    the deltas.
+    the deltas. The caller holds the lock of the rows.
 
     Args:
       path: the newest delta of the chain.
-      without: names of images to leave out, such as damaged ones.
-
-    Returns:
-      The path of the new delta, over the same base; `path` if there is nothing to merge.
 
     Raises:
       DamagedImage: an image is missing or damaged; none was removed.
-      ValueError: somebody saves rows in the directory: a `RowCheckpointer` merges its deltas by
-        itself.
       OSError: the disk is full or read-only; older images are as they were.
     """
-    path = local_path(path)
-    with Lock(path.parent / "rows.lock", "saving rows in it"):
-        return _compact(path, without)
-
-
-def _compact(path, without=()):
-    found = chain(path, without)
+    found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]
-    if len(small) < 2 and not without:
-        return path
-    if not small:
-        raise ValueError(f"without={list(without)} leaves no delta of {path}: go on over the images before it.")
-    below = {image.path.name: image.digest for image in found if not is_delta(image.path.name)}
-    merged = _merge(path, small, below)
-    for name in {path.name, *read_manifest(path).parents}:
-        if is_delta(name) and (path.parent / name).is_dir():
-            remove_directory(path.parent / name)
-    return merged.path
-
-
-def _merge(tip, small, below: Mapping[str, str]) -> Image:
-    """Writes one delta of the rows of several, oldest first, over other images than they are."""
     for image in small:
-        verify(image, advise=functools.partial(advise_leaving_out, tip))
-    newest = small[-1]
-    dense = load_arrays(newest, leaves_of(newest, "dense."))
-    fields = newest._asdict() | {"parents": dict(below)}
-    about = {key: fields[key] for key in fields if key not in ("path", "format", "files", "digest")}
-    return write_delta(tip.parent, Snapshot(dense, about, _newest_rows(small)))
+        verify(image)
+    dense = load_arrays(small[-1], leaves_of(small[-1], "dense."))
+    about = small[-1]._asdict() | {"parents": {i.path.name: i.digest for i in found if not is_delta(i.path.name)}}
+    for field in ("path", "format", "files", "digest"):
+        about.pop(field)
+    merged = write_delta(path.parent, Snapshot(dense, about, _newest_rows(small)))
+    for image in small:
+        remove_directory(image.path)
+    return merged
 
 
 def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
@@ -345,7 +310,7 @@ class RowCheckpointer(Saver):
 
     Raises:
       ValueError: the directory holds images of another run, or whole deltas that are newer than the
-        base and would be lost; somebody else saves rows there.
+        base and would be lost; another saver of rows has it.
     """
 
     def __init__(
@@ -371,26 +336,24 @@ class RowCheckpointer(Saver):
         """Deltas outside of the chain: damaged ones get another name, newer ones are refused,
         others go in time."""
         mine, step = {image.path.name for image in found}, found[-1].step if found else -1
-        known = dict.fromkeys(mine, True)
+        known: Verified = {(image.path, None): None for image in found}
         for path in deltas(self.directory):
             if path.name in mine:
                 continue
             try:
-                newer = read_manifest(path, str).step > step
-                damaged = newer and not chain_is_whole(path, known)
+                newer = read_manifest(path).step > step and whole_chain(path, known)
             except DamagedImage:
-                newer, damaged = False, True
-            if damaged:
                 set_aside(path)
-            elif newer:
+                continue
+            if newer:
                 raise ValueError(
                     f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove "
                     "it: go on from it (`restore` it, or base=newest(directory)), or give another directory."
                 )
 
     def _reserve(self, found: list[Image]) -> None:
-        """Takes images as what the next delta goes over; said on disk, so that nobody removes the
-        base meanwhile."""
+        """Takes images as what the next delta goes over; said on disk, so that a `Checkpointer`
+        does not remove the base meanwhile."""
         self._chain = {image.path.name: image.digest for image in found}
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])
@@ -432,21 +395,6 @@ class RowCheckpointer(Saver):
         self.stall_seconds += stall
         return stall
 
-    def rebase(self, base: str | Path) -> None:
-        """Goes on over a whole image that was saved meanwhile; deltas newer than it are written
-        anew over it.
-
-        Args:
-          base: an image of the directory, from `Checkpointer`.
-        """
-        self._refuse_closed()
-        self.wait()
-        write_json(self.directory / CHAIN, [Path(base).name, *self._chain])
-        step, tip = read_manifest(base).step, self.newest()
-        found = chain(tip) if tip else []
-        newer = [image for image in found if is_delta(image.path.name) and image.step > step]
-        self._begin(self._rebase, tip, newer, Path(base))
-
     def restart(self, base: str | Path) -> None:
         """Goes on over a whole image of the latest step; the deltas before it, damaged or not, are
         removed.
@@ -458,22 +406,13 @@ class RowCheckpointer(Saver):
         self._reserve(images_below(self.directory, base))
         self._tidy()
 
-    def _rebase(self, tip, newer, base: Path) -> Image:
-        found = images_below(self.directory, base)
-        if newer:
-            found.append(_merge(tip, newer, {image.path.name: image.digest for image in found}))
-        self._reserve(found)
-        self._tidy()
-        return found[-1]
-
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
         self._chain = {**image.manifest["parents"], written.path.name: written.digest}
         if sum(map(is_delta, self._chain)) > self._most:
-            merged = read_manifest(_compact(written.path))
             self.bytes_written += written.nbytes
-            self._chain = {**merged.parents, merged.path.name: merged.digest}
-            written = merged
+            written = compact(written.path)
+            self._chain = {**written.parents, written.path.name: written.digest}
         self._tidy()
         return written
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrec.bounds import whole_number
 from jaxrec.checkpoint.format import Image, Snapshot, write_piece
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.sharding import mean_replica
@@ -33,7 +32,7 @@ def is_remote(tables: Tables) -> bool:
 
 
 def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], directory: Path) -> dict[str, list[int]]:
-    """Has all shards written into the directory of an image by those who have them.
+    """Has all shards written into the directory of an image by the servers that have them.
 
     Args:
       tables: whose rows live elsewhere.
@@ -47,7 +46,7 @@ def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], direc
       ValueError: a server does not see the directory.
       ShardsLost: a server has died; what is written is no image.
     """
-    # A name of its own: who was late with an image before writes beside these files, not into them.
+    # A name of its own: a server that is late with an earlier image writes beside these files, not into them.
     token, probe = uuid.uuid4().hex[:12], directory / _PROBE
     probe.write_text(token)
     files: dict[str, list[int]] = {}
@@ -80,7 +79,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
       extra: JSON values to save along.
       run: id of the run.
       copy: without it the rows are taken shard by shard while they are written, by their servers if
-        they have any; nobody may change them until then.
+        they have any; they may not change until then.
 
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.
@@ -128,17 +127,8 @@ def _kind(leaf):
 
 def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
     """What a manifest says of the state it belongs to, see `Image`; its files are added when they
-    are written.
-
-    Raises:
-      ValueError: `extra` holds what JSON does not.
-    """
-    try:
-        json.dumps(extra)
-    except TypeError as error:  # said here, not by the thread that writes
-        raise ValueError(
-            f"extra={extra!r} must be JSON values ({error}): turn arrays and numpy numbers into plain ones."
-        ) from error
+    are written."""
+    json.dumps(extra)  # what is not JSON is refused here, and not by the thread that writes
     spec = tables.spec
     return {
         "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": described(tables.layout),
@@ -160,7 +150,7 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
     Raises:
       ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
     """
-    check_saved_dense(image, template, cast)
+    _check_saved_dense(image, template, cast)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(dense_name(number))
@@ -179,8 +169,7 @@ def _place(saved, old):
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def check_saved_dense(image: Image, template: DenseState, cast: bool = False) -> None:
-    """Refuses a template whose dense state is not that of an image, see `place_dense`."""
+def _check_saved_dense(image, template, cast):
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}
     found = {path: [shape, dtype] for path, shape, dtype in image.dense}
@@ -216,8 +205,6 @@ def of_replica(
     Raises:
       ValueError: there is no such replica.
     """
-    if replica != "mean":
-        whole_number("replica", replica, 0, why=', or "mean"')
     kept: list[list] = []
     chosen: dict[str, np.ndarray] = {}
     for number, (path, shape, dtype) in enumerate(image.dense):
@@ -225,11 +212,8 @@ def of_replica(
             continue
         saved = arrays.get(dense_name(number))
         if path.startswith(".params"):
-            if replica != "mean" and replica >= shape[0]:
-                raise ValueError(
-                    f"replica={replica}, but {image.path} holds {shape[0]} of them: give a number from 0 to "
-                    f'{shape[0] - 1}, or "mean".'
-                )
+            if replica != "mean" and not 0 <= replica < shape[0]:
+                raise ValueError(f"replica={replica}, but {image.path} holds {shape[0]} of them, from 0 on.")
             shape = [1, *shape[1:]]
             if saved is not None:
                 saved = mean_replica(saved)[None] if replica == "mean" else saved[replica : replica + 1]

@@ -1,7 +1,7 @@
 """Partial recovery for a pytree of one's own: some rows of some leaves saved over a base, and restored alone.
 
-What `RowCheckpointer` is for tables, for whoever keeps embeddings as plain leaves [V, ...] of a pytree, sharded over
-devices or not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.counters` counts, `cpr.schedule` plans.
+What `RowCheckpointer` is for tables, for embeddings that are plain leaves [V, ...] of a pytree, sharded over devices or
+not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.counters` counts, `cpr.schedule` plans.
 
     directory/step_00000010     a base: `save_tree`, all leaves
     directory/delta_000003      `save_rows`: some rows of some leaves, over the base and all deltas before it
@@ -31,6 +31,7 @@ from jaxrec.checkpoint.format import (
     write_image,
 )
 from jaxrec.checkpoint.row_deltas import chain
+from jaxrec.checkpoint.state import refuse_other
 from jaxrec.files import Lock, local_path, make_directory
 from jaxrec.types import PyTree
 
@@ -51,7 +52,7 @@ def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> 
       The path of the image.
 
     Raises:
-      ValueError: a leaf is no array of numbers; there is an image of this step.
+      ValueError: there is an image of this step.
       OSError: the disk is full or read-only; older images are as they were.
     """
     directory, leaves = local_path(directory), _arrays_of(tree)
@@ -76,7 +77,7 @@ def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTre
       The path of the delta.
 
     Raises:
-      ValueError: no such leaf, or no such row; leaves that are not those of the base.
+      ValueError: no such row; leaves that are not those of the base.
       DamagedImage: the base cannot be believed.
       OSError: the disk is full or read-only; older images are as they were.
 
@@ -123,7 +124,7 @@ def restore_rows(path: str | Path, tree: PyTree, rows: RowsOf | None = None) -> 
       The tree.
 
     Raises:
-      ValueError: no such leaf, or no such row; leaves that are not those of the image.
+      ValueError: no such row; leaves that are not those of the image.
       DamagedImage: an image is missing, damaged or of another run.
     """
     leaves, found = _arrays_of(tree), chain(local_path(path))
@@ -149,16 +150,10 @@ def rows_on(leaf: jax.Array, devices) -> np.ndarray:
     Returns:
       i32[n], in order. Rows that another device holds too are not lost, and not in it.
 
-    Raises:
-      ValueError: the leaf is no array of jax with a first axis.
-
     >>> import jax.numpy as jnp
     >>> rows_on(jnp.zeros((3, 2)), jax.devices()[:1]).tolist()
     [0, 1, 2]
     """
-    if not isinstance(leaf, jax.Array) or not leaf.ndim:
-        raise ValueError(f"the leaf is a {type(leaf).__name__} of shape {np.shape(leaf)}: an array of jax [V, ...] is "
-                         "wanted.")  # fmt: skip
     lost, columns = set(devices), max(1, int(np.prod(leaf.shape[1:])))
     held = np.zeros((leaf.shape[0], columns), bool)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -221,45 +216,27 @@ def _placed(value: np.ndarray, like):
 
 def _arrays_of(tree: PyTree) -> dict[str, Any]:
     """{name: leaf}, in the order of the tree."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, np.ndarray | jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise ValueError(f"leaf {name} is a {type(leaf).__name__}: the leaves are arrays of numbers.")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(f"leaf {name} lies on other processes, too: each saves a tree of its own shards.")
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(f"leaf {name} has been donated: give the tree that the last step returned.")
-    if not leaves:
-        raise ValueError("the tree has no leaves: there is nothing to save or restore.")
-    return leaves
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _checked(rows: RowsOf, leaves: Mapping[str, Any]) -> dict[str, np.ndarray | None]:
+    """Sorted, distinct rows of each leaf; numpy would take rows counted from the end, and round others."""
     found: dict[str, np.ndarray | None] = {}
-    for name, ids in rows.items():
-        if name not in leaves:
-            raise ValueError(f"there is no leaf {name!r}, only {list(leaves)}.")
-        if ids is None:
+    for name, wanted in rows.items():
+        leaf = leaves[name]
+        if wanted is None:
             found[name] = None
             continue
-        ids, shape = np.asarray(ids), leaves[name].shape
-        if ids.ndim != 1 or (not np.issubdtype(ids.dtype, np.integer) and len(ids)):
-            raise ValueError(f"rows of {name} are {ids.dtype}{list(ids.shape)}: numbers of rows are wanted, i32[n].")
-        if len(ids) and (not shape or not (0 <= ids.min() and ids.max() < shape[0])):
-            raise ValueError(f"rows of {name} run from {ids.min()} to {ids.max()}, and its shape is "
-                             f"{list(shape)}.")  # fmt: skip
-        found[name] = np.unique(ids.astype(np.int64))
+        ids = np.unique(wanted)
+        if len(ids) and not (ids.dtype.kind in "iu" and ids[0] >= 0 and ids[-1] < leaf.shape[0]):
+            raise ValueError(f"rows of {name} must be whole numbers from 0 to {leaf.shape[0] - 1}: {ids!r:.200}.")
+        found[name] = ids.astype(np.int64)
     return found
 
 
 def _check_leaves(image: Image, leaves: Mapping[str, Any]) -> None:
-    if image.spec != _KIND:
-        raise ValueError(f"{image.path} holds a state with tables, and no plain tree: read it with `restore`.")
-    mine = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()]
-    differ = [f"{b} instead of {a}" for a, b in zip(image.dense, mine, strict=False) if a != b]
-    if differ or len(mine) != len(image.dense):
-        said = "; ".join(differ[:3]) or f"{len(mine)} leaves instead of {len(image.dense)}"
-        raise ValueError(f"the tree is not the one that {image.path} was saved from: {said}.")
+    wanted = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()}
+    refuse_other(image, "leaves", wanted, {name: kind for name, *kind in image.dense})
 
 
 def _manifest(leaves, step, run, parents) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ import jax
 
 from jaxrec.bounds import whole_number
 from jaxrec.checkpoint import Checkpointer, restore, restore_shard, shard_source
+from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
-from jaxrec.files import PARTIAL, Lock, local_path
+from jaxrec.files import local_path
 from jaxrec.types import TrainState
-from jaxrec.validate import check_is_state, check_not_donated
 
 
 class _Seconds(NamedTuple):
@@ -67,8 +68,7 @@ def measure(
       measured, with as many nodes as the tables have shards.
 
     Raises:
-      ValueError: no TrainState, or one that was donated before; a number outside its range, before anything is saved;
-        somebody else measures in the directory.
+      ValueError: a number outside its range, before anything is saved.
       OSError: the disk is full, or the directory cannot be written; the state is as it was, and no file stays.
 
     >>> import jax.numpy as jnp, optax, tempfile, jaxrec
@@ -82,39 +82,21 @@ def measure(
     >>> plan.mode, plan.in_steps(seconds_per_step=0.1)['total_steps'], costs.nodes
     ('partial', 2016000, 8)
     """
-    check_is_state(state)
-    check_not_donated(state)
     given = Costs(1.0, 0.0, reschedule_hours, mtbf_hours, total_hours, state.tables.spec.shards, failed_nodes)
     whole_number("rounds", rounds)
     check_costs(given)
     found = []
-    with _directory_of_our_own(local_path(directory)) as own, _standing_kept(state.tables):
-        for _ in range(rounds):
-            state, seconds = _round(state, own / "round", failed_nodes, copy)
+    # On the same disk as the directory, which need not exist.
+    directory = local_path(directory)
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    own = tempfile.TemporaryDirectory(prefix="cpr_measure_", dir=above)
+    with own as place, _standing_kept(state.tables):
+        for number in range(rounds):
+            state, seconds = _round(state, Path(place) / f"round_{number}", failed_nodes, copy)
             found.append(seconds)
     hours = [statistics.median(one) / 3600 for one in zip(*found, strict=True)]
     measured = dict(zip(("save_hours", "load_hours", "partial_load_hours"), hours, strict=True))
     return state, given._replace(**measured)
-
-
-@contextlib.contextmanager
-def _directory_of_our_own(directory: Path) -> Iterator[Path]:
-    """A directory below another one, or below the nearest that exists: on the same disk, and removed at the end."""
-    while not directory.exists():
-        directory = directory.parent
-    own = directory / f"cpr_measure{PARTIAL}"
-    own.mkdir(exist_ok=True)  # what is there is of a process that was killed, unless it is locked
-    try:
-        lock = Lock(own / "measure.lock", "measuring in it")
-    except OSError:
-        with contextlib.suppress(OSError):
-            own.rmdir()
-        raise
-    with lock:
-        try:
-            yield own
-        finally:
-            shutil.rmtree(own)
 
 
 @contextlib.contextmanager
@@ -130,7 +112,6 @@ def _standing_kept(tables: Tables) -> Iterator[None]:
 
 
 def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
-    shutil.rmtree(directory, ignore_errors=True)
     with Checkpointer(directory, copy=copy) as saver:
         save = saver.save(state)
         saver.wait()
@@ -145,7 +126,7 @@ def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
 
 def _load_shards(image: Path, tables: Tables, shards) -> Tables:
     """Restores shards as `Recovery` does: all are verified before the first row changes."""
-    known: dict = {}
+    known: Verified = {}
     sources = [shard_source([image], shard, known)[0] for shard in shards]
     for source, shard in zip(sources, shards, strict=True):
         tables, _ = restore_shard(source, tables, shard)

@@ -221,7 +221,7 @@ def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
 
 
 def _padded(rows, values, shape):
-    """[S, K] rows, V behind them, and [S, K, ...] values; K is a power of two, so that few shapes
+    """[S, K] rows, then V, and [S, K, ...] values; K is a power of two, so that few shapes
     are compiled."""
     size = 1 << max(0, max(map(len, rows)) - 1).bit_length()
     out = np.full((shape[0], size), shape[0] * shape[1], np.int32)

@@ -43,9 +43,6 @@ def draw_failures(
     Returns:
       Failures, m entries of the same hour per failure.
 
-    Raises:
-      ValueError: a number outside its range.
-
     >>> draw_failures(mtbf_hours=28, horizon_hours=56, nodes=8, seed=7).hours.round(1).tolist()
     [19.8, 48.5]
     """
@@ -74,9 +71,6 @@ def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, fai
 
     Returns:
       Failures, m entries of the same hour per failure.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     _check_nodes(nodes, failed_nodes)
     whole_number("number", number, 0)
@@ -108,9 +102,6 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
 
     Returns:
       Failures of k nodes, numbered by their place in `chosen`.
-
-    Raises:
-      ValueError: no node, a node twice, or one that there is not.
     """
     distinct = np.unique(chosen)
     if not 0 < len(distinct) == len(chosen) or distinct[0] < 0 or distinct[-1] >= failures.nodes:
@@ -139,9 +130,6 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
 
     Returns:
       A fraction; it equals the portion if all nodes fail equally often.
-
-    Raises:
-      ValueError: a portion outside (0, 1].
     """
     real_number("portion", portion, "above 0 and at most 1", is_portion)
     count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
@@ -158,9 +146,6 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
 
     Returns:
       Hours.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     return real_number("node_mtbf_hours", node_mtbf_hours, "above 0", lambda x: x > 0) / whole_number("nodes", nodes)
 
@@ -175,9 +160,6 @@ def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
 
     Returns:
       Hours, at least 1: time is counted in whole hours.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     real_number("chance_per_hour", chance_per_hour, "between 0 and 1", lambda x: 0 < x < 1)
     return -1 / math.expm1(whole_number("nodes", nodes) * math.log1p(-chance_per_hour))

@@ -72,9 +72,6 @@ def budget_rows(rows: int, fraction: float) -> int:
       rows: V / S.
       fraction: r, above 0 and at most 1; 0.125 in CPR.
 
-    Raises:
-      ValueError: the fraction is out of range.
-
     >>> budget_rows(1000, 0.125), budget_rows(30, 0.1), budget_rows(7, 0.125)
     (125, 3, 1)
     """
@@ -102,10 +99,10 @@ def mfu(by_access: bool = True) -> Priority:
 
 
 def round_robin() -> Priority:
-    """The next touched rows behind those picked before, in the order of their numbers."""
+    """The next touched rows after those picked before, in the order of their numbers."""
 
     def choose(count, budget, turn, shard):
-        # From the row behind the last pick on, and round to the first ones.
+        # From the row after the last pick on, and round to the first ones.
         rows = np.flatnonzero(count)
         first = int(np.searchsorted(rows, turn))
         picked = rows[(first + np.arange(min(budget, len(rows)))) % max(len(rows), 1)]
@@ -177,9 +174,6 @@ def ssu(every: int = 2) -> Priority:
 
     Args:
       every: which batches are sampled; the period is a matter of tuning in CPR.
-
-    Raises:
-      ValueError: every < 1.
     """
     whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 

@@ -23,6 +23,7 @@ Legend: S shards, V rows of a stack.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
@@ -30,30 +31,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Image, chain, images, newest_first, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shard, shard_source
 from jaxrec.checkpoint.format import set_aside, warn_skipped
+from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.priority import Priority, budget_rows
-from jaxrec.cpr.saving import Clock, Saves, SaveScheduler, at_step
+from jaxrec.cpr.saving import Clock, Saves, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.tracking import RowTracker, ranges_of
-from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
-
-
-def spec_of(engine) -> EmbeddingSpec:
-    """The spec of an engine's tables; refuses what is no engine."""
-    missing = [name for name in ("cut", "withdraw", "exclusive", "lose", "enter") if not hasattr(engine, name)]
-    if missing:
-        raise ValueError(
-            f"the engine is a {type(engine).__name__}, which has no {missing}: give a Serial or a Pipeline, "
-            "Recovery(engine, directory, ...)."
-        )
-    return engine.tables.spec
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
@@ -71,8 +60,6 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
             "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
             "image=image)), or give another directory."
         )
-    if image is not None and not isinstance(image, Image):
-        raise ValueError(f"image is a {type(image).__name__}: give what `restore` returned beside the state.")
     if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):
         raise ValueError(
             f"image {image.path} of step {image.step} must lie in {directory}, and the engine's state, of "
@@ -80,189 +67,25 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
         )
 
 
-def warn_missed(first: int, last: int) -> None:
-    """Says that steps were trained which a recovery's hook has not seen."""
-    warnings.warn(
-        f"steps {first} to {last} were trained without recovery.hook: hooks=[recovery.hook] has what they changed "
-        "saved.",
-        stacklevel=5,
-    )
-
-
 def check_shards(spec, shards):
     """Refuses what is no list of distinct shards."""
-    if not isinstance(shards, Sequence | np.ndarray) or not len(shards):
-        raise ValueError(f"shards={shards!r} must be a list of one shard or several.")
-    if any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
+    if not len(shards) or any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
         raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
 
 
-def checked_failures(spec, failures):
-    """{step: shards} of failures, each looked at."""
-    for step, shards in failures.items():
-        whole_number("failures: step", step)
-        check_shards(spec, shards)
-    return dict(failures)
-
-
-def check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps):
-    """Refuses numbers of a schedule that are out of range."""
-    real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
-    whole_number("total_steps", total_steps)
-    if most_deltas is not None:
-        whole_number("most_deltas", most_deltas)
-    whole_number("pick_ahead_steps", pick_ahead_steps, 0)
-
-
-def check_scheme(spec, mode, scheme, fraction, whole):
-    """Refuses a scheme that does not fit mode, fraction or tables."""
-    if not isinstance(scheme, Priority | None):
-        raise ValueError(f"scheme={scheme!r:.80} must be one of mfu(), ssu(), ... or None.")
+def check_scheme(spec, mode, scheme, whole):
+    """Refuses a scheme that does not fit mode or tables."""
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
     if scheme and mode == "full":
         raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
     if whole and scheme and not scheme.by_tracker:
         raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
-    unknown = sorted(set(whole) - set(spec.tables))
-    if unknown:
-        raise ValueError(f"whole names unknown tables {unknown}; known: {list(spec.tables)}.")
-    budget_rows(1, fraction)
-
-
-def check_alone(other) -> None:
-    """Refuses a second recovery of an engine, beside one that is not closed."""
-    if other is not None and not other.closed:
-        raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
-
-
-def check_step(step: int, engines: int, seen: int) -> None:
-    """Refuses a step that is not the engine's, or was seen before."""
-    if step != engines:
-        raise ValueError(f"step {step} is not that of this recovery's engine, {engines}: train with it.")
-    if step <= seen:
-        raise ValueError(f"step {step} was seen before (up to {seen}): give the hook once, to this recovery's engine.")
-
-
-def init_trackers(
-    watch: RowTracker | None, tables: Tables, image: Image | None, scheme: str | None
-) -> Mapping[str, Any]:
-    """Begins to track rows, with what an image remembers; returns that.
-
-    Trackers of another scheme, or of tables that are split otherwise, begin anew.
-    """
-    known = image.extra.get("cpr", {}) if image else {}
-    same = image is not None and (image.spec, known.get("scheme")) == (tables.spec.digest, scheme)
-    if watch:
-        watch.begin(tables, known.get("trackers", {}) if same else {})
-    return known
-
-
-def needs_base(directory: Path, image: Image | None, tables: Tables, step: int, mode: Mode, deltas: bool) -> bool:
-    """Whether a run has to save all rows before it begins.
-
-    Args:
-      directory: of the run's images.
-      image: that it goes on from.
-      tables: to begin with; initial rows can be made again.
-      step: to begin with.
-      mode: with full recovery dense parameters need an image to go back to.
-      deltas: whether rows are saved over a base.
-    """
-    if image is None:
-        return mode == "full" or step > 0 or not is_initial(tables)
-    # A base is one of all rows, split as they are now; or the chain of one goes on.
-    return image.spec != tables.spec.digest or not (deltas or image.path in images(directory))
+    if unknown := set(whole) - set(spec.tables):
+        raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
 
 
 _KEPT = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
-
-
-def settle(saves: Saves, watch: RowTracker | None, step: int) -> None:
-    """Ends what is being picked and saved; a save that failed does not keep a shard from coming
-    back."""
-    try:
-        if watch:
-            watch.drop_picks()  # rows of lost shards are no longer what was picked
-            watch.touch(step)
-        saves.settle()
-    except Exception as error:
-        warnings.warn(f"a save failed: {error}", stacklevel=6)
-
-
-def restored_whole(engine, directory: Path, watcher) -> tuple[TrainState, Image, int]:
-    """The newest whole image in the tables of an engine between two runs, however many servers die meanwhile.
-
-    Args:
-      engine: whose other watchers replace what is lost.
-      directory: of the images.
-      watcher: the recovery that restores.
-
-    Returns:
-      The state, its image, and how many shards were lost on the way.
-
-    Raises:
-      DamagedImage: no image is whole.
-      ShardsLost: nobody replaces them, or they are lost again and again.
-    """
-    lost = 0
-    while True:
-        try:
-            return (*restore(directory, engine.state), lost)
-        except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
-            engine.replace_lost(gone.shards, watcher)
-            lost += len(gone.shards)
-
-
-def restore_lost_shards(
-    saves: Saves,
-    watch: RowTracker | None,
-    state: TrainState,
-    shards: Sequence[int],
-    without: Collection[str],
-    first: int,
-) -> tuple[Tables, list[int]]:
-    """Restores lost shards from the newest images of each; nothing is picked or saved meanwhile.
-
-    Args:
-      saves, watch: of the recovery, settled.
-      state: alone with its tables, at the step that is committed.
-      shards: the lost ones.
-      without: names of images to leave out.
-      first: the step that the run began at, whose rows count where no image is left.
-
-    Returns:
-      The tables, and for each shard the step up to which it counts as saved.
-
-    Raises:
-      DamagedImage: no image is whole; nothing has changed.
-    """
-    known: dict = {}
-    every, tables = saves.sources(without), state.tables
-    # All is read and verified before the first row changes.
-    sources = [shard_source(every, shard, known, without) if every else (None, []) for shard in shards]
-    saved = [_saved_up_to(saves, source, bool(damaged or without), without, first) for source, damaged in sources]
-    # Once, for the shard that had to go back furthest.
-    warn_skipped(max((damaged for _, damaged in sources), key=len))
-    for shard, (source, _) in zip(shards, sources, strict=True):
-        tables, _ = restore_shard(source, tables, shard, without)
-        if watch:
-            watch.restored(tables, shard)
-    skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
-    if (skipped or without) and watch:
-        # Nothing more goes over a damaged chain.
-        saves.save_base(state._replace(tables=tables))
-    for path in () if watch else skipped:
-        set_aside(path)  # it does not count among the images to keep
-    return tables, saved
-
-
-def _saved_up_to(saves, source, older, without, first):
-    """The step of a shard's source; `older` if that is not the newest one."""
-    found = chain(source, without) if older and source is not None else []
-    if found:  # mini-saves do not move it
-        return found[-1].extra.get("cpr", {}).get("regular", found[-1].step)
-    return first if older else saves.regular
 
 
 # Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
@@ -315,7 +138,7 @@ class Recovery:
     Raises:
       ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
         `whole`. On entering: the directory holds images, and `image` is not the newest whole one of
-        them; somebody else saves there.
+        them; another saver has the directory.
       OSError: on entering, a base cannot be written.
 
     A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved
@@ -331,20 +154,26 @@ class Recovery:
     ):  # fmt: skip
         self._total, self._extra = total_steps, extra
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
-        self._engine, self.spec = engine, spec_of(engine)
-        check_numbers(save_every_steps, total_steps, most_deltas, pick_ahead_steps)
-        check_scheme(self.spec, mode, scheme, fraction, whole)
+        self._engine, self.spec = engine, engine.tables.spec
+        real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
+        whole_number("total_steps", total_steps)
+        whole_number("pick_ahead_steps", pick_ahead_steps, 0)
+        budget_rows(1, fraction)  # which refuses what is no fraction
+        check_scheme(self.spec, mode, scheme, whole)
+        for shards in (failures or {}).values():
+            check_shards(self.spec, shards)
         self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
-        self._failures = checked_failures(self.spec, failures or {})
+        self._failures = dict(failures or {})
         self._watch = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
+        self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._ahead = max(0, min(ahead, int(self._clock.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self.remember)
+        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._remember)
         self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
-        self._cuts = SaveScheduler(engine, self._clock, self._at_cut)
-        self._first, self.closed = 0, False  # step on entering
+        self._announced = 0  # step of the cut to come
+        self.closed = False
         self._seen, self._rolling_back = 0, False  # the step up to which all is known
 
     # ---- what it has saved, lost and brought back
@@ -375,29 +204,16 @@ class Recovery:
         """What went wrong with saves, a line for each that failed."""
         return self._saves.failures
 
-    @property
-    def scheme_name(self) -> str | None:
-        """Of the scheme that picks rows, if there is one."""
-        return self._watch.scheme.name if self._watch else None
-
-    def remember(self, step: int, regular: int) -> dict[str, Any]:
-        """What a save says beside rows and dense state.
-
-        Args:
-          step: of the save.
-          regular: step of the last regular save.
-
-        Raises:
-          ValueError: what the caller saves along has the name that the recovery has.
-        """
+    def _remember(self, step, regular) -> dict[str, Any]:
+        """What a save of a step says beside rows and dense state; `regular` is the step of the last regular save."""
         extra = dict(self._extra(step)) if self._extra else {}
         if "cpr" in extra:
             raise ValueError("extra holds 'cpr', under which the recovery saves its own figures: take another name.")
         trackers = self._watch.remember() if self._watch else {}
-        more = {"regular": regular, "scheme": self.scheme_name, "trackers": trackers}
+        more = {"regular": regular, "scheme": self._scheme_name, "trackers": trackers}
         return {**extra, "cpr": {name: getattr(self, name) for name in _KEPT} | more}
 
-    def go_on(self, known: Mapping[str, Any], step: int) -> None:
+    def _go_on(self, known: Mapping[str, Any], step: int) -> None:
         """Goes on with what an image remembers; what that lacks of its step is lost in all shards."""
         self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
         self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
@@ -405,11 +221,6 @@ class Recovery:
         # And no more of it later: a shard that fails next comes back with what was restored now.
         if regular < step:
             self.pls += self._portion(step, regular, self.spec.shards)
-
-    def count_lost(self, step: int, saved: Sequence[int]) -> None:
-        """Counts shards that failed right after a step; for each the step up to which it was saved."""
-        self.pls += sum(self._portion(step, at, 1) for at in saved)
-        self.failed += len(saved)
 
     def _portion(self, step, saved, shards):
         return lost_portion(step, saved, max(self._total, step), self.spec.shards, shards)
@@ -422,27 +233,38 @@ class Recovery:
         # Before anything is opened: a directory of another run stays as it is.
         if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
-        check_alone(_watching.get(self._engine, lambda: None)())
+        other = _watching.get(self._engine, lambda: None)()
+        if other is not None and not other.closed:
+            raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
         check_image(self.directory, image, step)
         with self._saves.open(step, image, self._run) as opened:
             # Within the block: if the base cannot be written, the directory is given back.
             self._begin(state, step)
-            self._cuts.announce(step)
+            self._announce(step)
             self._open = opened.pop_all()
         _watching[self._engine] = weakref.ref(self)
         return self
 
     def _begin(self, state, step):
         """Trackers, figures and the base of a run, new or going on."""
-        self._first = self._seen = step
-        self.go_on(init_trackers(self._watch, state.tables, self._image, self.scheme_name), step)
-        if needs_base(self.directory, self._image, state.tables, step, self.mode, self._watch is not None):
-            self._saves.save_first(state)
+        self._seen, image, tables = step, self._image, state.tables
+        known = image.extra.get("cpr", {}) if image else {}
+        split_as_before = image is not None and image.spec == tables.spec.digest
+        if self._watch:  # of another scheme, or of tables that are split otherwise, trackers begin anew
+            same = split_as_before and known.get("scheme") == self._scheme_name
+            self._watch.begin(tables, known.get("trackers", {}) if same else {})
+        self._go_on(known, step)
+        if image is None:  # initial rows can be made again, but with full recovery dense parameters go back too
+            base_wanted = self.mode == "full" or step > 0 or not is_initial(tables)
+        else:  # a base is one of all rows, split as they are now; or the chain of one goes on
+            base_wanted = not split_as_before or not (self._watch or image.path in images(self.directory))
+        if base_wanted:
+            self._saves.save_base(state, tell=True)
 
     def __exit__(self, kind, error, trace) -> None:
         # First, so that a hook that runs late is refused and picks nothing more.
         self.closed = True
-        self._cuts.withdraw()
+        self._withdraw()
         try:
             if self._watch:
                 # Before the savers: the thread that picks may wait for one of their saves.
@@ -463,13 +285,16 @@ class Recovery:
           ValueError: it was not entered; the step is not the engine's.
         """
         self._refuse_closed()
-        check_step(step, self._engine.step, self._seen)
+        if step != self._engine.step:
+            raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
+        if step <= self._seen:
+            raise ValueError(f"step {step} was seen before: give the hook once, to this recovery's engine.")
         if self._tell_missed(step - 1):
-            self._saves.want_base()  # nobody knows which rows have changed
+            self._saves.want_base()  # it is not known which rows have changed
         self._seen = step
         if self._watch:
             # The state of this very step is saved: an engine runs hooks first, then the cut.
-            if step in self._cuts.announced:
+            if step == self._announced:
                 # Before this batch is told, which then waits for the save: that one tracks it, but
                 # for the rows that it holds.
                 self._watch.begin_cut(step)
@@ -478,12 +303,24 @@ class Recovery:
             if self._ahead and self._clock.due(step + self._ahead):
                 self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
         # The next cut is announced a step ahead, also where two saves follow each other.
-        self._cuts.announce(step)
+        self._announce(step)
         if step in self._failures:
-            # The engine calls `recover` behind the cut. Taken off, as a rollback may come to this
+            # The engine calls `recover` after the cut. Taken off, as a rollback may come to this
             # step again, and a failure happens once.
             self._engine.lose(self._failures.pop(step))
         return state
+
+    def _announce(self, step):
+        """Announces the cut of the next step, if a save is due then: an engine takes it right after that step."""
+        self._announced = 0
+        if self._clock.due(step + 1):
+            self._announced = step + 1
+            self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
+
+    def _withdraw(self):
+        """Takes back what is announced."""
+        self._engine.withdraw(self._announced)
+        self._announced = 0
 
     def _at_cut(self, step, state):
         if self._seen < int(state.dense.step):
@@ -494,12 +331,16 @@ class Recovery:
         """Whether steps up to this one were trained without the hook, which is told."""
         if step <= self._seen:
             return False
-        warn_missed(self._seen + 1, step)
+        warnings.warn(
+            f"steps {self._seen + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has what they "
+            "changed saved.",
+            stacklevel=4,
+        )
         return True
 
     def save_whole(self) -> None:
         """Saves all rows and the dense state between two steps, and waits until they are on the disk:
-        who restores this image goes on with the same bits.
+        a run restored from this image goes on with the same bits.
 
         Raises:
           ValueError: it was not entered; within a hook.
@@ -510,8 +351,8 @@ class Recovery:
         self._engine.exclusive(lambda tables: self._save_all(at_step(TrainState(dense, tables), step)))
 
     def _save_all(self, state):
-        settle(self._saves, self._watch, int(state.dense.step))
-        self._saves.save_first(state)
+        self._settle(int(state.dense.step))
+        self._saves.save_base(state, tell=True)
         return state.tables
 
     def restarted(self, state: TrainState) -> None:
@@ -523,9 +364,9 @@ class Recovery:
         """
         if self._rolling_back or self.closed:
             return
-        settle(self._saves, self._watch, self._seen)
-        self._cuts.withdraw()
-        self._saves.save_first(state)
+        self._settle(self._seen)
+        self._withdraw()
+        self._saves.save_base(state, tell=True)
         self._seen = int(state.dense.step)
 
     def _refuse_closed(self):
@@ -536,14 +377,13 @@ class Recovery:
 
     # ---- recovering
 
-    def recover(self, shards: Sequence[int], without: Collection[str] = ()) -> None:
+    def recover(self, shards: Sequence[int]) -> None:
         """Brings lost shards back: they alone, or with full recovery all, by `RolledBack`.
 
         A damaged image is passed over, with a warning; the step of the one used decides the PLS.
 
         Args:
           shards: the ones that are lost, of all stacks.
-          without: names of damaged images to leave out, when nothing else is whole.
 
         Raises:
           RolledBack: with full recovery; `train` goes on by itself.
@@ -557,31 +397,70 @@ class Recovery:
             raise RolledBack(lambda: self._roll_back(len(shards)))
         # Alone with the tables: no other thread may read a row of a shard that is half restored.
         dense, step = self._engine.state.dense, self._engine.step
-        self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards, without))
+        self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards))
 
-    def _recovered(self, state, step, shards, without) -> Tables:
+    def _settle(self, step):
+        """Ends what is being picked and saved; a save that failed does not keep a shard from coming
+        back."""
+        try:
+            if self._watch:
+                self._watch.drop_picks()  # rows of lost shards are no longer what was picked
+                self._watch.touch(step)
+            self._saves.settle()
+        except Exception as error:
+            warnings.warn(f"a save failed: {error}", stacklevel=6)
+
+    def _recovered(self, state, step, shards) -> Tables:
+        """The tables with lost shards from the newest images of each; nothing is picked or saved meanwhile."""
         # First: a save that was being written is among the sources then, or has failed.
-        settle(self._saves, self._watch, step)
-        state = at_step(state, step)
-        tables, saved = restore_lost_shards(self._saves, self._watch, state, shards, without, self._first)
+        self._settle(step)
+        known: Verified = {}
+        every, tables = self._saves.sources(), state.tables
+        # All is read and verified before the first row changes.
+        sources = [shard_source(every, shard, known) if every else (None, []) for shard in shards]
+        saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
+        # Once, for the shard that had to go back furthest.
+        warn_skipped(max((damaged for _, damaged in sources), key=len))
+        for shard, (source, _) in zip(shards, sources, strict=True):
+            tables, _ = restore_shard(source, tables, shard)
+            if self._watch:
+                self._watch.restored(tables, shard)
+        skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
+        if skipped and self._watch:
+            # Nothing more goes over a damaged chain.
+            self._saves.save_base(at_step(state._replace(tables=tables), step))
+        for path in () if self._watch else skipped:
+            set_aside(path)  # it does not count among the images to keep
         # Counted when all shards are back: a restore that raises has changed no figure.
-        self.count_lost(step, saved)
+        self.pls += sum(self._portion(step, at, 1) for at in saved)
+        self.failed += len(saved)
         return tables
 
     def _roll_back(self, lost):
         """All goes back to the newest whole image; the engine's run has ended by now."""
-        step = self._engine.step
-        settle(self._saves, self._watch, step)
-        state, image, more = restored_whole(self._engine, self.directory, self)
-        self.failed, self.lost_steps = self.failed + lost + more, self.lost_steps + step - image.step
+        step, image = self._engine.step, None
+        self._settle(step)
+        while image is None:
+            try:
+                state, image = restore(self.directory, self._engine.state)
+            except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
+                self._engine.replace_lost(gone.shards, self)
+                lost += len(gone.shards)
+        self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save is due from there, and not from the steps that were lost.
         self._saves.back_to(image.step)
-        # The first cut is announced again behind the reset.
-        self._cuts.withdraw()
+        # The first cut is announced again after the reset.
+        self._withdraw()
         self._rolling_back = True
         try:
             self._engine.reset(state)
         finally:
             self._rolling_back = False
         self._seen = image.step
-        self._cuts.announce(image.step)
+        self._announce(image.step)
+
+
+def _saved_up_to(source: Path) -> int:
+    """The step up to which an older image counts as saved; mini-saves do not move it."""
+    image = read_manifest(source)
+    return image.extra.get("cpr", {}).get("regular", image.step)

@@ -5,9 +5,8 @@ stack.
 """
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,37 +41,6 @@ class Clock(NamedTuple):
 def _between(every, since, step):
     """Whether a multiple of `every` lies in (since, step]."""
     return int(step / every + 1e-9) > int(since / every + 1e-9)
-
-
-class SaveScheduler:
-    """The cuts of an engine at which a run saves; each is announced a step ahead, as an engine takes
-    it right after its step is committed.
-
-    Args:
-      engine: whose run it is.
-      clock: when saves are due.
-      save: (step, state) -> anything.
-
-    Attributes:
-      announced: steps of the cuts to come.
-    """
-
-    def __init__(self, engine, clock: Clock, save: Callable[[int, TrainState], Any]):
-        self._engine, self._clock, self._save = engine, clock, save
-        self.announced: set[int] = set()
-
-    def announce(self, step: int) -> None:
-        """Behind a step: announces that of the next one, if a save is due then."""
-        self.announced.discard(step)
-        if self._clock.due(step + 1):
-            self._engine.cut(step + 1, functools.partial(self._save, step + 1), unreached="ignore")
-            self.announced.add(step + 1)
-
-    def withdraw(self) -> None:
-        """Takes back what is announced."""
-        for step in self.announced:
-            self._engine.withdraw(step)
-        self.announced = set()
 
 
 class Saves:
@@ -121,7 +89,7 @@ class Saves:
           run: id of the run; that of the image, or a new one, if None.
 
         Raises:
-          ValueError: somebody else saves there; there is a whole image of a later step.
+          ValueError: another saver has it; there is a whole image of a later step.
         """
         with contextlib.ExitStack() as opened:
             # Whole images and row deltas take the directory under one run id.
@@ -235,32 +203,25 @@ class Saves:
             self._watch.saved(picked)
         self.regular = self._coming = coming
 
-    def save_first(self, state: TrainState) -> None:
-        """Saves the base of a run that begins; nothing has been lost yet, so that what goes wrong
-        is raised."""
-        self._write_base(state)
-        self._whole.wait()
-        self._go_on_over_base(state)
-
     def want_base(self) -> None:
         """The next save is one of all rows."""
         self._base_wanted = True
 
-    def save_base(self, state: TrainState) -> None:
-        """Saves a whole image, waits for it, and lets the chain begin there; if it fails, the next
-        save tries again."""
+    def save_base(self, state: TrainState, tell: bool = False) -> None:
+        """Saves a whole image, waits for it, and lets the chain begin there.
+
+        Args:
+          state: at its step.
+          tell: whether what goes wrong is raised; if not, the next save tries again.
+        """
+        step = int(state.dense.step)
         # Before the write: if it fails, the next save knows that deltas have nothing to stand on.
-        self._base_wanted = True
-        self._write_base(state)
-        if self._whole.settle():
-            self._go_on_over_base(state)
-
-    def _write_base(self, state):
-        step = int(state.dense.step)
+        self._base_wanted = self._base_wanted or not tell
         self._whole.save(state, self._figures(step, step))
-
-    def _go_on_over_base(self, state):
-        step = int(state.dense.step)
+        if tell:
+            self._whole.wait()
+        elif not self._whole.settle():
+            return
         if self._watch:
             # Only when the base is committed: until then the old chain is what a shard would come
             # back from.
@@ -273,13 +234,12 @@ class Saves:
         """All rows are those of a step."""
         self.regular = self._coming = step
 
-    def sources(self, without: Collection[str]) -> list[Path]:
+    def sources(self) -> list[Path]:
         """What a shard may come back from, newest first: the chain, link by link, then older
         images."""
         # The chain before older images: its last link holds the newest rows.
         mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._watch else []
-        every = [*mine, *(path for path in images(self.directory) if path not in mine)]
-        return [path for path in every if path.name not in without]
+        return [*mine, *(path for path in images(self.directory) if path not in mine)]
 
 
 def at_step(state: TrainState, step: int) -> TrainState:

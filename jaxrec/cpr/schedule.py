@@ -78,7 +78,7 @@ class RecoveryPlan(NamedTuple):
           {'save_every_steps', which need not be whole, 'total_steps', 'mode'}.
 
         Raises:
-          ValueError: seconds_per_step is no number above 0; the plan saves more often than once per step.
+          ValueError: the plan saves more often than once per step.
 
         >>> plan = plan_recovery(SETTING_A, target_pls=0.1)
         >>> plan.in_steps(seconds_per_step=0.5)
@@ -86,14 +86,13 @@ class RecoveryPlan(NamedTuple):
         """
         rule = "above 0 and finite: time some hundred steps without saves, and give the mean"
         seconds = real_number("seconds_per_step", seconds_per_step, rule, is_positive)
-        _check_above_0({"save_every_hours": self.save_every_hours, "total_hours": self.total_hours})
         # Rounded as the hours are made of floats: 44.8 h are no whole number of steps otherwise.
         every, total = (round(hours * 3600 / seconds, 6) for hours in (self.save_every_hours, self.total_hours))
         if not 1 <= every <= total < math.inf:
             raise ValueError(
                 f"save_every_hours={self.save_every_hours:.6g} are {every:.3g} steps of {seconds:g} s, and "
-                f"total_hours={self.total_hours:.6g} are {total:.3g}: a plan saves once per step at most, and once in "
-                "the job at least. Give seconds_per_step in seconds, or plan with a higher target_pls."
+                f"total_hours={self.total_hours:.6g} are {total:.3g}: a plan saves once per step at most. Give "
+                "seconds_per_step in seconds, or plan with a higher target_pls."
             )
         return InSteps(save_every_steps=every, total_steps=round(total), mode=self.mode)
 
@@ -117,9 +116,6 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
     Returns:
       Overhead, fractions of T_total.
 
-    Raises:
-      ValueError: a number outside its range.
-
     >>> print(f"{100 * full_overhead(SETTING_A, full_interval(SETTING_A)).total:.2f} %")
     8.50 %
     """
@@ -137,9 +133,6 @@ def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
     Returns:
       Overhead, fractions of T_total.
-
-    Raises:
-      ValueError: a number outside its range.
 
     >>> print(f"{100 * partial_overhead(SETTING_A, partial_interval(SETTING_A, 0.1)).total:.2f} %")
     0.53 %
@@ -164,9 +157,6 @@ def full_interval(costs: Costs) -> float:
 
     Returns:
       Useful hours; it may be longer than the job.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     check_costs(costs)
     return math.sqrt(2 * costs.save_hours * costs.mtbf_hours)
@@ -186,9 +176,6 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
 
     Returns:
       A fraction of the samples of the job.
-
-    Raises:
-      ValueError: not 0 <= saved <= seen <= total, or not 1 <= m <= N_emb.
 
     >>> lost_portion(seen=600, saved=200, total=1000, nodes=8)
     0.05
@@ -212,9 +199,6 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
 
     Returns:
       A fraction of the samples of the job.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     check_costs(costs, save_every_hours=save_every_hours)
     return costs.failed_nodes * save_every_hours / (2 * costs.mtbf_hours * costs.nodes)
@@ -233,9 +217,6 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
 
     Returns:
       A fraction of the samples of the job.
-
-    Raises:
-      ValueError: a number outside its range.
 
     >>> plan = plan_recovery(SETTING_A, target_pls=0.1)
     >>> print(f"{plan.expected_pls:.3f} {expected_pls_of_job(SETTING_A, plan.save_every_hours):.3f}")
@@ -258,9 +239,6 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
 
     Returns:
       Useful hours; it may be longer than the job.
-
-    Raises:
-      ValueError: a number outside its range.
     """
     check_costs(costs)
     real_number("target_pls", target_pls, "above 0 and at most 1: it is a portion of the samples", is_portion)
@@ -280,9 +258,6 @@ def break_even_pls(costs: Costs) -> float:
 
     Returns:
       A fraction of the samples of the job; inf where partial recovery loads so long that it is never cheaper.
-
-    Raises:
-      ValueError: a number outside its range.
 
     >>> print(f"{break_even_pls(SETTING_A):.6f} {break_even_pls(SETTING_B):.6f}")
     0.002556 0.002408
@@ -308,9 +283,6 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     Returns:
       RecoveryPlan.
 
-    Raises:
-      ValueError: a number outside its range.
-
     >>> plan = plan_recovery(SETTING_B, target_pls=0.1)
     >>> print(f"{plan.mode} every {plan.save_every_hours:.1f} h, overhead {100 * plan.expected_overhead.total:.2f} %")
     partial every 44.8 h, overhead 0.68 %
@@ -333,18 +305,15 @@ def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
       positive: further numbers that must be above 0, by name.
 
     Raises:
-      ValueError: names the number, the rule and the remedy.
+      ValueError: names the number and the rule.
     """
-    _check_above_0({name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive)
-    partial = {} if costs.partial_load_hours is None else {"partial_load_hours": costs.partial_load_hours}
-    for name, value in {"load_hours": costs.load_hours, "reschedule_hours": costs.reschedule_hours, **partial}.items():
-        real_number(name, value, "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
+    above_0 = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive
+    for name, value in above_0.items():
+        real_number(name, value, "above 0 and finite: give hours", is_positive)
+    for name in ("load_hours", "reschedule_hours", "partial_load_hours"):
+        if (value := getattr(costs, name)) is not None:
+            real_number(name, value, "0 or more and finite: give hours, 0 if it costs none", is_not_negative)
     nodes = whole_number("nodes", costs.nodes)
     whole_number("failed_nodes", costs.failed_nodes, 1, nodes, ", nodes: a failure takes some of them")
     if mode not in ("full", "partial"):
         raise ValueError(f"mode={mode!r} must be 'full' or 'partial'.")
-
-
-def _check_above_0(hours):
-    for name, value in hours.items():
-        real_number(name, value, "above 0 and finite: give hours", is_positive)

@@ -21,9 +21,9 @@ class RowTracker:
     """The trackers of a run's rows, and the thread that picks rows ahead of a save.
 
     Three threads meet here: the one that iterates tells of batches, the picker picks, and under OAC
-    the thread of a cut saves. Whoever is late finds the batches in order: while a pick or a cut is
-    under way they wait in a list, and what a pick or a save sees depends on steps alone, never on
-    who was faster.
+    the thread of a cut saves. A thread that is late finds the batches in order: while a pick or a cut
+    is under way they wait in a list, and what a pick or a save sees depends on steps alone, never on
+    which thread was faster.
 
     Args:
       spec: the tables.
@@ -72,7 +72,7 @@ class RowTracker:
             # below.
             self._waiting.append((step, plans))
         # While a pick is under way, or a cut is to pick yet, the tracker stands still, so that what
-        # they see depends on steps and not on who was faster.
+        # they see depends on steps and not on which thread was faster.
         if not self._picking and self._cut_over.is_set():
             self.touch(step)
 

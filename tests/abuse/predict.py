@@ -75,24 +75,13 @@ def _(directory):
     restore_for_prediction(directory, SPEC, {"bias": [0.0, 0.0, 0.0]})
 
 
-@situation("a model instead of its parameters", ValueError, "params are a DLRM .*eval_shape")
-def _(directory):
-    saved(directory)
-    restore_for_prediction(directory, SPEC, jaxrec.DLRM((4, 4), (1,)))
-
-
-@situation("a dict of tables instead of a spec", ValueError, "spec is a dict")
-def _(directory):
-    restore_for_prediction(directory, dict(SPEC.tables), PARAMS)
-
-
 @situation("a replica that there is not", ValueError, "replica=1, but .* holds 1 of them")
 def _(directory):
     saved(directory)
     restore_for_prediction(directory, SPEC, PARAMS, replica=1)
 
 
-@situation("the last replica counted from behind", ValueError, "replica=-1 must be a whole number from 0")
+@situation("the last replica counted from behind", ValueError, "replica=-1, but .* holds 1 of them")
 def _(directory):
     saved(directory)
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
