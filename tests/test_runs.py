@@ -394,10 +394,10 @@ def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
 
 
 @pytest.mark.slow
-def test_another_model_is_trained_and_is_another_run(tmp_path, capsys):
+def test_another_model_is_trained_and_is_another_run(tmp_path):
     config = dataclasses.replace(TINY, model="dcnv2", steps=6, evaluations=2, workdir=tmp_path)
     results = train.main(config)
-    assert "reaches about" not in capsys.readouterr().out and results["steps"] == 6
+    assert results["steps"] == 6
     losses = [row["train_loss"] for row in rows_of(tmp_path)]
     assert losses[1] < losses[0] != pytest.approx(GOLDEN["train_loss"][0], rel=1e-3)
     with pytest.raises(ValueError, match="begun with model dcnv2, not dlrm"):
@@ -410,13 +410,6 @@ def test_the_test_set_is_the_same_at_every_batch_size():
     for a, b in zip(few.test(), many.test(), strict=True):
         np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
         np.testing.assert_array_equal(a.label, b.label)
-
-
-def test_the_auc_to_expect_is_that_of_the_preset_and_of_nothing_else():
-    of = lambda **flags: all_flags.expected_auc(train.Config(preset="smoke", **flags))
-    assert "this preset reaches about" in of() == of(tables="host", workdir=Path("x"))
-    assert of() != all_flags.expected_auc(train.Config())
-    assert of(steps=50) == of(rows=1000) == of(learning_rate=0.1) == of(seed=1) == ""
 
 
 def signalled(batches, at, number):

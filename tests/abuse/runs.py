@@ -56,29 +56,35 @@ def flags_that(words, match, *flags):
 
 # Flags.
 
-flags_that("a batch of no examples", "--batch-size 0 must be a number of at least 1", "--batch-size", "0")
-flags_that("a negative batch", "--batch-size -5", "--batch-size", "-5")
-flags_that("no steps", "--steps 0", "--steps", "0")
-flags_that("negative steps", "--steps -1", "--steps", "-1")
-flags_that("no shards", "--shards 0", "--shards", "0")
-flags_that("negative evaluations", "--evaluations -1", "--evaluations", "-1")
-flags_that("no evaluations", "--evaluations 0", "--evaluations", "0")
-flags_that("embeddings without width", "--embedding-width 0", "--embedding-width", "0")
-flags_that("a negative seed, which numpy would refuse in its words", "--seed -1", "--seed", "-1")
-flags_that("saves at negative steps", "--save-every-steps -1", "--save-every-steps", "-1")
+BELOW = {
+    "batch-size": "0", "steps": "0", "shards": "0", "evaluations": "0", "embedding-width": "0", "seed": "-1",
+    "save-every-steps": "-1", "learning-rate": "-0.1", "epochs": "0", "min-count": "0", "hash-cap": "1",
+    "max-bad-rows": "-1", "warmup-steps": "-1", "window": "0", "sync-every-steps": "0", "sync-pace-seconds": "-1.0",
+    "trainers": "0", "mtbf-steps": "0.001", "fail-shape": "1e-09", "patience": "0", "servers": "0", "spares": "-1",
+}  # fmt: skip
+for name, value in BELOW.items():
+    flags_that(f"--{name} {value}", f"--{name} {value} must be a number of at least", f"--{name}", value)
 flags_that("a learning rate that is no number", "--learning-rate nan", "--learning-rate", "nan")
 flags_that("an infinite learning rate", "--row-learning-rate inf", "--row-learning-rate", "inf")
-flags_that("a negative learning rate", "--learning-rate -0.1", "--learning-rate", "-0.1")
-flags_that("a path for synthetic data", "--path train.txt is not read .* add --data criteo", "--path", "train.txt")
+flags_that("a path for synthetic data", "--path train.txt is for --data criteo or tabular: add", "--path", "train.txt")
 flags_that("Criteo without a path", "--data criteo needs --path", "--data", "criteo")
 flags_that(
     "rows for Criteo", "--rows 1000 is for --data synthetic", "--data", "criteo", "--path", "x", "--rows", "1000"
 )
-flags_that("a preset for Criteo", "--preset smoke is a size of", "--data", "criteo", "--path", "x", "--preset", "smoke")
+flags_that(
+    "a preset for Criteo",
+    "--preset smoke is for --data synthetic",
+    "--data",
+    "criteo",
+    "--path",
+    "x",
+    "--preset",
+    "smoke",
+)
 flags_that("fewer rows than fields can have", "--rows 10 must be at least 78", "--rows", "10")
 flags_that("a directory for tables on the device", "--table-directory d is for --tables host", "--table-directory", "d")
-flags_that("requeued without a directory", "--requeue needs --workdir and --resume", "--requeue")
-flags_that("requeued without resume", "--requeue needs --workdir and --resume", "--requeue", "--workdir", "d")
+flags_that("requeued without a directory", "--requeue is for .*, with --workdir and --resume", "--requeue")
+flags_that("requeued without resume", "--requeue is for .*, with --workdir and --resume", "--requeue", "--workdir", "d")
 
 
 @situation("a prepared directory and a raw file", ValueError, "a prepared directory stands alone")
