@@ -24,7 +24,7 @@ from typing import Any
 
 from main.children import trained
 from main.cli import Flags, Run, command_line, grid, say
-from main.curves import compare, rates
+from main.plots import compare, rates
 from main.signals import stop_on_signals
 
 ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read

@@ -47,10 +47,8 @@ from typing import Any, Literal
 import numpy as np
 from main.cli import Flags, Run, bars, command_line, plot, refuse
 from main.report import Figure, figures, number, said
-from studies.emulated_link import EmulatedLink, bytes_a_batch
-from studies.oac_remote import at_servers, equal, measure_remote
-from studies.oac_turns import PipelineWay, compare, compiled, in_turns
-from studies.oac_work import Work
+from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, in_turns, measure_remote
+from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job, ratio
 
 from jaxrec.cluster import Cluster

@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 from main.cli import Run, command_line, listing, paired_interval, refuse, say
 from main.click_data import ClickJob, click_job, make_model
-from main.curves import TABLE, draw
 from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of, unread
+from main.plots import TABLE, draw
 from main.recorder import Past, Recorder, check_seeds, resumed
 from main.run_dir import go_on_with
 from main.saving import Best, PeriodicSaves, RecoverySaves
