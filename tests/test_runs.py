@@ -295,12 +295,6 @@ def test_saving_costs_at_most_a_percent_of_the_time(stall_s, cpu_s, step_s):
     assert saves.results()["checkpoint_percent"] <= 100 * cost_s * len(times) / clock.now + 1e-6
 
 
-def test_the_figures_are_said_once(capsys):
-    run_of(0.1, 0.4, 0.1, 2000)
-    said = capsys.readouterr().out
-    assert said.count("a save costs 0.10 s of waiting and 0.40 s") == 1 and "at most 1 %" in said
-
-
 def test_a_failed_save_is_said_at_once_and_tried_again(capsys):
     _, disk, saves = run_of(0.0, 0.0, 0.1, 30, every_steps=10, full={10})
     assert [step for _, step, _ in disk.saved] == [20, 30]

@@ -11,7 +11,6 @@ Free-running trainers are threads over shared host tables, each with batches of 
 
 import dataclasses
 import hashlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from jaxrec.embedding import (
 )
 from jaxrec.files import local_path
 from jaxrec.types import RowOptimizer
-from main.cli import Flags, say
+from main.cli import Flags, rule_of_ray, say
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
 # What DLRM reached with seed 0 and no other flag.
@@ -427,7 +426,5 @@ def _rules_of_techniques(config):
             not 0 < config.target_pls <= 1
         ),
         # Last, so that nothing is installed for a run that would be refused all the same.
-        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
-            remote and importlib.util.find_spec("ray") is None
-        ),
+        **(rule_of_ray() if remote else {}),
     }

@@ -95,7 +95,7 @@ def _(directory):
     oac_throughput.check(oac_throughput.Config(servers=3))
 
 
-@situation("a remote link without Ray", ValueError, "--link remote needs Ray, which is not installed: pip install -e")
+@situation("a remote link without Ray", ValueError, "needs Ray, which is not installed: pip install -e")
 def _(directory):
     found, importlib.util.find_spec = importlib.util.find_spec, lambda name: None
     try:
