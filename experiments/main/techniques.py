@@ -2,6 +2,7 @@
 figures, the recovery and its failures; then where rows live, and rounds in the foreground."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -297,11 +298,14 @@ def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Pat
         return HostTables.create(spec, row_optimizer, directory)
     # A kill in the middle of a step has torn them, which is no loss: their rows come from the image
     # of the run.
-    tables = HostTables.attach(spec, row_optimizer, directory, torn="accept")
+    return with_initial_rows(HostTables.attach(spec, row_optimizer, directory, torn="accept"))
+
+
+def with_initial_rows(tables: Any) -> Any:
+    """The same tables with the rows that they begin with."""
     with tables.overwriting(step=0):
-        for name, stack in spec.stacks.items():
-            for shard in range(stack.shards):
-                tables.reset_shard(name, shard)
+        for stack, shard in itertools.product(tables.spec.stacks, range(tables.spec.shards)):
+            tables = tables.reset_shard(stack, shard)
     return tables
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from main.techniques import with_initial_rows
 from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor
@@ -176,20 +177,12 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
 
 def trained(work: Work, mode: str, number: int) -> list[np.ndarray]:
     """The bits of dense state and rows behind some batches in a mode, from initial rows on, and all losses."""
-    pipeline = work.pipeline(mode, tables=initial(work.tables))
+    pipeline = work.pipeline(mode, tables=with_initial_rows(work.tables))
     batches = itertools.islice(itertools.cycle(work.batches), number)
     losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     found = [*losses, *bits_of(pipeline.state)]
     pipeline.close()
     return found
-
-
-def initial(tables: Tables) -> Tables:
-    """The same tables with initial rows."""
-    with tables.overwriting(step=0):
-        for stack, shard in itertools.product(tables.spec.stacks, range(tables.spec.shards)):
-            tables = tables.reset_shard(stack, shard)
-    return tables
 
 
 def bits_of(state: TrainState) -> list[np.ndarray]:

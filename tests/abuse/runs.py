@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -11,13 +10,10 @@ import types
 from pathlib import Path
 
 import numpy as np
-import pytest
 import train
 import tyro
 from main.cli import Flags, Run, command_line, plot, refuse, refuse_small
-from main.click_data import make_model
 from main.flags import prepared_directory
-from main.run_dir import to_json
 from main.saving import PeriodicSaves
 from main.signals import Stopped, say, stop_on_signals
 from studies.cpr_work import JobConfig, make_data
@@ -161,38 +157,6 @@ def _(directory):
         assert not (directory / "config.json").exists()
 
 
-@situation("a second run in a directory", ValueError, "holds a run already")
-def _(directory):
-    begin(directory)
-    begin(directory, seed=1)
-
-
-@situation("a second process in a directory, with --resume", ValueError, "lock is locked: somebody else is at work")
-def _(directory):
-    with Run("small", Small(), directory):
-        begin(directory, resume=True)
-
-
-@situation("another seed on resume, before anything was logged", ValueError, "begun with seed 0, not 1: resume it with")
-def _(directory):
-    begin(directory)
-    try:
-        begin(directory, resume=True, seed=1)
-    finally:
-        assert json.loads((directory / "config.json").read_text())["seed"] == 0
-
-
-@situation("the directory of another experiment", ValueError, "begun with experiment small, not other")
-def _(directory):
-    begin(directory)
-    Run("other", Small(), directory, resume=True)
-
-
-@situation("resume where there is no run begins one")
-def _(directory):
-    assert not begin(directory / "new", resume=True).resumed
-
-
 @situation("a cut config.json", ValueError, "config.json is damaged")
 def _(directory):
     begin(directory)
@@ -250,18 +214,6 @@ def _(directory):
     make_data(JobConfig(data="criteo"), 1000)
 
 
-@situation("a model that there is not", ValueError, "model='DLRM' must be one of dlrm, dcnv2")
-def _(directory):
-    make_model("DLRM", 16)
-
-
-@situation("another model in the directory of a run", ValueError, "begun with model dlrm, not dcnv2")
-def _(directory):
-    with Run("train", train.Config(), directory):
-        pass
-    Run("train", train.Config(model="dcnv2"), directory, resume=True)
-
-
 @situation("a run that was begun before there was a choice of models goes on")
 def _(directory):
     with Run("train", train.Config(), directory) as run:
@@ -280,24 +232,6 @@ def _(directory):
 # Metrics and results.
 
 
-@situation("a last row torn by a power cut")
-def _(directory):
-    begin(directory)
-    (directory / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\0\0\0')
-    with Run("small", Small(), directory, resume=True) as run:
-        assert run.metrics() == [{"step": 1}]
-
-
-@situation("a row in the middle that is no JSON", ValueError, "metrics.jsonl, line 1 is damaged")
-def _(directory):
-    begin(directory)
-    (directory / "metrics.jsonl").write_text('{"step\n{"step": 2}\n')
-    try:
-        begin(directory, resume=True)
-    finally:
-        assert (directory / "metrics.jsonl").read_text() == '{"step\n{"step": 2}\n'
-
-
 @situation("rows of metrics without an image to go on from", ValueError, "metrics up to step 4, but no image")
 def _(directory):
     begin(directory)
@@ -309,30 +243,12 @@ def _(directory):
             assert run.metrics() == [{"step": 4}]
 
 
-@situation("a full disk when a row is logged")
-def _(directory):
-    with Run("small", Small(), directory) as run:
-        (directory / "metrics.jsonl").symlink_to("/dev/full")
-        run.log({"step": 1})
-        (directory / "metrics.jsonl").unlink()
-        assert run.metrics() == [{"step": 1}]
-
-
 @situation("a disk that is still full at the end", OSError, "No space left")
 def _(directory):
     with Run("small", Small(), directory) as run:
         (directory / "metrics.jsonl").symlink_to("/dev/full")
         run.log({"step": 1})
         run.close({"test_auc": 0.5})
-
-
-@situation("results that are no numbers", UserWarning, "so null in JSON: test_auc, best$")
-def _(directory):
-    try:
-        to_json({"test_auc": float("nan"), "best": -np.inf, "steps": 3})
-    finally:
-        with pytest.warns(UserWarning):
-            assert json.loads(to_json([np.nan, 1])) == [None, 1]
 
 
 @situation("a picture on a full disk takes no results away")
