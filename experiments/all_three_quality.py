@@ -16,14 +16,12 @@ interval of the paired differences lies above -0.0005 AUC.
 """
 
 import dataclasses
-import json
-import sys
-from pathlib import Path
+import itertools
 from typing import Any
 
 from demo import environment
-from main.children import run_child
-from main.cli import Flags, Run, command_line, listing, paired_interval, refuse, say
+from main.children import trained
+from main.cli import Flags, Run, command_line, listing, paired_interval, refuse
 from main.signals import stop_on_signals
 
 MARGIN_AUC = -0.0005
@@ -56,30 +54,19 @@ def again_in(run: Run) -> str:
     return f"python experiments/all_three_quality.py --workdir {run.directory} --resume, and the same flags"
 
 
-def trained(config: Config, run: Run, arm: str, seed: int) -> dict[str, Any]:
-    """The results of one arm and seed; trained now, unless it is complete."""
-    directory = run.directory / f"{arm}_{seed}"
-    if not (directory / "results.json").exists():
-        flags = (SMALL if config.preset == "smoke" else ARMS)[arm].split()
-        command = [sys.executable, str(Path(__file__).parent / "train.py"), "--preset", config.preset]
-        command += ["--seed", str(seed), "--workdir", str(directory), "--resume", *flags]
-        say(f"{arm}, seed {seed}")
-        with open(run.directory / f"{arm}_{seed}.log", "a") as output:
-            run_child(command, f"{arm} of seed {seed}", again_in(run), environment(), output)
-    return json.loads((directory / "results.json").read_text())
-
-
 def main(config: Config) -> dict:
     """Trains what is missing; returns what results.json holds."""
     wrong = [arm for arm in config.arms if arm not in ARMS]
     refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
     with (
         Run("all_three_quality", config, config.workdir, config.resume) as run,
-        stop_on_signals(f"go on with {again_in(run)}"),
+        stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
-        seeds = range(config.seed, config.seed + config.seeds)
-        arms = [arm for arm in ARMS if arm == "none" or arm in config.arms]
-        found = {arm: [trained(config, run, arm, seed) for seed in seeds] for arm in arms}
+        found: dict[str, list[dict]] = {arm: [] for arm in ARMS if arm == "none" or arm in config.arms}
+        for arm, seed in itertools.product(found, range(config.seed, config.seed + config.seeds)):
+            flags = (SMALL if config.preset == "smoke" else ARMS)[arm].split()
+            flags += ["--preset", config.preset, "--seed", str(seed)]
+            found[arm].append(trained(run, f"{arm}_{seed}", f"{arm} of seed {seed}", flags, asked, environment()))
         results = summary(found)
         run.close(results, listing(results, TABLE))
         return results

@@ -27,14 +27,13 @@ place of the assumed ones, and N_emb servers of which a failure takes one.
 """
 
 import dataclasses
-import importlib.util
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, stacked_bars
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
@@ -131,8 +130,7 @@ def check(config: Config) -> None:
             not 8 <= (config.save_every_steps or 0) <= steps
         ),
         f"--target-pls {config.target_pls:g} must be above 0 and at most 1.": not 0 < config.target_pls <= 1,
-        "this needs Ray, which is not installed: pip install -e '.[cluster]'.": importlib.util.find_spec("ray") is None,
-    })  # fmt: skip
+    } | rule_of_ray())  # fmt: skip
 
 
 def of_kills(killers: dict[str, Killer]) -> dict[str, Any]:

@@ -21,10 +21,9 @@ else is **modelled**, and nothing of that size was run:
 """
 
 import dataclasses
-import importlib.util
 from typing import Any, NamedTuple
 
-from main.cli import Flags, Run, command_line, listing, refuse
+from main.cli import Flags, Run, command_line, listing, refuse, rule_of_ray
 from studies.cluster_costs import Costs, Size, measure
 
 from jaxrec.cpr import schedule
@@ -221,11 +220,9 @@ def check(config: Config) -> None:
         least = "0 or more" if name in zero_too else "above 0"
         refuse({f"--{flag} {value:g} must be {least} and finite.": not (value >= 0 if name in zero_too else value > 0)
                 or value == float("inf")})  # fmt: skip
-    missing = config.measure and importlib.util.find_spec("ray") is None
     refuse({
         f"--target-pls {config.target_pls:g} must be at most 1.": config.target_pls > 1,
-        "--measure needs Ray, which is not installed: pip install -e '.[cluster]'.": missing,
-    })  # fmt: skip
+    } | (rule_of_ray() if config.measure else {}))  # fmt: skip
 
 
 def taken(kind: type, config: Config) -> Any:

@@ -17,20 +17,17 @@ do that; their ends are looked at, not their bits.
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from main.cli import Flags, Run, command_line, refuse
+from main.cli import Flags, Run, command_line, refuse, rule_of_ray
 from studies.cluster_work import SCHEMES, TIMEOUT_S, ClusterJob
 from studies.deaths import Late, Log, NotingPipeline, NotingSerial, digests
-from studies.server_kills import Killing, killing
+from studies.server_kills import END_S, Killing, alive_after, killing, of_its_own
 from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor
@@ -39,7 +36,6 @@ from jaxrec.loop import every, train
 from jaxrec.types import RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
-END_S = 10.0  # in which the processes of a run have ended
 # Where a message of a verb comes up to so often in a run, on each server.
 VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 4}
 
@@ -115,7 +111,7 @@ class Soak:
                 found = digests(engine.state)
             processes = [number for number in servers.processes if number is not None]
         wrong = self._wrong(trial, log, steps, found)
-        wrong += [f"process {number} lives" for number in alive_behind(processes, END_S)]
+        wrong += [f"process {number} lives" for number in alive_after(processes, END_S)]
         deaths = sum(plan.dead.is_set() for plan in plans)
         return {"kills": deaths, "wrong": wrong, "uncompared": bool(log.more and trial.arm != "full")}
 
@@ -163,38 +159,9 @@ def noting(steps: list[int]) -> Callable:
     return hook
 
 
-def alive_behind(processes: list[int], seconds: float) -> list[int]:
-    """Those of some processes that live when so many seconds are over."""
-    end, left = time.monotonic() + seconds, processes
-    while left and time.monotonic() < end:
-        left = [number for number in left if lives(number)]
-        threading.Event().wait(0.05)
-    return left
-
-
-def lives(process: int) -> bool:
-    """Whether a process runs."""
-    with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    return False
-
-
-@contextlib.contextmanager
-def of_its_own() -> Iterator[Path]:
-    """A directory for the temporary files of this process, whatever others leave behind; with a short path."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="s-") as place:
-        tempfile.tempdir = place
-        try:
-            yield Path(place)
-        finally:
-            tempfile.tempdir = before
-
-
 def main(config: Config) -> dict:
     """Runs trials until enough servers have died; returns what results.json holds."""
-    installed = importlib.util.find_spec("ray") is not None
-    refuse({"this needs Ray, which is not installed: pip install -e '.[cluster]'.": not installed})
+    refuse(rule_of_ray())
     wanted = config.kills or {"smoke": 2, "default": 50, "paper": 500}[config.preset]
     rng, rows = np.random.default_rng(config.seed), list[dict[str, Any]]()
     with Run("cluster_soak", config, config.workdir) as run, of_its_own() as place, warnings.catch_warnings():

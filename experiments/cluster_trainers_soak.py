@@ -13,7 +13,6 @@ waited for rows of a dead server; all share the cores of this machine. Regime: f
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import signal
 import time
@@ -23,8 +22,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster_soak import END_S, alive_behind, of_its_own
-from main.cli import Flags, Run, command_line, refuse
+from main.cli import Flags, Run, command_line, refuse, rule_of_ray
+from studies.server_kills import END_S, alive_after, of_its_own
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.crew import Crew
@@ -121,7 +120,7 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
             killer = Killer(servers, config.seed, every_s, minutes, run)
             models, figures = crew.run(killer)
         servers.close()
-        left = alive_behind([*killer.seen], END_S)
+        left = alive_after([*killer.seen], END_S)
     stream = trainers * steps * BATCH
     falls = [fall.kind for fall in figures.falls]
     return {
@@ -139,8 +138,7 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
 
 def main(config: Config) -> dict:
     """Runs it; returns what results.json holds."""
-    installed = importlib.util.find_spec("ray") is not None
-    refuse({"this needs Ray, which is not installed: pip install -e '.[cluster]'.": not installed})
+    refuse(rule_of_ray())
     minutes, trainers, every_s = SIZES[config.preset]
     sizes = config.minutes or minutes, config.trainers or trainers, config.every_seconds or every_s
     with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as place, warnings.catch_warnings():

@@ -17,18 +17,16 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import statistics
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from main.children import run_child
+from main.children import trained
 from main.cli import Flags, Run, command_line, grid, say
-from main.curves import compare, rates
+from main.plots import compare, rates
 from main.signals import stop_on_signals
 
-TRAIN = Path(__file__).with_name("train.py")
 ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read
 # Of train.py: rows, steps and examples of a batch; its smoke preset, for a test set that takes a second.
 SIZES: dict[str, dict[str, Any]] = {
@@ -70,38 +68,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count=2"}
 
 
-def trained(arm: str, config: Config, run: Run) -> None:
-    """Trains an arm in a process of its own, unless it is complete.
-
-    Raises:
-      Stopped: a signal came, and the arm has saved its state.
-      OSError: the process failed.
-    """
-    directory = run.directory / arm
-    if read(directory / "results.json").get("last_state_saved"):
-        say(f"{ARMS[arm]}: {directory} is complete, and is not trained again.")
-        return
-    flags = [*flags_of(arm, config), "--workdir", str(directory), *(["--resume"] if directory.exists() else [])]
-    say(f"\n{'All three techniques' if arm == 'all' else 'None of the techniques'}: train.py {shlex.join(flags)}")
-    command = [sys.executable, str(TRAIN), *flags]
-    run_child(command, f"the training with {ARMS[arm]} of the techniques", again_in(run), env=environment())
-
-
 def again_in(run: Run) -> str:
     """How a person goes on with the demonstration in a directory."""
     return f"make demo ARGS='--workdir {run.directory} --resume'"
-
-
-def read(path: Path) -> dict:
-    """What a file of an arm holds; nothing if there is none.
-
-    Raises:
-      ValueError: it is damaged.
-    """
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove {path.parent}, whose arm is trained anew.") from None
 
 
 def rows_of(directory: Path) -> list[dict]:
@@ -109,28 +78,28 @@ def rows_of(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def results_of(directory: Path) -> dict:
-    """What results.json holds: all keys of both arms, behind the word of each, and how they compare."""
-    found: dict = {}
-    for arm in ARMS:
-        found |= {f"{arm}_{key}": value for key, value in read(directory / arm / "results.json").items()}
+def results_of(run: Run, found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What results.json holds: all keys of both arms, after the word of each, and how they compare."""
+    results = {f"{arm}_{key}": value for arm, of_arm in found.items() for key, value in of_arm.items()}
+    for arm in found:
         # Of the stretches between evaluations: the first one compiles, and others share the machine.
-        found[f"{arm}_median_examples_per_s"] = statistics.median(rates(rows_of(directory / arm))[1])
-    found["test_auc_all_minus_none"] = found["all_test_auc"] - found["none_test_auc"]
-    return found
+        results[f"{arm}_median_examples_per_s"] = statistics.median(rates(rows_of(run.directory / arm))[1])
+    return results | {"test_auc_all_minus_none": results["all_test_auc"] - results["none_test_auc"]}
 
 
 def main(config: Config) -> dict:
     """Trains both arms, shows and draws them; returns what results.json holds."""
     with (
         Run("demo", config, config.workdir, config.resume) as run,
-        stop_on_signals(f"go on with {again_in(run)}"),
+        stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
         say("This trains one model twice on the same clicks, on two virtual devices of this CPU: first with none of")
         say("the techniques, then with OAC, ShadowSync and CPR at once, where three of eight shards fail on the way.")
-        for arm in ARMS:
-            trained(arm, config, run)
-        results = results_of(run.directory)
+        found = {}
+        for arm, name in ARMS.items():
+            what, flags = f"the training with {name} of the techniques", flags_of(arm, config)
+            found[arm] = trained(run, arm, what, flags, asked, environment(), shown=True)
+        results = results_of(run, found)
         none, both, lost = (results[key] for key in ("none_test_auc", "all_test_auc", "all_shards_failed"))
         said = f"Test AUC {both:.4f} with all three techniques and {lost} shards lost, {none:.4f} with none"
         histories = {name: rows_of(run.directory / arm) for arm, name in ARMS.items()}

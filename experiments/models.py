@@ -18,7 +18,7 @@ import numpy as np
 from main.cli import Figure, Flags, Run, bars, command_line, grid, refuse, say
 from main.report import scaled
 from main.signals import stop_on_signals
-from sweep import MINUS, Sweep, again_in, summary
+from sweep import MINUS, again_in, summary, trained_arms
 
 SHALLOW = ("lr", "fm")
 DEEP = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2")
@@ -115,13 +115,11 @@ def main(config: Config) -> dict:
     )
     with (
         Run("models", config, config.workdir, config.resume) as run,
-        stop_on_signals(f"go on with {again_in(run)}"),
+        stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
-        sweep, seeds = Sweep(run, config.preset, "test_auc"), range(config.seed, config.seed + config.seeds)
-        flags = flags_of(config)
-        found = {
-            model: [sweep.trained(model, [*flags, "--model", model], seed) for seed in seeds] for model in config.models
-        }
+        seeds, flags = range(config.seed, config.seed + config.seeds), flags_of(config)
+        arms = {model: [*flags, "--model", model] for model in config.models}
+        found = trained_arms(run, arms, config.preset, seeds, asked)
         results = summary({model: [one["test_auc"] for one in its] for model, its in found.items()})
         results |= {f"{model}_{seed}_auc": one["test_auc"] for model, its in found.items()
                     for seed, one in zip(seeds, its, strict=True)}  # fmt: skip

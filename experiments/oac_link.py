@@ -32,9 +32,8 @@ from typing import Any
 
 import numpy as np
 from main.cli import Flags, Run, command_line, grid, plot
-from studies.emulated_link import EmulatedLink, bytes_a_batch
 from studies.oac_turns import PipelineWay, compare, compiled, in_turns
-from studies.oac_work import Work
+from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job
 
 MODES = ("async", "oac", "oac_skip_both")

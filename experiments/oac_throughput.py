@@ -37,7 +37,6 @@ slots, dense parameters and losses of 12 batches with those of `sync` over table
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import re
 from collections.abc import Mapping
@@ -45,12 +44,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, plot, refuse
+from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray
 from main.report import Figure, figures, number, said
-from studies.emulated_link import EmulatedLink, bytes_a_batch
-from studies.oac_remote import at_servers, equal, measure_remote
-from studies.oac_turns import PipelineWay, compare, compiled, in_turns
-from studies.oac_work import Work
+from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, in_turns, measure_remote
+from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job, ratio
 
 from jaxrec.cluster import Cluster
@@ -244,10 +241,7 @@ def check(config: Config) -> None:
         f"--servers {config.servers} are of --link remote: add it, or leave them out.": (
             config.servers is not None and not remote
         ),
-        "--link remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
-            remote and importlib.util.find_spec("ray") is None
-        ),
-    })  # fmt: skip
+    } | (rule_of_ray() if remote else {}))  # fmt: skip
 
 
 def main(config: Config) -> dict:

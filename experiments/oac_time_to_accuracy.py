@@ -35,8 +35,7 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, paired_interval, plot
 from main.report import number
-from studies.emulated_link import EmulatedLink
-from studies.oac_work import turn
+from studies.oac_work import EmulatedLink, turn
 from studies.reference import ratio
 from tqdm import tqdm
 

@@ -44,7 +44,6 @@ is its highest rate over that of one such trainer. Its sync gap is k; a shadow's
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -53,7 +52,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, command_of, plot, refuse
+from main.cli import Flags, Run, bars, command_line, command_of, plot, refuse, rule_of_ray
 from main.report import figures, said
 from studies.crew_work import measured_processes
 from studies.reference import Job, ratio, reference_work
@@ -260,8 +259,7 @@ def main(config: Config) -> dict:
     if config.saturation <= 1:
         raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
     if config.where == "processes":
-        installed = importlib.util.find_spec("ray") is not None
-        refuse({"this needs Ray, which is not installed: pip install -e '.[cluster]'.": not installed})
+        refuse(rule_of_ray())
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
     preset, command = PRESETS[config.preset], command_of("shadowsync_scaling", config)

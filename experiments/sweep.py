@@ -11,20 +11,16 @@ train.py takes with these flags, a minute and a half by default.
 
 import dataclasses
 import itertools
-import json
 import shlex
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from main.children import run_child
-from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, say
-from main.signals import stop_on_signals
+from main.children import trained
+from main.cli import Flags, Run, command_line, grid, paired_interval, refuse
+from main.signals import Asked, stop_on_signals
 
 OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # what the sweep gives each run itself
-TRAIN = Path(__file__).with_name("train.py")
 MINUS = "{}_minus_first"
 
 
@@ -108,42 +104,28 @@ def again_in(run: Run) -> str:
     return f"the same flags, --workdir {run.directory} and --resume"
 
 
-class Sweep(NamedTuple):
-    """Runs of train.py below one directory, each in a process of its own.
-
-    Attributes:
-      run: whose directory they are in.
-      preset: of each run.
-      metric: that results.json of each run must have.
-    """
-
-    run: Run
-    preset: str
-    metric: str
-
-    def trained(self, arm: str, flags: Sequence[str], seed: int) -> dict[str, Any]:
-        """The results of one arm and seed; trained now, unless it is complete.
-
-        Raises:
-          Stopped: a signal came, and the run has saved its state.
-          OSError: the run failed; its words are in the file that the error names.
-          ValueError: its results do not have the metric.
-        """
+def trained_arms(
+    run: Run, arms: Mapping[str, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked
+) -> dict[str, list[dict[str, Any]]]:
+    """{arm: results of each seed}, of arms {name: flags of train.py}; raises as `trained`."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
-        directory = self.run.directory / name
-        results = directory / "results.json"
-        if not results.exists():
-            command = [sys.executable, str(TRAIN), "--preset", self.preset, "--seed", str(seed)]
-            command += ["--workdir", str(directory), "--resume", *flags]
-            say(f"{arm}, seed {seed}")
-            again = again_in(self.run)
-            with open(self.run.directory / f"{name}.log", "a") as output:
-                run_child(command, f"the run of {arm}, seed {seed},", again, output=output)
-        found = json.loads(results.read_text())
-        if not isinstance(found.get(self.metric), int | float):
-            numbers = ", ".join(key for key, value in found.items() if isinstance(value, int | float))
-            raise ValueError(f"--metric {self.metric} is no number in {results}: give one of {numbers}.")
-        return found
+        words = ["--preset", preset, "--seed", str(seed), *flags]
+        found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked))
+    return found
+
+
+def figure_of(results: Mapping[str, Any], metric: str) -> float:
+    """A number of results.json.
+
+    Raises:
+      ValueError: it has no such number.
+    """
+    if not isinstance(results.get(metric), int | float):
+        numbers = ", ".join(key for key, value in results.items() if isinstance(value, int | float))
+        raise ValueError(f"--metric {metric} is no number of results.json: give one of {numbers}.")
+    return results[metric]
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
@@ -169,14 +151,13 @@ def main(config: Config) -> dict:
     arms = arms_of(config.vary)
     refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
+    arms = {arm: [*fixed, *flags] for arm, flags in arms.items()}
     with (
         Run("sweep", config, config.workdir, config.resume) as run,
-        stop_on_signals(f"go on with {again_in(run)}"),  # between two runs as well
+        stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
-        seeds = range(config.seed, config.seed + config.seeds)
-        sweep = Sweep(run, config.preset, config.metric)
-        found = {arm: [sweep.trained(arm, [*fixed, *flags], seed) for seed in seeds] for arm, flags in arms.items()}
-        results = summary({arm: [one[config.metric] for one in of_arm] for arm, of_arm in found.items()})
+        found = trained_arms(run, arms, config.preset, range(config.seed, config.seed + config.seeds), asked)
+        results = summary({arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()})
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
         run.close(results, f"{config.metric} over {config.seeds} seeds\n{grid(results, 'arm', list(arms), columns)}")
         return results

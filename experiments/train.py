@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 from main.cli import Run, command_line, listing, paired_interval, refuse, say
 from main.click_data import ClickJob, click_job, make_model
-from main.curves import TABLE, draw
-from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of_data, rules_of_techniques
+from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of, unread
+from main.plots import TABLE, draw
 from main.recorder import Past, Recorder, check_seeds, resumed
 from main.run_dir import go_on_with
 from main.saving import Best, PeriodicSaves, RecoverySaves
@@ -237,24 +237,28 @@ def each_seed(config: Config, asked: Asked) -> dict:
 
 def rules(config: Config) -> dict[str, object]:
     """{what is wrong, and the remedy: whether it is} of all flags of this job."""
+    watched = config.data != "criteo" or config.validation_fraction > 0
+    read_by: dict[str, tuple[bool, tuple[str, ...]]] = {
+        "the same command started again, with --workdir and --resume": (
+            config.workdir is not None and config.resume,
+            ("requeue",),
+        ),
+        "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience",)),
+        "--cpr without --save-every-steps": (config.save_every_steps is None, ("recovery_costs",)),
+        "a single seed": (config.seeds == 1, ("table_directory",)),
+    }
     of_this_job = {
         "--model din weighs a history by a candidate: give --data tabular, with a Sequence, or another model.": (
             config.model == "din" and config.data != "tabular"
         ),
-        "--requeue needs --workdir and --resume: the same command must go on when it is started again.": (
-            config.requeue and not (config.workdir and config.resume)
-        ),
-        f"--patience {config.patience} wants a validation: --validation-fraction 0.1, say.": (
-            config.patience is not None and config.data == "criteo" and not config.validation_fraction
-        ),
         f"--patience {config.patience} never ends {config.evaluations} evaluations early: give more --evaluations.": (
             config.patience is not None and config.patience >= config.evaluations
         ),
-        f"--table-directory {config.table_directory} holds the tables of one seed: leave out --seeds.": (
-            config.seeds > 1 and config.table_directory is not None
+        "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
+            config.cpr != "none" and config.save_every_steps == 0
         ),
     }
-    return rules_of_data(config) | rules_of_techniques(config) | of_this_job
+    return rules_of(config) | unread(config, read_by) | of_this_job
 
 
 if __name__ == "__main__":

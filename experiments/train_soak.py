@@ -22,7 +22,6 @@ partial recovery to the bits of `Serial`: it also notes which saves a dead serve
 
 import collections
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from main.cli import Flags, Run, command_line, refuse
+from main.cli import Flags, Run, command_line, refuse, rule_of_ray
 from studies.watching import (
     Ended,
     Process,
@@ -274,10 +273,7 @@ def main(config: Config) -> dict:
     wants_ray = any(name.startswith("servers") for name in names_of(config))
     refuse({
         f"--only {' '.join(unknown)}: the combinations are {', '.join(COMBINATIONS)}.": unknown,
-        "servers need Ray, which is not installed: pip install -e '.[cluster]', or give --only others.": (
-            wants_ray and importlib.util.find_spec("ray") is None
-        ),
-    })  # fmt: skip
+    } | (rule_of_ray() if wants_ray else {}))  # fmt: skip
     run = Run("train_soak", config, config.workdir)
     directory = run.directory / "files"
     directory.mkdir()

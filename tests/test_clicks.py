@@ -113,8 +113,8 @@ def test_an_unknown_model_is_refused():
 def test_the_reference_work_wants_nothing_but_jaxrec():
     """Where benchmarks run on a bare machine there are none of these."""
     lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy'.split():"]
-    lines += ["    sys.modules[name] = None", "from reference import Job, reference_work"]
-    lines += ["spec, *_ = reference_work(Job(rows=100, model='dcnv2'))", "assert 'contract' not in sys.modules"]
+    lines += ["    sys.modules[name] = None", "from studies.reference import Job, reference_work"]
+    lines += ["spec, *_ = reference_work(Job(rows=100, model='dcnv2'))", "assert 'main.cli' not in sys.modules"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "experiments")))}
     program = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(program, capture_output=True, text=True, cwd="/", env=environment)

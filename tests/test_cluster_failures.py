@@ -1,20 +1,21 @@
 """What is measured of servers that are killed: when they are, what of the time is whose, and what equations make of
 it. The experiment itself is slow, as it starts Ray."""
 
+import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
-import cluster_failures
 import numpy as np
 import pytest
 from cluster_failures import Config, check, kills_of, modelled, of_kills, overheads, sized
-from cluster_soak import alive_behind, drawn
+from cluster_soak import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from studies.cluster_work import ARMS, SCHEMES, Kill
+from studies.server_kills import alive_after
 
 from jaxrec.cpr import schedule
 
@@ -115,7 +116,7 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags,
 
 
 def test_without_ray_it_says_so(monkeypatch):
-    monkeypatch.setattr(cluster_failures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install -e '.\[cluster\]'"):
         check(sized(Config()))
 
@@ -150,9 +151,9 @@ def test_a_trial_of_the_soak_follows_from_its_seed_and_every_fourth_kills_a_succ
 @pytest.mark.process
 def test_a_process_that_lives_on_is_named():
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    assert alive_behind([process.pid], 0.2) == [process.pid]
+    assert alive_after([process.pid], 0.2) == [process.pid]
     process.communicate()
-    assert alive_behind([process.pid], 10) == []
+    assert alive_after([process.pid], 10) == []
 
 
 @pytest.mark.slow

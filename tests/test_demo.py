@@ -12,7 +12,7 @@ import demo
 import matplotlib.figure
 import pytest
 import train
-from main import curves
+from main import plots
 from main.cli import listing
 from main.signals import Stopped
 from test_runs import TINY, rows_of, signalled
@@ -77,8 +77,8 @@ def test_a_run_that_goes_on_tells_of_each_failure_once(tmp_path, monkeypatch, pi
 
 
 def test_the_table_has_names_and_units_for_all_that_a_run_says():
-    results = dict.fromkeys([line.key for group in curves.TABLE.values() for line in group], 0.25) | {"steps": 7}
-    said = [line.strip() for line in listing(results, curves.TABLE).splitlines()]
+    results = dict.fromkeys([line.key for group in plots.TABLE.values() for line in group], 0.25) | {"steps": 7}
+    said = [line.strip() for line in listing(results, plots.TABLE).splitlines()]
     assert "OAC: rows that arrived too old" in said[said.index("Techniques") + 1]
     by_name = {name.strip(): value for name, _, value in (line.rpartition("   ") for line in said if "   " in line)}
     assert by_name["OAC: rows that arrived too old"].strip() == "25.00 %"
@@ -91,7 +91,7 @@ def test_the_table_has_names_and_units_for_all_that_a_run_says():
 def test_nothing_of_a_run_is_left_over_below_its_table(tmp_path, capsys):
     results = train.main(dataclasses.replace(FAILING, workdir=tmp_path, pipeline="oac", shadowsync="easgd"))
     table = capsys.readouterr().out.partition("Test set\n")[2].partition("run written")[0]
-    assert not results.keys() - {line.key for group in curves.TABLE.values() for line in group}
+    assert not results.keys() - {line.key for group in plots.TABLE.values() for line in group}
     assert "\n\n" not in table and "_" not in table
     assert table.index("OAC: ") < table.index("ShadowSync: ") < table.index("CPR: shards failed")
 

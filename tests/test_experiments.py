@@ -27,10 +27,8 @@ import shadowsync_quality
 import shadowsync_soak
 import tyro
 from main import cli
-from studies.emulated_link import EmulatedLink
-from studies.oac_remote import equal
-from studies.oac_turns import PipelineWay, compare
-from studies.oac_work import Work, turn
+from studies.oac_turns import PipelineWay, compare, equal
+from studies.oac_work import EmulatedLink, Work, turn
 from studies.reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify

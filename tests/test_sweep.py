@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import sweep
+from main import children
 from main.signals import Stopped
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "sweep.py"
@@ -74,16 +75,15 @@ def test_a_sweep_trains_compares_and_is_not_trained_again(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_flag_that_train_refuses_and_a_metric_that_there_is_not_are_named(tmp_path):
-    with pytest.raises(OSError, match=r"model=none, seed 0, ended with code \d+, see .*model=none_0.log"):
+    with pytest.raises(OSError, match=r"model=none, seed 0 ended with code \d+, see .*model=none_0.log"):
         sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("model=none",), "fixed": TINY[:-1]})))
-    with pytest.raises(ValueError, match="--metric gauc is no number in .*: give one of .*test_auc"):
+    with pytest.raises(ValueError, match="--metric gauc is no number of results.json: give one of .*test_auc"):
         sweep.main(sweep.Config(workdir=tmp_path / "b", metric="gauc", **FLAGS))
 
 
 @pytest.mark.parametrize(("module", "flags"), [(sweep, FLAGS), (models, {}), (demo, {}), (all_three_quality, {})])
 def test_a_signal_before_a_run_has_begun_says_how_to_go_on_too(tmp_path, monkeypatch, module, flags):
-    its = sweep if module is models else module
-    monkeypatch.setattr(its, "run_child", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(children, "run_child", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=f"SIGTERM: go on with .*{tmp_path}.* --resume"):
         module.main(module.Config(**{"preset": "smoke", "workdir": tmp_path / "a"} | flags))
 

@@ -1,70 +1,75 @@
-"""Other experiments as processes: run to their end, with the signals that come here, and none is left behind."""
+"""Runs of train.py as processes below the directory of another run: what a sweep, a comparison or the demonstration
+trains. A signal that comes here is handed on, and no process is left behind."""
 
 import contextlib
+import shlex
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
-from main.signals import STOPPING, Stopped
+from main.cli import Run, say
+from main.signals import Asked
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+
+
+def trained(
+    run: Run, name: str, what: str, flags: Sequence[str], asked: Asked,
+    env: Mapping[str, str] | None = None, shown: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The results of a run of train.py, which is trained now unless it is complete.
+
+    Args:
+      run: whose directory it is in.
+      name: of its directory there, and of the file that its words go to.
+      what: it is, in words.
+      flags: of train.py.
+      asked: from `stop_on_signals`; its words say how a person goes on.
+      env: environment; that of this process if None.
+      shown: whether its words are shown instead.
+
+    Raises:
+      Stopped: a signal came, and the run has saved its state.
+      OSError: it failed.
+      ValueError: its results are damaged.
+    """
+    directory, results = run.directory / name, f"{name}/results.json"
+    if run.read_json(results).get("last_state_saved"):
+        say(f"{what}: {directory} is complete, and is not trained again")
+        return run.read_json(results)
+    words = [*flags, "--workdir", str(directory), "--resume"]
+    say(f"{what}: train.py {shlex.join(words)}")
+    with contextlib.nullcontext() if shown else open(f"{directory}.log", "a") as output:
+        run_child([sys.executable, str(TRAIN), *words], what, asked, env, output)
+    return run.read_json(results)
 
 
 def run_child(
-    command: Sequence[str], what: str, again: str, env: Mapping[str, str] | None = None, output: IO | None = None
+    command: Sequence[str], what: str, asked: Asked, env: Mapping[str, str] | None = None, output: IO | None = None
 ) -> None:
-    """Runs a command, and hands on to it every signal that asks to stop.
-
-    Args:
-      command: its words.
-      what: what it does, as an error calls it.
-      again: the command by which a person goes on.
-      env: its environment; that of this process if None.
-      output: where it writes; where this process does if None.
+    """Runs a command, and hands on to it the signal that asks to stop; writes to `output`, or where this process does.
 
     Raises:
       Stopped: a signal came, and the command has ended.
       OSError: it failed.
     """
-    with handing_on() as give:
-        # A session of its own: a Ctrl-C of the terminal comes here alone, and is handed on once.
-        child = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
-        came = give(child)
-        code = child.wait()
-    if came:
-        raise Stopped(came[0], f"go on with {again}")
+    told = False
+    # A session of its own: a Ctrl-C of the terminal comes here alone, and is handed on once.
+    with (
+        asked.held(),
+        subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True) as child,
+    ):
+        while (code := child.poll()) is None:
+            if asked.signal is not None and not told:
+                child.send_signal(asked.signal)
+                told = True
+            time.sleep(0.05)
+    asked.check()
     if code:
         where = "see above" if output is None else f"see {output.name}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, {where}"
-        raise OSError(f"{what} {how}; go on with {again}")
-
-
-@contextlib.contextmanager
-def handing_on() -> Iterator:
-    """In this block signals go to a child process, once it is given to what this yields; so do those before.
-
-    Yields:
-      child -> the signals so far, which grow.
-    """
-    children: list[subprocess.Popen] = []
-    came: list[int] = []
-
-    def hand_on(number, frame):
-        came.append(number)
-        for child in children:
-            child.send_signal(number)
-
-    def give(child):
-        children.append(child)
-        for number in [*came]:
-            child.send_signal(number)
-        return came
-
-    before: dict[int, Any] = {}
-    try:
-        for number in STOPPING:  # one that the parent has told this process to ignore stays ignored, in the child too
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, hand_on)
-        yield give
-    finally:
-        for taken, handler in before.items():
-            signal.signal(taken, handler)
+        raise OSError(f"{what} {how}; {asked.words}")

@@ -2,6 +2,7 @@
 and plots."""
 
 import dataclasses
+import importlib.util
 import math
 import shlex
 import sys
@@ -36,6 +37,7 @@ __all__ = [
     "plot",
     "refuse",
     "refuse_small",
+    "rule_of_ray",
     "say",
     "stacked_bars",
 ]
@@ -107,6 +109,12 @@ def refuse(broken: Mapping[str, object]) -> None:
     for sentence, is_broken in broken.items():
         if is_broken:
             raise ValueError(sentence)
+
+
+def rule_of_ray() -> dict[str, object]:
+    """The rule, for `refuse`, that Ray is installed."""
+    missing = importlib.util.find_spec("ray") is None
+    return {"this needs Ray, which is not installed: pip install -e '.[cluster]'.": missing}
 
 
 def refuse_small(config: object) -> None:

@@ -1,6 +1,8 @@
-"""The data of the click job: what a run trains, validates and tests on. flags.py chooses them.
+"""The click job: a model over embedding tables, and the data that it is trained, validated and tested on. flags.py
+chooses both.
 
     data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0, test_batches=50)
+    job = click_job(data.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
     for batch in data.train(200):  # goes on where a run has stopped after 200 steps
         ...
 
@@ -31,81 +33,9 @@ from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideA
 from jaxrec.step import init_state, make_eval_step, make_train_step, make_update
 from jaxrec.types import Batch, RowOptimizer, TrainState
 
-
-class Part:
-    """Some rows of each block of a source.
-
-    Args:
-      source: of the blocks.
-      counts: how many rows of each block; a block without any is left out, and is never read.
-      chosen: number of a block -> which of its rows, so many.
-
-    Attributes:
-      rows: of each block that is left.
-    """
-
-    def __init__(self, source: BlockSource, counts: list[int], chosen: Callable[[int], np.ndarray]):
-        self._source, self._chosen = source, chosen
-        self._blocks = [block for block, rows in enumerate(counts) if rows]
-        self.rows = [counts[block] for block in self._blocks]
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        block = self._blocks[index]
-        rows = self._chosen(block)
-        return {key: _chosen(column, rows) for key, column in self._source[block].items()}
-
-
-def _chosen(column, rows):
-    """Rows of a column, or of each of several, such as the ids of several lookups."""
-    if isinstance(column, Mapping):
-        return {key: each[rows] for key, each in column.items()}
-    return column[rows]
-
-
-def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[Part, Part]:
-    """All rows of a source but so many, and those, both in the order of the source.
-
-    Args:
-      source: blocks whose columns are arrays.
-      rows: how many to set apart, from 0 to all.
-      seed: None to set the last ones apart; else random ones, an equal share of every block.
-
-    Raises:
-      ValueError: the source does not have so many rows.
-
-    >>> class TwoBlocks:
-    ...     rows = [3, 2]
-    ...     def __getitem__(self, index):
-    ...         return {"label": np.array([[10, 11, 12], [13, 14]][index])}
-    >>> most, last = set_apart(TwoBlocks(), 3)
-    >>> most.rows, last.rows, last[0]["label"].tolist(), last[1]["label"].tolist()
-    ([2], [1, 2], [12], [13, 14])
-    """
-    sizes = [int(size) for size in source.rows]
-    total = sum(sizes)
-    whole_number("rows", rows, 0, total, ", as many as the source has")
-    taken, start = [], 0
-    for size in sizes:
-        end = start + size
-        if seed is None:
-            taken.append(min(max(end - (total - rows), 0), size))
-        else:  # in whole numbers, so that all of them together are exactly so many
-            taken.append(end * rows // max(total, 1) - start * rows // max(total, 1))
-        start = end
-
-    def order(block):
-        return (
-            np.arange(sizes[block]) if seed is None else np.random.default_rng([seed, block]).permutation(sizes[block])
-        )
-
-    left = [size - apart for size, apart in zip(sizes, taken, strict=True)]
-    return (
-        Part(source, left, lambda block: np.sort(order(block)[: left[block]])),
-        Part(source, taken, lambda block: np.sort(order(block)[left[block] :])),
-    )
-
-
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
+TEST_BATCH = 2048  # whatever the batch size: the examples of test and validation are the same
+_ORDER = 4  # a stream of random numbers beside those of the synthetic log
 
 
 class ClickJob(NamedTuple):
@@ -202,10 +132,6 @@ def make_model(name: str, width: int) -> nn.Module:
     if name not in models:
         raise ValueError(f"model={name!r} must be one of {', '.join(models)}.")
     return models[name]
-
-
-TEST_BATCH = 2048  # whatever the batch size: the examples of test and validation are the same
-_ORDER = 4  # a stream of random numbers beside those of the synthetic log
 
 
 class Data(NamedTuple):
@@ -375,6 +301,72 @@ def data_of_blocks(
     )
 
 
+class Part:
+    """Some rows of each block of a source.
+
+    Args:
+      source: of the blocks.
+      counts: how many rows of each block; a block without any is left out, and is never read.
+      chosen: number of a block -> which of its rows, so many.
+
+    Attributes:
+      rows: of each block that is left.
+    """
+
+    def __init__(self, source: BlockSource, counts: list[int], chosen: Callable[[int], np.ndarray]):
+        self._source, self._chosen = source, chosen
+        self._blocks = [block for block, rows in enumerate(counts) if rows]
+        self.rows = [counts[block] for block in self._blocks]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        block = self._blocks[index]
+        rows = self._chosen(block)
+        return {key: _chosen(column, rows) for key, column in self._source[block].items()}
+
+
+def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[Part, Part]:
+    """All rows of a source but so many, and those, both in the order of the source.
+
+    Args:
+      source: blocks whose columns are arrays.
+      rows: how many to set apart, from 0 to all.
+      seed: None to set the last ones apart; else random ones, an equal share of every block.
+
+    Raises:
+      ValueError: the source does not have so many rows.
+
+    >>> class TwoBlocks:
+    ...     rows = [3, 2]
+    ...     def __getitem__(self, index):
+    ...         return {"label": np.array([[10, 11, 12], [13, 14]][index])}
+    >>> most, last = set_apart(TwoBlocks(), 3)
+    >>> most.rows, last.rows, last[0]["label"].tolist(), last[1]["label"].tolist()
+    ([2], [1, 2], [12], [13, 14])
+    """
+    sizes = [int(size) for size in source.rows]
+    total = sum(sizes)
+    whole_number("rows", rows, 0, total, ", as many as the source has")
+    taken, start = [], 0
+    for size in sizes:
+        end = start + size
+        if seed is None:
+            taken.append(min(max(end - (total - rows), 0), size))
+        else:  # in whole numbers, so that all of them together are exactly so many
+            taken.append(end * rows // max(total, 1) - start * rows // max(total, 1))
+        start = end
+
+    def order(block):
+        return (
+            np.arange(sizes[block]) if seed is None else np.random.default_rng([seed, block]).permutation(sizes[block])
+        )
+
+    left = [size - apart for size, apart in zip(sizes, taken, strict=True)]
+    return (
+        Part(source, left, lambda block: np.sort(order(block)[: left[block]])),
+        Part(source, taken, lambda block: np.sort(order(block)[left[block] :])),
+    )
+
+
 def _digest_of(directory: Path) -> str | None:
     """The digest of a vocabulary; None if it is gone, as training does without."""
     from jaxrec.data.criteo import open_encoder
@@ -419,3 +411,10 @@ def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int], Ite
 def _check_steps(steps, batch_size):
     if steps < 1:
         raise ValueError(f"there are not examples enough for one batch of {batch_size}: give more, or smaller batches.")
+
+
+def _chosen(column, rows):
+    """Rows of a column, or of each of several, such as the ids of several lookups."""
+    if isinstance(column, Mapping):
+        return {key: each[rows] for key, each in column.items()}
+    return column[rows]

@@ -1,4 +1,8 @@
-"""The flags of the three techniques, and what goes together.
+"""The flags of train.py: the data, how a model learns from it, the techniques; and which of them go together.
+
+    DataFlags        -> data_of     what is trained, validated and tested on
+    LearningFlags    -> optimizers  of the dense parameters and of the rows
+    TechniqueFlags   -> main/techniques.py
 
 Two regimes of ShadowSync follow from the other flags. In lock step trainers are replicas on a mesh,
 each on a device of its own, that share every batch: over device tables, under a pipeline, with CPR.
@@ -7,8 +11,7 @@ Free-running trainers are threads over shared host tables, each with batches of 
 
 import dataclasses
 import hashlib
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,86 +32,24 @@ from jaxrec.embedding import (
 )
 from jaxrec.files import local_path
 from jaxrec.types import RowOptimizer
-from main.cli import Flags, say
+from main.cli import Flags, rule_of_ray, say
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
-OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
-ROW_OPTIMIZERS: dict[str, Callable] = {
-    "rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd, "momentum_sgd": momentum_sgd,
-    "lazy_adam": lazy_adam, "rowwise_adam": rowwise_adam, "ftrl": ftrl,
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class LearningFlags(Flags):
-    """The model, and how its dense parameters and its rows learn."""
-
-    model: Literal["dlrm", "dcnv2", "lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "din", "small_dlrm"] = "dlrm"
-    embedding_width: int = 16
-    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Of the dense parameters."""
-    learning_rate: float = 1e-3
-    row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "momentum_sgd", "lazy_adam", "rowwise_adam", "ftrl"] = (
-        "rowwise_adagrad"
-    )
-    """Of the embedding rows."""
-    row_learning_rate: float = 0.02
-    row_weight_decay: float = 0.0
-    """L2 penalty of the rows that a batch touches."""
-    row_clip_norm: float | None = None
-    """Clip the gradient of each row to this norm."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Of both learning rates, behind the warm-up: as they are, or falling to 0 at the end of the run."""
-    warmup_steps: int = 0
-    """Over so many steps both learning rates rise from 0, in a straight line."""
-
-
-def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
-    """The optimizer of the dense parameters and that of the rows, at one schedule.
-
-    Args:
-      config: the flags.
-      steps: of the run, of all epochs, at whose end a schedule ends. A trainer that runs freely
-        counts its own steps alone: give what one of them takes.
-
-    Raises:
-      ValueError: the warm-up takes the whole run.
-    """
-    rate, row_rate = (_scheduled(peak, config, steps) for peak in (config.learning_rate, config.row_learning_rate))
-    rows = ROW_OPTIMIZERS[config.row_optimizer](row_rate)
-    if config.row_weight_decay:
-        rows = with_weight_decay(rows, config.row_weight_decay)
-    if config.row_clip_norm is not None:  # around the decay, so that data alone is clipped
-        rows = with_clipping(rows, config.row_clip_norm)
-    return OPTIMIZERS[config.optimizer](rate), rows
-
-
-def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.Schedule:
-    """A rate at a schedule; a constant one stays a float, and its program what it is."""
-    warmup = config.warmup_steps
-    if not 0 <= warmup < steps:
-        raise ValueError(f"--warmup-steps {warmup} must be less than the {steps} steps of the run: give fewer.")
-    if config.schedule == "constant" and not warmup:
-        return peak
-    behind = {
-        "constant": optax.constant_schedule(peak),
-        "cosine": optax.cosine_decay_schedule(peak, steps - warmup),
-        "linear": optax.linear_schedule(peak, 0.0, steps - warmup),
-    }[config.schedule]
-    if not warmup:
-        return behind
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
-
-
-EXPECTED_AUC = {"smoke": 0.716, "default": 0.744}  # of DLRM, measured with seed 0
+# What DLRM reached with seed 0 and no other flag.
+EXPECTED = {
+    "smoke": "; with --preset smoke alone DLRM reaches about 0.716",
+    "default": "; with the defaults DLRM reaches about 0.744",
+    "paper": "",
+}
 # Of `prepare`, where a flag is not given. A directory made with these bears the name of its files
 # alone.
 PREPARATION: dict[str, Any] = {
     "min_count": 6, "hash_cap": None, "split": "time", "train_fraction": 5 / 6, "max_bad_rows": 0,
 }  # fmt: skip
-# Flags that say where and how a run is made, and not what comes out of it.
-_SAME_RESULTS = {
-    "workdir", "resume", "requeue", "save_every_steps", "evaluations", "tables", "table_directory", "preset",
+OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
+ROW_OPTIMIZERS: dict[str, Callable] = {
+    "rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd, "momentum_sgd": momentum_sgd,
+    "lazy_adam": lazy_adam, "rowwise_adam": rowwise_adam, "ftrl": ftrl,
 }  # fmt: skip
 
 
@@ -181,43 +122,26 @@ def synthetic_data(config) -> Data:
         teacher = metrics.merge(teacher, found)
     best = metrics.summarize(teacher)
     return data._replace(
-        expectation=f"the teacher that drew the labels reaches {best['auc']:.4f}" + expected_auc(config),
+        expectation=f"the teacher that drew the labels reaches {best['auc']:.4f}" + EXPECTED[config.preset],
         best={"teacher_auc": best["auc"], "teacher_normalized_entropy": best["normalized_entropy"]},
     )
 
 
-def expected_auc(config) -> str:
-    """What was measured with a preset, for a run that changes nothing that matters."""
-    known = EXPECTED_AUC.get(config.preset)
-    return f"; this preset reaches about {known}" if known and _is_usual(config) else ""
-
-
-def _is_usual(config, *but: str) -> bool:
-    """Whether all flags that matter for the result are the defaults, but for some."""
-    fields = {field.name for field in dataclasses.fields(config)} - _SAME_RESULTS - {*but}
-    return all(getattr(config, name) == getattr(type(config)(), name) for name in fields)
-
-
 def criteo_data(config) -> Data:
     """Criteo rows, prepared in the current directory if they are not yet."""
+    from jaxrec.data.criteo import prepare
+
     directory, options = config.path[0], preparation(config)
     if not directory.is_dir():
         directory = prepared_directory(config.path, options)
-        _prepare(config.path, directory, options)
-    reached = "about 0.761 in one pass over a sample of 110,000 rows of Criteo Kaggle"
+        say(f"preparing {', '.join(map(str, config.path))} in {directory}")
+        prepare(config.path, directory, **options)
     data = criteo_clicks(
         directory, config.batch_size, config.steps, epochs=config.epochs,
         shuffle_seed=config.seed if config.shuffle else None, validation_fraction=config.validation_fraction,
     )  # fmt: skip
-    usual = _is_usual(config, "data", "path", "seed")
-    return data._replace(expectation=reached if usual else f"with the defaults, DLRM reaches {reached}")
-
-
-def _prepare(paths, directory, options):
-    from jaxrec.data.criteo import prepare
-
-    say(f"preparing {', '.join(map(str, paths))} in {directory}")
-    prepare(paths, directory, **options)
+    reached = "with the defaults DLRM reaches about 0.761 in one pass over a sample of 110,000 rows of Criteo Kaggle"
+    return data._replace(expectation=reached)
 
 
 def preparation(config) -> dict[str, Any]:
@@ -241,53 +165,65 @@ def prepared_directory(sources: tuple[Path, ...], options: Mapping[str, Any] | N
     return Path(f"{sources[0].name.split('.')[0]}.{digest[:8]}.prepared")
 
 
-def rules_of_data(config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags of the data that do not fit each
-    other."""
-    synthetic, paths = config.data == "synthetic", ", ".join(map(str, config.path))
-    directories = [path for path in config.path if path.is_dir()]
-    share, trains = config.validation_fraction, config.train_fraction
-    return {
-        f"--path {paths} is not read by --data synthetic: add --data criteo or --data tabular, or leave it out.": (
-            synthetic and paths
-        ),
-        "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": (
-            config.data == "criteo" and not paths
-        ),
-        "--data tabular needs --path: the directory that prepare.py --schema has made.": (
-            config.data == "tabular" and len(directories) != 1
-        ),
-        f"--path {paths}: a prepared directory stands alone, without other files.": directories and config.path[1:],
-        f"--rows {config.rows} is for --data synthetic: all other tables follow from their data.": (
-            not synthetic and config.rows is not None
-        ),
-        f"--curved {config.curved} is for --data synthetic: leave it out.": not synthetic and config.curved,
-        f"--preset {config.preset} is a size of --data synthetic: limit other data by --steps.": (
-            not synthetic and config.preset != "default"
-        ),
-        f"--rows {config.rows} must be at least 78, three for each of the 26 fields.": (
-            config.rows is not None and config.rows < 78
-        ),
-        f"--validation-fraction {share} must be a share from 0 to below 1, such as 0.1.": not 0 <= share < 1,
-        f"--validation-fraction {share} is for --data criteo: the synthetic log draws its validation apart, and takes "
-        "nothing from training. Leave it out.": synthetic and share,
-        f"--train-fraction {trains} must be a share between 0 and 1, such as 0.8.": (
-            trains is not None and not 0 < trains < 1
-        ),
-        f"--min-count {config.min_count} (a vocabulary) and --hash-cap {config.hash_cap} (hashing) exclude each other: "
-        "give one.": config.min_count is not None and config.hash_cap is not None,
-    } | _rules_of_preparation(config, synthetic, directories)
+@dataclasses.dataclass(frozen=True)
+class LearningFlags(Flags):
+    """The model, and how its dense parameters and its rows learn."""
+
+    model: Literal["dlrm", "dcnv2", "lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "din", "small_dlrm"] = "dlrm"
+    embedding_width: int = 16
+    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
+    """Of the dense parameters."""
+    learning_rate: float = 1e-3
+    row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "momentum_sgd", "lazy_adam", "rowwise_adam", "ftrl"] = (
+        "rowwise_adagrad"
+    )
+    """Of the embedding rows."""
+    row_learning_rate: float = 0.02
+    row_weight_decay: float = 0.0
+    """L2 penalty of the rows that a batch touches."""
+    row_clip_norm: float | None = None
+    """Clip the gradient of each row to this norm."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Of both learning rates, behind the warm-up: as they are, or falling to 0 at the end of the run."""
+    warmup_steps: int = 0
+    """Over so many steps both learning rates rise from 0, in a straight line."""
 
 
-def _rules_of_preparation(config, synthetic, directories):
-    """Each flag of the preparation is refused where nothing is prepared."""
-    broken = {}
-    for name in PREPARATION:
-        flag, given = f"--{name.replace('_', '-')} {getattr(config, name)}", getattr(config, name) is not None
-        broken[f"{flag} prepares Criteo files, and --data synthetic has none: leave it out."] = given and synthetic
-        decided = f"{flag} was to be decided when {', '.join(map(str, directories))} was prepared"
-        broken[f"{decided}: leave it out, or give the raw files as --path."] = given and directories
-    return broken
+def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
+    """The optimizer of the dense parameters and that of the rows, at one schedule.
+
+    Args:
+      config: the flags.
+      steps: of the run, of all epochs, at whose end a schedule ends. A trainer that runs freely
+        counts its own steps alone: give what one of them takes.
+
+    Raises:
+      ValueError: the warm-up takes the whole run.
+    """
+    rate, row_rate = (_scheduled(peak, config, steps) for peak in (config.learning_rate, config.row_learning_rate))
+    rows = ROW_OPTIMIZERS[config.row_optimizer](row_rate)
+    if config.row_weight_decay:
+        rows = with_weight_decay(rows, config.row_weight_decay)
+    if config.row_clip_norm is not None:  # around the decay, so that data alone is clipped
+        rows = with_clipping(rows, config.row_clip_norm)
+    return OPTIMIZERS[config.optimizer](rate), rows
+
+
+def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.Schedule:
+    """A rate at a schedule; a constant one stays a float, and its program what it is."""
+    warmup = config.warmup_steps
+    if not 0 <= warmup < steps:
+        raise ValueError(f"--warmup-steps {warmup} must be less than the {steps} steps of the run: give fewer.")
+    if config.schedule == "constant" and not warmup:
+        return peak
+    behind = {
+        "constant": optax.constant_schedule(peak),
+        "cosine": optax.cosine_decay_schedule(peak, steps - warmup),
+        "linear": optax.linear_schedule(peak, 0.0, steps - warmup),
+    }[config.schedule]
+    if not warmup:
+        return behind
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
 
 
 FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("delta", "lerp"), "bmuf": ("delta", "lerp")}
@@ -372,112 +308,6 @@ class TechniqueFlags(Flags):
         return self.shadowsync != "none" and not self.free
 
 
-def rules_of_techniques(config: TechniqueFlags) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not go together.
-
-    Raises:
-      ValueError: a word of --fail is no failure.
-    """
-    given_failures(config)
-    return {
-        f"--pipeline {config.pipeline} is for --tables host or remote: add it, or leave the pipeline out.": (
-            config.pipeline != "none" and config.tables == "device"
-        ),
-        **_rules_of_servers(config),
-        **_rules_of_pipelines(config),
-        f"--table-directory {config.table_directory} is for --tables host: add it, or leave the directory out.": (
-            config.table_directory is not None and config.tables != "host"
-        ),
-        **_rules_of_trainers(config),
-        **_rules_of_recoveries(config),
-        # Last: who installs it for a run that would be refused anyway has waited for nothing.
-        "--tables remote needs Ray, which is not installed: pip install -e '.[cluster]'.": (
-            config.tables == "remote" and importlib.util.find_spec("ray") is None
-        ),
-    }
-
-
-def _rules_of_pipelines(config):
-    windowed = config.pipeline in ("oac", "async")
-    return {
-        f"--window {config.window} is for --pipeline oac or async.": config.window is not None and not windowed,
-        f"--stale-rows {config.stale_rows} is for --pipeline oac.": (
-            config.stale_rows != "planned" and config.pipeline != "oac"
-        ),
-        "--savings is for --pipeline oac.": config.savings and config.pipeline != "oac",
-    }
-
-
-def _rules_of_trainers(config):
-    shadow, forms = config.shadowsync != "none", FORMS.get(config.shadowsync, ())
-    return {
-        f"--trainers {config.trainers} is for --shadowsync easgd, ma or bmuf.": (
-            config.trainers is not None and not shadow
-        ),
-        f"--sync-form {config.sync_form} is for --shadowsync easgd, ma or bmuf.": config.sync_form and not shadow,
-        f"--sync-form {config.sync_form} is none of --shadowsync {config.shadowsync}: give {' or '.join(forms)}.": (
-            config.sync_form and shadow and config.sync_form not in forms
-        ),
-        f"--sync-alpha {config.sync_alpha} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_alpha is not None and not shadow
-        ),
-        f"--sync-alpha {config.sync_alpha} must be above 0 and at most 1.": (
-            config.sync_alpha is not None and not 0 < config.sync_alpha <= 1
-        ),
-        f"--sync-pace-seconds {config.sync_pace_seconds} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_pace_seconds is not None and not shadow
-        ),
-        f"--sync-every-steps {config.sync_every_steps} is for --shadowsync easgd, ma or bmuf.": (
-            config.sync_every_steps is not None and not shadow
-        ),
-        "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
-            config.sync_pace_seconds is not None and config.sync_every_steps is not None
-        ),
-        f"--workers {config.workers} are of trainers that run freely: leave out --pipeline, --cpr and --tables device, "
-        "or the workers.": config.workers > 1 and not config.free,
-    }
-
-
-def _rules_of_recoveries(config):
-    return {
-        f"--fail {' '.join(config.fail)} needs something that recovers: add --cpr mfu, say.": (
-            config.fail and config.cpr == "none"
-        ),
-        f"--recovery-costs {config.recovery_costs} is of --cpr without --save-every-steps.": (
-            config.recovery_costs != "assumed"
-            and (config.cpr == "none" or getattr(config, "save_every_steps", None) is not None)
-        ),
-        f"--mtbf-steps {config.mtbf_steps} is of --cpr.": config.mtbf_steps is not None and config.cpr == "none",
-        f"--target-pls {config.target_pls:g} is of --cpr.": config.target_pls != 0.1 and config.cpr == "none",
-        f"--target-pls {config.target_pls:g} must be a portion of the samples, above 0 and at most 1.": (
-            not 0 < config.target_pls <= 1
-        ),
-        f"--fail-shape {config.fail_shape:g} is of --fail gamma.": (
-            config.fail_shape != 1.0 and config.fail != ("gamma",)
-        ),
-        "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
-            config.cpr != "none" and getattr(config, "save_every_steps", None) == 0
-        ),
-    }
-
-
-def _rules_of_servers(config):
-    remote = config.tables == "remote"
-    return {
-        f"--servers {config.servers} are of --tables remote: add it, or leave them out.": (
-            config.servers is not None and not remote
-        ),
-        f"--spares {config.spares} are of --tables remote with --cpr: add them, or leave the spares out.": (
-            config.spares > 0 and not (remote and config.cpr != "none")
-        ),
-        f"--ray-address {config.ray_address} is of --tables remote: add it, or leave it out.": (
-            config.ray_address is not None and not remote
-        ),
-        f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
-        " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
-    }
-
-
 def given_failures(config) -> dict[int, list[int]]:
     """{step: shards} of the failures that are given as such; none if they are to be drawn.
 
@@ -500,3 +330,101 @@ def given_failures(config) -> dict[int, list[int]]:
             raise ValueError(f"--fail {word}: shards {wrong} are not among the {config.shards}, from 0.")
         found[at] = lost
     return found
+
+
+# Which flags go together.
+
+
+def rules_of(config) -> dict[str, object]:
+    """{what is wrong, and the remedy: whether it is} of the flags of the data and of the techniques.
+
+    Raises:
+      ValueError: a word of --fail is no failure.
+    """
+    given_failures(config)
+    return unread(config, readers(config)) | _rules_of_data(config) | _rules_of_techniques(config)
+
+
+def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
+    """As `rules_of`, of flags that are given where nothing reads them.
+
+    Args:
+      config: flags.
+      read_by: {what reads some flags: (whether the run has it, the flags)}.
+    """
+    broken = {}
+    for reader, (there, names) in read_by.items():
+        for name in names:
+            value = getattr(config, name)
+            words = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
+            flag = f"--{name.replace('_', '-')} {words}".rstrip()
+            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
+                not there and value != type(config).__dataclass_fields__[name].default
+            )
+    return broken
+
+
+def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
+    """What reads which flags of the data and of the techniques, as `unread` wants it."""
+    synthetic, remote, cpr = config.data == "synthetic", config.tables == "remote", config.cpr != "none"
+    raw = config.data == "criteo" and not any(path.is_dir() for path in config.path)
+    rounds = ("trainers", "sync_form", "sync_alpha", "sync_pace_seconds", "sync_every_steps")
+    return {
+        "--data synthetic": (synthetic, ("rows", "curved", "preset")),
+        "--data criteo or tabular": (not synthetic, ("path", "validation_fraction")),
+        "raw Criteo files, with --data criteo and before they are prepared": (raw, tuple(PREPARATION)),
+        "--tables host or remote": (config.tables != "device", ("pipeline",)),
+        "--tables host": (config.tables == "host", ("table_directory",)),
+        "--tables remote": (remote, ("servers", "ray_address")),
+        "--tables remote with --cpr": (remote and cpr, ("spares",)),
+        "--pipeline oac or async": (config.pipeline in ("oac", "async"), ("window",)),
+        "--pipeline oac": (config.pipeline == "oac", ("stale_rows", "savings")),
+        "--shadowsync easgd, ma or bmuf": (config.shadowsync != "none", rounds),
+        "trainers that run freely, over --tables host without --pipeline and --cpr": (config.free, ("workers",)),
+        "--cpr mfu, say": (cpr, ("fail", "mtbf_steps", "target_pls", "recovery_costs")),
+        "--fail gamma": (config.fail == ("gamma",), ("fail_shape",)),
+    }
+
+
+def _rules_of_data(config):
+    paths, share, trains = ", ".join(map(str, config.path)), config.validation_fraction, config.train_fraction
+    directories = [path for path in config.path if path.is_dir()]
+    return {
+        "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": (
+            config.data == "criteo" and not paths
+        ),
+        "--data tabular needs --path: the directory that prepare.py --schema has made.": (
+            config.data == "tabular" and len(directories) != 1
+        ),
+        f"--path {paths}: a prepared directory stands alone, without other files.": directories and config.path[1:],
+        f"--rows {config.rows} must be at least 78, three for each of the 26 fields.": (
+            config.rows is not None and config.rows < 78
+        ),
+        f"--validation-fraction {share} must be a share from 0 to below 1, such as 0.1.": not 0 <= share < 1,
+        f"--train-fraction {trains} must be a share between 0 and 1, such as 0.8.": (
+            trains is not None and not 0 < trains < 1
+        ),
+        f"--min-count {config.min_count} (a vocabulary) and --hash-cap {config.hash_cap} (hashing) exclude each other: "
+        "give one.": config.min_count is not None and config.hash_cap is not None,
+    }
+
+
+def _rules_of_techniques(config):
+    forms = FORMS.get(config.shadowsync, ())
+    remote, alpha = config.tables == "remote", config.sync_alpha
+    return {
+        f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
+        " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
+        f"--sync-form {config.sync_form} is none of --shadowsync {config.shadowsync}: give {' or '.join(forms)}.": (
+            config.sync_form is not None and config.sync_form not in forms
+        ),
+        f"--sync-alpha {alpha} must be above 0 and at most 1.": alpha is not None and not 0 < alpha <= 1,
+        "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
+            config.sync_pace_seconds is not None and config.sync_every_steps is not None
+        ),
+        f"--target-pls {config.target_pls:g} must be a portion of the samples, above 0 and at most 1.": (
+            not 0 < config.target_pls <= 1
+        ),
+        # Last, so that nothing is installed for a run that would be refused all the same.
+        **(rule_of_ray() if remote else {}),
+    }

@@ -1,5 +1,5 @@
 """The directory of a run: it belongs to one run, has one writer, and every file in it is whole or
-not there."""
+not there. What is written is JSON, and says on which machine the run was."""
 
 import contextlib
 import dataclasses
@@ -20,62 +20,8 @@ from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, wri
 from main.report import listing
 from main.signals import say
 
-_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
-
-
-def read_environment() -> dict:
-    """What this process runs on; `driver` is None where there is no NVIDIA driver, `commit` where
-    there is no git."""
-    import jax  # here, so that a process may choose its platform after it has imported this file
-
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        **{package: _version(package) for package in _VERSIONS},
-        "commit": _said("git", "describe", "--always", "--dirty"),
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "driver": _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
-        "cores": cores(),
-        "cpu": _cpu(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 2),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cpu():
-    """The model of the processor; what Python knows of it where there is no /proc."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _said(*command):
-    """What a program prints; None if it is not there, fails or hangs."""
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
 _MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # when a run goes on
+_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 
 
 class Run:
@@ -261,13 +207,6 @@ def go_on_with(run: Run) -> str:
     return f"go on with the same flags and --workdir {run.directory} --resume"
 
 
-def _row(line: bytes) -> dict:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("no JSON object")
-    return row
-
-
 def to_json(content, indent: int | None = None) -> str:
     """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a
     warning.
@@ -281,6 +220,65 @@ def to_json(content, indent: int | None = None) -> str:
     if lost:
         warnings.warn(f"not a finite number, so null in JSON: {', '.join(lost)}", stacklevel=3)
     return text
+
+
+def read_environment() -> dict:
+    """What this process runs on; `driver` is None where there is no NVIDIA driver, `commit` where
+    there is no git."""
+    import jax  # here, so that a process may choose its platform after it has imported this file
+
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _VERSIONS},
+        "commit": _said("git", "describe", "--always", "--dirty"),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "driver": _said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
+        "cores": cores(),
+        "cpu": _cpu(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu():
+    """The model of the processor; what Python knows of it where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said(*command):
+    """What a program prints; None if it is not there, fails or hangs."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _row(line: bytes) -> dict:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    return row
 
 
 def _plain(value, name, lost):

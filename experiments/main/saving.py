@@ -75,7 +75,6 @@ class PeriodicSaves:
         self._waited = self._cost_before = 0.0  # seconds
         self._step: int | None = None  # of the last save
         self._failed_before = 0  # failures when it began
-        self._figures_said = every_steps == 0
 
     def hook(self, state, step: int, plans, metrics):
         """Saves if it is time to; at a cut of the engine in the next step, if it has cuts."""
@@ -83,8 +82,6 @@ class PeriodicSaves:
         if self._announced:
             return state
         idle = self._look()
-        if idle and self._begun and not self._figures_said:
-            self._say_figures()
         ahead = 0 if self._cut is None else 1
         if self._is_due(step + ahead, idle):
             if self._cut is None:
@@ -164,10 +161,8 @@ class PeriodicSaves:
             return self._every_steps > 0 and step // self._every_steps > looked // self._every_steps
         if not self._begun:
             return step - (self._first or step) + 1 >= FIRST_STEPS
-        return idle and self._clock() - self._last >= self._interval()
-
-    def _interval(self):
-        return seconds_between(self._cost() - self._cost_before, self._last_failed())
+        every_s = seconds_between(self._cost() - self._cost_before, self._last_failed())
+        return idle and self._clock() - self._last >= every_s
 
     def _cost(self):
         """Seconds that saving while training goes on has cost so far."""
@@ -194,13 +189,6 @@ class PeriodicSaves:
             say(f"a save failed; the next one tries again: {failure}", sys.stderr)
         self._told = len(self._checkpointer.failures)
         return idle
-
-    def _say_figures(self):
-        self._figures_said = True
-        waited, computed = self._checkpointer.stall_seconds, self._checkpointer.thread_seconds
-        chosen = f"{self._interval():.0f} s, at most {PERCENT:g} % of the time"
-        every = chosen if self._every_steps is None else f"{self._every_steps} steps"
-        say(f"a save costs {waited:.2f} s of waiting and {computed:.2f} s of {self._cores} cores: saving every {every}")
 
 
 class RecoverySaves:

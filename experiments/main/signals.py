@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from typing import NoReturn, TextIO
 
@@ -32,8 +31,7 @@ class Asked:
     """Whether a signal has asked the run to stop: true from the first one on.
 
     Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a
-    request: the loop looks at it between two steps, and saves. Further signals change nothing, but
-    the third Ctrl-C kills.
+    request: the loop looks at it between two steps, and saves. Further signals change nothing.
 
     Args:
       words: of what is raised.
@@ -42,8 +40,7 @@ class Asked:
     def __init__(self, words: str = NOTHING_NEW) -> None:
         self.signal: int | None = None
         self.words = words
-        self._held, self._to_raise, self._ctrl_c = False, False, 0
-        self._again: threading.Timer | None = None
+        self._held = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -61,71 +58,24 @@ class Asked:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """In this block a signal waits until somebody looks at it."""
+        """In this block a signal waits until the loop looks at it."""
         self._held = True
         try:
-            # One that came before, and whose exception was lost in somebody's callback.
-            self.check()
+            self.check()  # one whose exception was lost in a callback
             yield
         finally:
             self._held = False
 
     def on_signal(self, number: int, frame) -> None:
         """The handler."""
-        if self._again is not None:
-            self._again.cancel()  # this one is here in its place
-        # The first one says how the run ends, whatever comes while it is saved.
-        if self.signal is None:
-            self.signal, self._to_raise = number, not self._held
-        self._ctrl_c += number == signal.SIGINT
-        if self._ctrl_c == 3:  # somebody insists: as if no handler were there
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-        self._answer(number)
-        if not self._held and self._to_raise:
-            self._to_raise = False
-            raise Stopped(number, self.words)
-
-    def on_dropped(self, number: int) -> None:
-        """What was raised came in a callback whose exceptions Python drops: the signal comes again in
-        a moment, and is no second one."""
-        self._ctrl_c -= number == signal.SIGINT
-        again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
-        again.start()
-        self._again, self._to_raise = again, True  # last: a signal in the lines above leaves that one to come
-
-    def forget(self) -> None:
-        """Sends no signal again."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again.join()  # one that it has just sent still finds its handler
-
-    def _answer(self, number):
-        words = "the running step ends, then its state is saved" if self._held else "stopping"
-        if self._ctrl_c == 2:
-            words += "; a third Ctrl-C kills at once"
-        # Not print: the signal may have come in the middle of one.
+        words = "the running step ends, then its state is saved; Ctrl-\\ kills at once" if self._held else "stopping"
         with contextlib.suppress(OSError):
+            # Not print: the signal may have come in the middle of one.
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
-
-
-@contextlib.contextmanager
-def _told_of_dropped(asked: Asked) -> Iterator[None]:
-    """Tells of each `Stopped` that a finalizer or a callback of the garbage collector (JAX has one) has
-    swallowed."""
-    before = sys.unraisablehook
-
-    def hook(unraisable):
-        if isinstance(unraisable.exc_value, Stopped):
-            asked.on_dropped(unraisable.exc_value.signal)
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+        if self.signal is None:
+            self.signal = number
+            if not self._held:
+                self.check()
 
 
 @contextlib.contextmanager
@@ -142,17 +92,13 @@ def stop_on_signals(words: str = NOTHING_NEW) -> Iterator[Asked]:
       ValueError: not called from the main thread, the only one that Python tells of signals.
       Stopped: a signal came where nothing was `held`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError("stop_on_signals() works in the main thread only: call it there and hand on what it yields.")
     asked, before = Asked(words), {}
     try:  # from the first handler on: a signal may come before the second one is set
-        with _told_of_dropped(asked):
-            for number in STOPPING:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, asked.on_signal)
-            yield asked
+        for number in STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, asked.on_signal)
+        yield asked
     finally:
-        asked.forget()
         for number, handler in before.items():
             signal.signal(number, handler)
 

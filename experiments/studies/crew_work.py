@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from cluster_soak import of_its_own
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.crew import Crew
 from jaxrec.cluster.trainers import Work
 from jaxrec.shadowsync import Rule, easgd, model_averaging
 from studies.reference import Job, ratio, reference_work, synthetic
+from studies.server_kills import of_its_own
 
 SERVERS, WARM_STEPS, TIMEOUT_S = 2, 20, 60.0
 WAYS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging}

@@ -1,15 +1,27 @@
 """Pipelines of several modes in turns over the same batches, and how their rates compare: for the links of
-oac_throughput.py, emulated and real."""
+oac_throughput.py. One is emulated (`oac_work.py`); one is really there: rows at servers in other processes of this
+machine, which Ray starts.
+"""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from main.techniques import with_initial_rows
 from tqdm import tqdm
 
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.embedding import Tables
 from jaxrec.oac import Pipeline
+from jaxrec.types import TrainState
 from studies.oac_work import Work, turn
-from studies.reference import ratio
+from studies.reference import Job, ratio
+
+COMPARED = 12  # batches, behind which two trainings must have the same bits
+TIMEOUT_S = 120.0
 
 
 class PipelineWay(NamedTuple):
@@ -105,3 +117,93 @@ def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: i
             if other in times:
                 results |= ratio(f"{name}_over_{other}", times[other] / mine)
     return results
+
+
+def at_servers(
+    job: Job, number: int, window: int, servers: int, cluster: Cluster, opened: contextlib.ExitStack
+) -> Work:
+    """The work over rows at servers, which end with the stack.
+
+    Args:
+      job: its size.
+      number: of batches.
+      window: of its pipelines.
+      servers: processes.
+      cluster: where they start.
+      opened: closes them.
+    """
+
+    def create(spec, row_optimizer) -> Tables:
+        started = Supervisor(cluster, spec, row_optimizer, servers, timeout_s=TIMEOUT_S)
+        return opened.enter_context(contextlib.closing(started)).tables
+
+    return Work(job, number, window, create)
+
+
+def ways_at_servers(ways: list[PipelineWay]) -> list[PipelineWay]:
+    """Those that are timed beside them over tables in this process: sync, and OAC that moves all rows."""
+    return [way for way in ways if way.mode in ("sync", "oac")]
+
+
+def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: int, counted: int) -> dict[str, Any]:
+    """All ways over servers, and some over tables in this process, in turns.
+
+    Args:
+      remote, local: the same job, at servers and in this process.
+      ways: over the servers.
+      rounds: turns of each.
+      counted: batches of a turn.
+
+    Returns:
+      Flat results, whose keys end with `_remote` or `_local`; `remote_oac_over_local_oac` is of rates.
+    """
+    beside, size = ways_at_servers(ways), remote.job.batch_size
+    pipelines = {f"remote {name}": pipeline for name, pipeline in compiled(remote, ways).items()}
+    pipelines |= {f"local {name}": pipeline for name, pipeline in compiled(local, beside).items()}
+    stages: list[dict[str, float]] = []
+    between = lambda: stages.append(remote.stages_ms(6))
+    times = in_turns(pipelines, remote.batches, rounds, counted, "remote link", between)
+    results: dict[str, Any] = {"rounds_remote": rounds, "counted_batches_remote": counted}
+    for home, each in (("remote", ways), ("local", beside)):
+        found = compare({way.name: times[f"{home} {way.name}"] for way in each}, each, size)
+        results |= {f"{key}_{home}": value for key, value in found.items()}
+    for way in beside:
+        key = f"remote_{way.name}_over_local_{way.name}"
+        results |= ratio(key, times[f"local {way.name}"] / times[f"remote {way.name}"])
+    for stage in stages[0]:
+        results[f"stage_ms_{stage}_remote"] = float(np.median([each[stage] for each in stages]))
+    return results
+
+
+def trained(work: Work, mode: str, number: int) -> list[np.ndarray]:
+    """The bits of dense state and rows behind some batches in a mode, from initial rows on, and all losses."""
+    pipeline = work.pipeline(mode, tables=with_initial_rows(work.tables))
+    batches = itertools.islice(itertools.cycle(work.batches), number)
+    losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
+    found = [*losses, *bits_of(pipeline.state)]
+    pipeline.close()
+    return found
+
+
+def bits_of(state: TrainState) -> list[np.ndarray]:
+    """All arrays of a state, rows a shard after the other."""
+    tables = state.tables
+    rows = [shard for stack in tables.spec.stacks for part in tables.parts(stack).values() for shard in part]
+    return [*map(np.asarray, jax.tree.leaves(state.dense)), *map(np.asarray, rows)]
+
+
+def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
+    """Whether OAC over servers ends with the bits of batches one after the other over tables in this process.
+
+    Args:
+      remote, local: the same job, at servers and in this process.
+      number: of batches.
+
+    Returns:
+      `bitwise_equal_remote`; `bitwise_equal_async_remote` is the control, and false where batches share rows.
+    """
+    wanted = trained(local, "sync", number)
+    same = lambda found: len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
+    modes = {"bitwise_equal_remote": "oac", "bitwise_equal_savings_remote": "oac_skip_both"}
+    modes |= {"bitwise_equal_async_remote": "async"}
+    return {key: same(trained(remote, mode, number)) for key, mode in modes.items()}

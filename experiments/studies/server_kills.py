@@ -1,12 +1,18 @@
-"""Kills a server of a supervisor when a given message is on its way to it, for the soak and for tests."""
+"""Kills a server of a supervisor when a given message is on its way to it, and looks what is left afterwards: for the
+soaks and for tests."""
 
 import contextlib
 import os
 import signal
+import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from jaxrec.cluster import RayServer, Supervisor
+
+END_S = 10.0  # in which the processes of a run have ended
 
 
 class Killing:
@@ -53,3 +59,31 @@ def killing(plans: Iterable[Killing]) -> Iterator[None]:
         yield
     finally:
         RayServer.call = call  # type: ignore[method-assign]
+
+
+def alive_after(processes: list[int], seconds: float) -> list[int]:
+    """Those of some processes that are alive when so many seconds are over."""
+    end, left = time.monotonic() + seconds, processes
+    while left and time.monotonic() < end:
+        left = [number for number in left if lives(number)]
+        time.sleep(0.05)
+    return left
+
+
+def lives(process: int) -> bool:
+    """Whether a process runs."""
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    return False
+
+
+@contextlib.contextmanager
+def of_its_own() -> Iterator[Path]:
+    """A directory for the temporary files of this process, whatever other processes leave; with a short path."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="s-") as place:
+        tempfile.tempdir = place
+        try:
+            yield Path(place)
+        finally:
+            tempfile.tempdir = before
