@@ -15,9 +15,9 @@ Legend: W window.
 
 import atexit
 import collections
-import os
+import contextlib
 import threading
-import traceback
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.oac.options import Threads, check_options, check_threads, check_update, mesh_for, state_itself
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
-from jaxrec.oac.view import StaleTables, TableProgress, begin_run, check_alone, end_run, pipelines_in_a_run
+from jaxrec.oac.view import StaleTables, TableProgress
 from jaxrec.oac.workers import CutSaver, Workers
 from jaxrec.prefetch import Stream, Streams
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
@@ -149,20 +149,18 @@ class Pipeline(EngineBase):
         )
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
-        self._progress = self._progress_of(self.tables)
-        self._view: HostTables = self.tables  # the tables of the state: they refuse while they lag
+        self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
+        # The tables of the state: they refuse while they lag.
+        self._view: HostTables | StaleTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
-
-    def _progress_of(self, tables):
-        whole = not self._options.skip_writes
-        return TableProgress(tables, not self._options.adds and whole, whole)
+        _pipelines.add(self)
 
     def _new_scheduler(self, number, stream, gone=()):
         ahead = self._threads.ahead + self._options.lookahead
         self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
         self.scheduler.mark_lost(gone)
         self._progress.begin(self.scheduler, int(self._steps.dense.step))
-        self._workers = Workers(self.scheduler, self._stages, stream, self._progress, self._threads)
+        self._workers = Workers(self.scheduler, self._stages, stream, self._threads, self._progress)
 
     @property
     def counters(self) -> collections.Counter:
@@ -262,7 +260,7 @@ class Pipeline(EngineBase):
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
             self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.gone)
-            self._progress.turn = begin_run(self.tables, self.scheduler, self)
+            self._progress.begin_run()
             self._workers.start_all()
 
     def _next_number(self):
@@ -356,7 +354,7 @@ class Pipeline(EngineBase):
             # Else it was written, and others may have trained over the tables since.
             if not self._left:
                 self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
-            self._progress.settle()
+                self._progress.settle()
         return self.tables
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
@@ -456,12 +454,11 @@ class Pipeline(EngineBase):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        check_alone(state.tables, self.scheduler)
+        self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
-        self.tables, self._view = state.tables, state.tables
-        self._steps.dense, self._stages.tables = state.dense, state.tables
-        self._progress = self._progress_of(state.tables)
+        self.tables = self._view = self._stages.tables = self._progress.tables = state.tables
+        self._steps.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
 
@@ -482,7 +479,6 @@ class Pipeline(EngineBase):
           ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
         """
         wanted = checked_shards(self.tables.spec, shards, self.running)
-        self._refuse_elsewhere()
         self._to_lose |= wanted
 
     def _recover_met(self, shards):
@@ -544,37 +540,25 @@ class Pipeline(EngineBase):
         is given to `run`.
 
         Raises:
-          ValueError: in a hook, which leaves a run by an exception; in another thread than the one
-            that iterates.
+          ValueError: in a hook, which leaves a run by an exception; in the save of a cut.
           Whatever a stage raised, unless it was raised before.
         """
         super().close()
 
     def _end(self):
+        self._refuse_worker()
         generator, self._within = self._generator(), self._within + 1
         try:
             with uninterrupted() as asked:
-                if self.running:
-                    self._refuse_close(generator)
                 if generator is not None:
                     generator.close()
-                self._leave()
+                if not self._interrupted:
+                    self._leave()
                 asked += self._interrupted
                 self._interrupted = []
         finally:
             self._within -= 1
         return self._take_untold()
-
-    def leave_at_exit(self) -> None:
-        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it
-        belongs to.
-
-        Raises:
-          As `close`.
-        """
-        self._leave()
-        if failures := self._take_untold():
-            raise first(failures)
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
@@ -587,8 +571,7 @@ class Pipeline(EngineBase):
         """
         scheduler, workers = self.scheduler, self._workers
         with uninterrupted() as asked:
-            # A fork has the run without its threads.
-            if self._left or workers.process != os.getpid():
+            if self._left:
                 return
             if threading.current_thread() in workers.threads:
                 scheduler.finish()
@@ -597,30 +580,33 @@ class Pipeline(EngineBase):
             # Before the threads are told that no more will come: of the last step, if its hooks
             # were interrupted.
             failed = caught(lambda: self._cuts.begin(self.step, workers))
-            workers.end(asked, self.patience_seconds)
-            if not scheduler.broken:
-                # Behind the threads, so that nothing older comes after it.
-                self._write_rest()
-            elif not scheduler.given_up:
-                if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
-                    scheduler.mark_dense_gone()
-            # The tables are free for others only when all is written.
-            end_run(scheduler)
-            self.compilations += self._steps.compiled() - self._compiled_before
-            self._left = True
-            unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
-            failures = (
-                scheduler.lost,
-                scheduler.unsaved,
-                scheduler.failure,
-                failed,
-                caught(self._steps.losses.check),
-                unrecovered,
-            )
-            self._untold += [failure for failure in failures if failure is not None]
+            try:
+                workers.end(asked, self.patience_seconds)
+            except InterruptedError:
+                if not postpone:
+                    raise
+            else:
+                self._end_run(failed, recovers)
             if postpone and asked:
                 self._interrupted = [*asked]
                 asked.clear()
+
+    def _end_run(self, failed, recovers):
+        """What is left to do when the threads have ended."""
+        scheduler = self.scheduler
+        if not scheduler.broken:
+            # Behind the threads, so that nothing older comes after it.
+            self._write_rest()
+        elif isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
+            scheduler.mark_dense_gone()
+        # The tables are free for others only when all is written.
+        self._progress.running = False
+        self.compilations += self._steps.compiled() - self._compiled_before
+        self._left = True
+        unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
+        checked = caught(self._steps.losses.check)
+        failures = (scheduler.lost, scheduler.unsaved, scheduler.failure, failed, checked, unrecovered)
+        self._untold += [failure for failure in failures if failure is not None]
 
     def _write_rest(self):
         try:
@@ -635,14 +621,17 @@ class Pipeline(EngineBase):
     def _refuse(self):
         """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
         other hands."""
-        if threading.current_thread() in self._workers.threads:
-            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
+        self._refuse_worker()
         if not self.running:
             self._leave()
         self._progress.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        check_alone(self.tables, self.scheduler)
+        self._progress.refuse_others(self.tables)
+
+    def _refuse_worker(self):
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
 
     def _refuse_unsaved(self):
         if not self._left and self.scheduler.unsaved is not None:
@@ -654,25 +643,13 @@ class Pipeline(EngineBase):
         if generator is not None and generator.gi_running and self._iterating is not here:
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
 
-    def _refuse_close(self, generator):
-        here, iterating = threading.current_thread(), self._iterating
-        if here in self._workers.threads:
-            raise ValueError("close was called by a thread of the pipeline (a cut's save, send, fetch): raise there.")
-        if iterating is not None and iterating is not here and iterating.is_alive() and not self._left:
-            raise ValueError(
-                f"close was called in another thread than {iterating.name!r}, which iterates over the run: leave the "
-                "loop there."
-            )
-        if generator.gi_running:
-            raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 @atexit.register
-def _leave_all():
-    """Interpreters end in the middle of threads: what is committed is written first, and what went
-    wrong is said."""
-    for pipeline in pipelines_in_a_run():
-        try:
-            pipeline.leave_at_exit()
-        except Exception:
-            traceback.print_exc()
+def _close_all():
+    """Python's end stops threads in the middle: what is committed is written first."""
+    with contextlib.ExitStack() as stack:
+        for pipeline in list(_pipelines):
+            stack.callback(pipeline.close)

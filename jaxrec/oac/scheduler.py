@@ -44,7 +44,6 @@ class BatchScheduler:
         self.end: int | None = None
         self.stopped = self.finished = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
-        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
         # Behind the commit: rows are gone, of batches from `lost_from` on.
         self.lost: BaseException | None = None
@@ -215,11 +214,9 @@ class BatchScheduler:
         with self._changed:
             return number if self._wait_for(number, ready) else None
 
-    def mark_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
-        """A writer has written its shards of a batch: `mark` says so of them, the last writer lets
-        `forget` drop it."""
+    def mark_written(self, writer: int, number: int, forget: Callable[[], None]) -> None:
+        """A writer has written its shards of a batch; the last writer lets `forget` drop it."""
         with self._changed:
-            mark()  # before anybody who waits for the write can look
             self.count_written(writer, number)
             if min(self.written) > number:  # nobody asks for it any more
                 self.fetched.discard(number)
@@ -361,15 +358,8 @@ class BatchScheduler:
         caller's stream."""
         self.wait(lambda: self._ended() or enough())
 
-    def give_up(self, number: int, error: BaseException) -> None:
-        """Breaks the pipeline from a batch on, as loaders or fetchers do not come back: when they
-        do, they touch nothing."""
-        self.fail_behind(number, error)
-        self.given_up = True
-
     def _ended(self):
-        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
-        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
+        return self.alive.total() == (self.in_stream and self.alive["plan"])
 
     def over(self) -> bool:
         """Whether no batch will be committed any more and no thread is at work."""
