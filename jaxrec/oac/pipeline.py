@@ -38,7 +38,7 @@ from jaxrec.engine import (
     notify_restarted,
 )
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.oac.options import Threads, check_options, check_threads, check_update, mesh_for, state_itself
+from jaxrec.oac.options import Threads, check_options, mesh_for, state_itself
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import StaleTables, TableProgress
@@ -128,10 +128,10 @@ class Pipeline(EngineBase):
         self._left, self._in_hooks = True, False
         self._to_lose: set[int] = set()  # after the cut of this step
         state = state_itself(state)
-        check_update(update)
         options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
         self.mode, self.window, self._options = options.mode, options.window, options
-        self._threads = check_threads(Threads(loaders, fetchers, writers, ahead), state.tables.spec.shards)
+        threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
+        self._threads = Threads(**{name: whole_number(name, count) for name, count in threads.items()})
         self.tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
