@@ -103,7 +103,7 @@ class Pipeline(EngineBase):
         `bytes_sent` and `bytes_fetched`, all that was handed to `send` and `fetch`;
         `bytes_without_savings`, what that would have been with both savings off.
       compilations: how many programs its runs have compiled: some more whenever a capacity grows.
-      flow: where the batches of the run are, to look at.
+      scheduler: where the batches of the run are, to look at.
 
     Raises:
       ValueError: tables on the device; an unknown mode, a window or number of threads out
@@ -136,17 +136,9 @@ class Pipeline(EngineBase):
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._steps = self.device_step_type(update, options, self.tables, mesh, state.dense)
-        self._stages = Stages(
-            self.tables,
-            options,
-            mesh.size,
-            send or jax.device_put,
-            fetch or fetch_whole,
-            placement,
-            self._steps.kept,
-            self._steps.reads,
-            None if capacity is None else checked_capacity(spec, capacity),
-        )
+        sizes = None if capacity is None else checked_capacity(spec, capacity)
+        transfers = send or jax.device_put, fetch or fetch_whole, placement
+        self._stages = Stages(self.tables, options, self._steps, mesh.size, *transfers, sizes)
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)

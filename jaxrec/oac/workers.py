@@ -54,7 +54,7 @@ class Workers:
     """All threads of a run, but for the one that commits.
 
     Args:
-      flow: of the run.
+      scheduler: of the run.
       stages: of the pipeline.
       stream: the batches of the run.
       threads: how many of each kind.
