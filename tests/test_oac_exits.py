@@ -242,25 +242,6 @@ def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lo
         assert equal(pipeline.state, states_of(batches)[16])
 
 
-@pytest.mark.parametrize("way", ["break", "close", "hook"])
-def test_batches_that_were_taken_and_not_trained_come_first_when_the_iterator_comes_again(way):
-    batches = make_batches(16)
-    stream = (batch for batch in batches)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    stop = Failing(4, lambda state, *args: state)
-    with contextlib.suppress(Broken):
-        for number, _ in enumerate(pipeline.run(stream, [stop] if way == "hook" else []), 1):
-            if number == 5 and way == "close":
-                pipeline.close()
-            elif number == 5 and way == "break":
-                break
-    assert not pipeline.running and no_threads_left()
-    assert int(pipeline.state.dense.step) == 5 and equal(pipeline.state, states_of(batches)[5])
-    for _ in pipeline.run(stream):
-        pass
-    assert equal(pipeline.state, states_of(batches)[16])
-
-
 # ---- O4: a stream that blocks
 
 
@@ -759,22 +740,6 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
     with pytest.raises(BrokenPipeline, match="The dense state is gone") as raised:
         pipeline.drain()
     assert raised.value.dense_step is None
-
-
-def test_the_failure_is_in_the_context_of_a_body_s_error_that_has_a_cause():
-    fetch, cause = Failing(2, to_host, may=threading.Event()), OSError("the cause")
-    with pytest.raises(KeyError) as raised, pipeline_of(fetch=fetch) as pipeline:
-        for number, _ in enumerate(pipeline.run(make_batches(12)), 1):
-            if number == 5:
-                fetch.may.set()
-                assert fetch.failed.wait(60)
-                raise KeyError("the body's") from cause
-    error, contexts = raised.value, []
-    while error is not None:
-        contexts.append(type(error))
-        error = error.__context__
-    assert Broken in contexts and raised.value.__cause__ is cause
-    assert any(isinstance(found, OSError) for found in chain(raised.value))
 
 
 # ---- iterators that are dropped, interrupts

@@ -124,7 +124,7 @@ class Pipeline(EngineBase):
     ):  # fmt: skip
         super().__init__()
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
-        self._iterating: threading.Thread | None = None  # who takes the batches of the run
+        self._iterating: threading.Thread | None = None  # that takes the batches of the run
         self._left, self._in_hooks = True, False
         self._to_lose: set[int] = set()  # after the cut of this step
         state = state_itself(state)
@@ -161,7 +161,7 @@ class Pipeline(EngineBase):
 
     @property
     def state(self) -> TrainState:
-        """The state after the last step; for who calls between two steps.
+        """The state after the last step; to be asked for between two steps.
 
         Raises:
           ValueError: in a hook or in the save of a cut, which have one of their own.
@@ -350,7 +350,7 @@ class Pipeline(EngineBase):
         return self.tables
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Changes the tables while nobody else reads or writes them: what was gathered ahead is
+        """Changes the tables while nothing else reads or writes them: what was gathered ahead is
         gathered anew.
 
             pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
@@ -360,18 +360,18 @@ class Pipeline(EngineBase):
 
         Args:
           change: (tables) -> tables, those that hold from then on; here the same ones. It is called again if it meets
-            lost shards, when those who were entered have brought them back.
+            lost shards, when watchers have brought them back.
 
         Raises:
           ValueError: `change` is no function, or returns other tables; one is at work already.
-          ShardsLost: shards were lost, and nobody who was entered can recover them.
+          ShardsLost: shards were lost, and no watcher can recover them.
           As `drain`, and whatever `change` raises: what was changed until then stays.
         """
         check_change(change)
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)
-        if not self.running:  # whoever changes them then answers for their shards
+        if not self.running:  # a change outside of a run answers for their shards
             self.scheduler.mark_recovered(self.scheduler.gone)
         if changed is not self.tables:
             raise ValueError(
@@ -389,7 +389,7 @@ class Pipeline(EngineBase):
             return self._or_lost(change, self.tables)
         finally:
             with uninterrupted():
-                # Before the restart: who gathers anew may look at the tables at once. What the ring
+                # Before the restart: a loader that gathers anew may look at the tables at once. What the ring
                 # and the last writers say of earlier batches is forgotten, or a later batch would
                 # undo the change.
                 self._progress.settle()
@@ -434,7 +434,7 @@ class Pipeline(EngineBase):
 
         Raises:
           ValueError: within a run; a state of other shapes, or over tables of another spec.
-          Whatever leaving a run has found and nobody was told.
+          Whatever leaving a run has found and no call has raised yet.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
@@ -499,7 +499,7 @@ class Pipeline(EngineBase):
 
     def _recover(self, shards, begin_cut=True):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
-        # The cut of this step belongs before the failure: whoever recovers finds it saved.
+        # The cut of this step belongs before the failure: the recovery finds it saved.
         self.scheduler.wait_for_cut()
         # Behind the wait: a save tells of the loss before it says that it was missed.
         self._cuts.count_recovery(shards, REMEDY)
@@ -510,10 +510,10 @@ class Pipeline(EngineBase):
             self.scheduler.mark_lost(lost.shards)
             self._recover({*shards, *lost.shards}, begin_cut)
             return
-        # Nobody was alone with the tables: what was parked has to be gathered anew.
+        # No watcher was alone with the tables: what was parked has to be gathered anew.
         if self.scheduler.epoch == before:
             self.exclusive(lambda tables: tables)
-        # Behind the restart: until then, those who were gathering have told of the same loss.
+        # After the restart: until then, loaders that were gathering have told of the same loss.
         self.scheduler.mark_recovered(shards)
         if self._left:
             self._save_missed()
@@ -611,8 +611,8 @@ class Pipeline(EngineBase):
             self._view = self.tables
 
     def _refuse(self):
-        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
-        other hands."""
+        """Raises what speaks against any use: rows that were lost, failures that no call has
+        raised yet, tables in other hands."""
         self._refuse_worker()
         if not self.running:
             self._leave()

@@ -249,7 +249,7 @@ class DeviceStep:
             self.numbers = {name: rings.widened(held, capacity[name], -1, np) for name, held in self.numbers.items()}
 
     def whole_ring(self) -> rings.Ring | None:
-        """The ring with its row numbers, if there is one and somebody looks at them."""
+        """The ring with its row numbers, if there is one and they are looked at."""
         return self.ring and self.ring._replace(unique=self.numbers or self.ring.unique)
 
     def dense_is_gone(self) -> bool:
@@ -406,7 +406,7 @@ class Stages:
         planned, committed = item.planned, item.committed
         assert committed is not None
         plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
-        # What nobody is known to rewrite: behind the last batches of a run none is planned.
+        # Rows that no batch is known to rewrite: after the last batches of a run none is planned.
         if self.options.skip_writes and (end is None or planned.number + self.options.window < end):
             plans = self._without_gaps(plans, planned.keep)
             keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)

@@ -304,7 +304,7 @@ class CutSaver(CutSchedule):
         scheduler = workers.scheduler
         # Of the cut before; Ctrl-C may end it, and then this one is still to come.
         scheduler.wait_for_release()
-        with uninterrupted():  # whoever holds the writes has a thread that lets them go
+        with uninterrupted():  # what holds the writes has a thread that lets them go
             # Before the copy: no later batch is written from here on, and what is copied fits what
             # will be written.
             number = scheduler.hold_writes()
