@@ -484,7 +484,7 @@ def check_step(
     """
     spec, mesh = state.tables.spec, update.mesh  # type: ignore[attr-defined]
     on_device = isinstance(state.tables, DeviceTables)
-    rows = (_verbs(spec, mesh)[0] if on_device else type(state.tables).read)(state.tables, plans)
+    rows = _verbs(spec, mesh)[0](state.tables, plans) if on_device else state.tables.read(plans)
     compiled = jax.jit(update)(state.dense, rows, plans, batch)
     with jax.disable_jit():
         plain = update(state.dense, rows, plans, batch)

@@ -460,7 +460,6 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
         ({"window": -1}, "window=-1"),
         ({"mode": "sync", "window": 2}, "window is 0"),
         ({"loaders": 0}, "loaders=0"),
-        ({"writers": 5}, "writers=5"),
         ({"validation": "hope"}, "validation='hope'"),
         ({"mode": "async", "skip_rewritten": True}, "mode='oac'"),
         ({"validation": "device", "skip_stale_reads": True}, "validation='planned'"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -13,17 +14,20 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hooks import at_step
 from oac_equivalence import Numbered
 from studies.oac_failures import equal as equal
 from test_oac import (
+    ROWS,
     SPEC,
     Broken,
     frozen,
     make_batches,
     make_state,
+    pipeline_with,
     plain_loop,
     same,
     update_of,
@@ -68,6 +72,14 @@ class Failing:
             self.failed.set()
             raise Broken
         return self.function(*args)
+
+
+def pipeline_of(state=None, update=None, kind=Pipeline, **options):
+    return kind(state or make_state(), update or update_of(SPEC), **({"window": WINDOW} | options))
+
+
+def interrupt(state):
+    signal.raise_signal(signal.SIGINT)
 
 
 def states_of(batches):
@@ -230,28 +242,6 @@ def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lo
         assert equal(pipeline.state, states_of(batches)[16])
 
 
-@pytest.mark.parametrize("way", ["break", "close", "hook", "abandoned"])
-def test_batches_that_were_taken_and_not_trained_come_first_when_the_iterator_comes_again(way):
-    batches = make_batches(16)
-    stream = (batch for batch in batches)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    stop = Failing(4, lambda state, *args: state)
-    with contextlib.suppress(Broken):
-        for number, _ in enumerate(pipeline.run(stream, [stop] if way == "hook" else []), 1):
-            if number == 5 and way == "close":
-                pipeline.close()
-            elif number == 5 and way == "break":
-                break
-            elif number == 5 and way == "abandoned":
-                break
-    gc.collect()
-    assert not pipeline.running and no_threads_left()
-    assert int(pipeline.state.dense.step) == 5 and equal(pipeline.state, states_of(batches)[5])
-    for _ in pipeline.run(stream):
-        pass
-    assert equal(pipeline.state, states_of(batches)[16])
-
-
 # ---- O4: a stream that blocks
 
 
@@ -385,6 +375,67 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     assert goes_on(pipeline, stream, batches)
 
 
+def test_an_iterator_that_cannot_be_watched_is_known_again_after_another_run():
+    batches, pipeline = make_batches(12), pipeline_of()
+    stream = map(lambda batch: batch, batches)
+    running = pipeline.run(stream)
+    for _ in range(4):
+        next(running)
+    running.close()
+    list(pipeline.run(batches[:2]))
+    assert len(list(pipeline.run(stream))) == 8
+
+
+def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
+    blocking, pipeline = Blocking(make_batches(12), 7), pipeline_of()
+    stream = map(lambda batch: batch, blocking)
+    running = pipeline.run(stream)
+    for _ in range(4):
+        next(running)
+    assert blocking.blocked.wait(60)
+    running.close()
+    list(pipeline.run(make_batches(2)))
+    pipeline.patience_seconds = 0.05
+    try:
+        with pytest.raises(ValueError, match="still waits inside this iterator"):
+            pipeline.run(stream)
+    finally:
+        blocking.let_go.set()
+        for thread in workers("oac-plan"):
+            thread.join(60)
+    assert len(list(pipeline.run(stream))) == 8
+
+
+def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
+    blocking, left = Blocking(make_batches(12), 7), threading.Event()
+
+    class Patient(Pipeline):
+        @property
+        def patience_seconds(self):  # asked for when a run is left, and when the iterator comes again
+            if left.is_set():
+                blocking.let_go.set()
+            return 60
+
+    pipeline = Patient(make_state(), update_of(SPEC))
+    running = pipeline.run(blocking)
+    for _ in range(4):
+        next(running)
+    assert blocking.blocked.wait(60)
+    running.close()
+    left.set()
+    assert len(list(pipeline.run(blocking))) == 8
+
+
+def test_a_stream_whose_iter_raises_keeps_its_cause():
+    class Torn:
+        def __iter__(self):
+            return iter(sorted([1, "a"]))
+
+    with pytest.raises(ValueError, match="Torn") as raised:
+        pipeline_of().run(Torn())
+    assert "'<' not supported" in str(raised.value.__cause__)
+
+
 # ---- O7: what lags says so
 
 
@@ -416,7 +467,7 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
     states = states_of(batches)
 
     def drain(state):
-        assert isinstance(state.tables, HostTables) and state.tables.spec is SPEC  # which every state knows
+        assert state.tables.spec is SPEC  # which every state knows
         pipeline.drain()
         assert equal(frozen(state), states[pipeline.step])
         drained.append(state)
@@ -435,6 +486,21 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
                     drained[0].tables.read({})
         assert equal(frozen(state), states[12]) and equal(frozen(pipeline.state), states[12])
     assert len(drained) == 2
+
+
+def test_the_last_state_of_a_run_refuses_when_others_have_begun_to_train_over_its_tables():
+    first, batches = pipeline_of(), make_batches(6)
+    *_, (last, _) = first.run(batches)
+    last.tables.read({})
+    second = pipeline_of(make_state()._replace(tables=first.tables))
+    for number, _ in enumerate(second.run(batches), 1):
+        if number == 3:
+            with pytest.raises(ValueError, match="or have gone on"):
+                last.tables.read({})
+    with pytest.raises(ValueError, match="or have gone on"):
+        last.tables.read({})
+    *_, (last, _) = first.run(batches)
+    last.tables.read({})
 
 
 # ---- O3, O12: waits end, claims that have become void are let go
@@ -549,6 +615,19 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     assert len(list(second.run(batches))) == 12  # whoever says so may go on over what is left
 
 
+def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
+    state = make_state()._replace(tables=HostTables.create(SPEC, ROWS, tmp_path / "tables"))
+    (tmp_path / "link").symlink_to(tmp_path / "tables")
+    other = make_state()._replace(tables=HostTables.attach(SPEC, ROWS, tmp_path / "link"))
+    first, second, batches = pipeline_of(state), pipeline_of(other), make_batches(6)
+    running = first.run(batches)
+    next(running)
+    with pytest.raises(ValueError, match="another pipeline is running over these tables"):
+        next(second.run(batches))
+    running.close()
+    assert len(list(second.run(batches))) == 6
+
+
 # ---- cuts
 
 
@@ -595,34 +674,75 @@ def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
     batches, saved = make_batches(12), []
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
     pipeline.cut(9, lambda state: saved.append(int(state.dense.step)))
+    pipeline.cut(98, saved.append)
     pipeline.cut(99, saved.append, unreached="ignore")
-    with pytest.warns(UserWarning, match=r"cuts announced for steps \[9\] were not taken: the run was left at step 5"):
+    with pytest.warns(UserWarning, match=r"cuts announced for steps \[9, 98\] were not taken: .* left at step 5"):
         list(pipeline.run(batches[:5]))
     assert not saved
-    list(pipeline.run(batches[5:]))
+    list(pipeline.run(batches[5:]))  # warnings are errors here: it is said once
     assert saved == [9]
 
 
-# ---- losses
+# ---- updates
 
 
-@pytest.mark.parametrize("every", [5, 100])
-def test_a_loss_that_is_not_finite_is_told_with_its_step(every):
-    batches = make_batches(12)
-    batches[6].label[0] = np.nan
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 7"), pipeline:
-        for _ in pipeline.run(batches, check_every_steps=every):
-            pass
-    assert int(pipeline.state.dense.step) == {5: 10, 100: 12}[every] and no_threads_left()
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    with pytest.raises(FloatingPointError, match="at step 7"), pipeline:
-        for number, _ in enumerate(pipeline.run(batches), 1):
-            if number == 8:
-                break
+def test_an_update_whose_metrics_are_no_dict_is_refused_before_anything_is_donated():
+    def update(*args):
+        dense, rows, metrics = update_of(SPEC)(*args)
+        return dense, rows, metrics["loss"]
+
+    pipeline = pipeline_of(update=update)
+    with pytest.raises(ValueError, match="metrics.*dict"), pipeline:
+        list(pipeline.run(make_batches(3)))
+    assert int(pipeline.state.dense.step) == 0 == pipeline.tables.step
+    with pytest.raises(ValueError, match="metrics.*dict"):
+        list(pipeline.run(make_batches(3)))
 
 
-# ---- the collector, interrupts
+def test_an_update_that_returns_another_dtype_for_another_batch_size_is_refused_and_breaks_nothing():
+    def update(dense, rows, plan, batch):
+        new, rows, metrics = update_of(SPEC)(dense, rows, plan, batch)
+        if len(batch.label) == 4:
+            new = new._replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params))
+        return new, rows, metrics
+
+    half = jax.tree.map(lambda leaf: leaf[:4], make_batches(1)[0])  # of no more rows: the plan keeps its capacity
+    pipeline = pipeline_of(update=update)
+    with pytest.raises(ValueError, match="changes the shapes of the dense state"), pipeline:
+        list(pipeline.run([*make_batches(3), half]))
+    assert int(pipeline.state.dense.step) == 3 == pipeline.tables.step
+
+
+def test_a_hook_that_changes_the_dtype_of_the_dense_state_is_refused():
+    def change(state, step, plan, metrics):
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.dense.params)
+        return state._replace(dense=state.dense._replace(params=params)) if step == 2 else state
+
+    with pytest.raises(ValueError, match="a hook returned a dense state of other shapes"), pipeline_of() as pipeline:
+        list(pipeline.run(make_batches(6), [change]))
+    assert int(pipeline.state.dense.step) == 2 == pipeline.tables.step
+
+
+def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
+    def refuse(step):
+        if step > 3:
+            raise Broken
+        return step
+
+    def update(*args):
+        dense, rows, metrics = update_of(SPEC)(*args)
+        step = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.int32), dense.step)
+        return dense._replace(step=step), rows, metrics
+
+    pipeline = pipeline_of(update=update, window=0)
+    with pytest.raises(Exception, match="Broken"), pipeline:  # jax's own error, whose text has it
+        list(pipeline.run(make_batches(6)))
+    with pytest.raises(BrokenPipeline, match="The dense state is gone") as raised:
+        pipeline.drain()
+    assert raised.value.dense_step is None
+
+
+# ---- iterators that are dropped, interrupts
 
 
 def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
@@ -700,6 +820,120 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
     assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])
 
 
+def test_a_loss_that_is_not_finite_is_told_with_its_step_beside_another_end():
+    def leave(state):
+        raise Broken
+
+    batches = make_batches(12)
+    batches[4].label[0] = np.nan
+    with pytest.raises(Broken) as raised, pipeline_of() as pipeline:
+        list(pipeline.run(batches, [at_step(5, leave)]))
+    assert "at step 5" in all_notes(raised.value)
+
+
+@pytest.mark.parametrize("way", ["commit", "hook"])
+def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c):
+    batches, saved, hooked = make_batches(12), [], []
+
+    def hook(state, step, plan, metrics):
+        if step == 5 and way == "hook":
+            interrupt(state)
+        hooked.append(step)
+        return state
+
+    kind = interrupted_in_the_commit(5) if way == "commit" else Pipeline
+    pipeline, stream = pipeline_of(kind=kind), iter(batches)
+    pipeline.cut(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for _ in pipeline.run(stream, [hook]):
+            pass
+    assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left()
+    assert hooked == list(range(1, 6 if way == "commit" else 5))
+    list(pipeline.run(stream))
+    assert equal(pipeline.state, states_of(batches)[12])
+
+
+def interrupted_in_the_commit(step, number=signal.SIGINT):
+    """A kind of pipeline to which a real signal comes while the compiled update of a step is called."""
+    calls = itertools.count(1)
+
+    def signalled(compiled, *args):
+        found = compiled(*args)
+        if next(calls) == step:
+            signal.raise_signal(number)
+        return found
+
+    return pipeline_with(lambda compiled: functools.partial(signalled, compiled))
+
+
+def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
+    pipeline = pipeline_of(kind=interrupted_in_the_commit(5))
+    with pytest.raises(KeyboardInterrupt), pipeline:
+        for _ in pipeline.run(make_batches(12), [at_step(5, interrupt), at_step(5, pytest.fail)]):
+            pass
+    assert pipeline.step == 5
+
+
+def test_sigterm_with_a_handler_that_exits_tears_no_batch():
+    before = signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))
+    try:
+        batches, pipeline = make_batches(12), pipeline_of(kind=interrupted_in_the_commit(5, signal.SIGTERM))
+        with pytest.raises(SystemExit), pipeline:
+            for _ in pipeline.run(batches):
+                pass
+        assert equal(pipeline.state, states_of(batches)[5]) and no_threads_left()
+        assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("ask", ["close", "run"])
+def test_what_leaving_by_break_has_found_is_raised_by_the_next_call(ask):
+    batches, failed, pipeline = make_batches(12), threading.Event(), pipeline_of()
+
+    def save(state):
+        failed.set()
+        raise Broken
+
+    pipeline.cut(4, save)
+    for number, _ in enumerate(pipeline.run(batches), 1):
+        if number == 4:
+            assert failed.wait(60)
+            break
+    with pytest.raises(Broken):
+        getattr(pipeline, ask)(*[batches] * (ask == "run"))
+    pipeline.close()
+    assert len(list(pipeline.run(batches))) == 12
+
+
+def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches():
+    batches, pipeline, seen = make_batches(16), pipeline_of(skip_rewritten=True), []
+    saving, drained, go = threading.Event(), threading.Event(), threading.Event()
+
+    class Telling(BatchScheduler):
+        def wait_for_cut(self):
+            go.set()
+            super().wait_for_cut()
+
+    def save(state):
+        saving.set()
+        assert go.wait(60)
+        seen.append((state.tables.step, drained.is_set()))
+
+    pipeline.scheduler_type = Telling
+    pipeline.cut(6, save)
+    with pipeline:
+        for number, _ in enumerate(pipeline.run(batches), 1):
+            if number == 6:
+                assert saving.wait(60)
+                pipeline.drain()
+                drained.set()
+                go.set()
+    assert seen == [(6, False)] and pipeline.tables.step == 16
+    assert equal(pipeline.state, states_of(batches)[16])
+
+
 @pytest.mark.process
 @pytest.mark.random_instant
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -711,3 +945,88 @@ def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["interrupted"] >= (10 if seed else 1) and counts["wrong"] == 0, counts  # many come too early or late
+
+
+# ---- the end of the process
+
+
+SCRIPT = """
+import sys, time
+import numpy as np, jax
+from test_oac import ROWS, SPEC, make_batches, make_state, update_of
+from jaxrec.embedding import HostTables
+from jaxrec.oac import Pipeline
+
+def fetch(tree):
+    time.sleep(0.02)
+    if sys.argv[2] == "fails" and pipeline.step == 6:
+        raise OSError("the link is down")
+    return jax.tree.map(np.asarray, tree)
+
+state = make_state()._replace(tables=HostTables.create(SPEC, ROWS, sys.argv[1]))
+pipeline = Pipeline(state, update_of(SPEC), window=3, fetch=fetch)
+sys.kept = pipeline.run(make_batches(12))  # nothing of it is ever collected
+for _ in range(6):
+    next(sys.kept)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("way", [pytest.param("ends", marks=pytest.mark.gate), "fails"])
+def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "tables"), way]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    if way == "fails":
+        assert "the link is down" in done.stderr
+        return
+    tables = HostTables.attach(SPEC, ROWS, tmp_path / "tables")
+    assert tables.step == 6 and done.stderr == ""
+    jax.tree.map(np.testing.assert_array_equal, tables.shards, states_of(make_batches(12))[6].tables.shards)
+
+
+# ---- what hangs
+
+
+class Hanging:
+    """A transfer that hangs at its tenth call until it may go on."""
+
+    def __init__(self):
+        self.calls, self.hangs, self.go = itertools.count(), threading.Event(), threading.Event()
+
+    def __call__(self, tree, *placement):
+        if next(self.calls) == 9:
+            self.hangs.set()
+            assert self.go.wait(60)
+        return jax.device_put(tree, *placement) if placement else to_host(tree)
+
+
+class Said(BatchScheduler):
+    """Sends a real Ctrl-C when the threads are waited for once more, after the warning."""
+
+    waits = 0
+
+    def wait_for_threads(self, enough=lambda: False):
+        self.waits += 1
+        if self.waits == 2:
+            interrupt_when(lambda: True)
+        super().wait_for_threads(enough)
+
+
+@pytest.mark.parametrize("stage", ["send", "fetch"])
+def test_ctrl_c_ends_the_wait_for_what_hangs_once_it_was_said_and_a_later_call_takes_it_up(stage, ctrl_c):
+    """Two real signals: one leaves the loop, the other, after the warning, the wait."""
+    transfer, batches = Hanging(), make_batches(12)
+    pipeline = pipeline_of(**{stage: transfer})
+    pipeline.scheduler_type, pipeline.patience_seconds = Said, 0.05
+    with pytest.warns(UserWarning, match=f"oac-{'load' if stage == 'send' else stage} at batch"):
+        with pytest.raises(KeyboardInterrupt), pipeline:
+            for _ in pipeline.run(batches):
+                if transfer.hangs.is_set():
+                    interrupt(None)
+    assert not no_threads_left()
+    transfer.go.set()
+    pipeline.patience_seconds = 60
+    pipeline.close()
+    assert no_threads_left() and equal(pipeline.state, states_of(batches)[pipeline.step])

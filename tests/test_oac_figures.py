@@ -480,7 +480,7 @@ def test_the_ring_is_made_where_it_stays():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"mode": "oak"}, "mode='oak'"), ({"validation": "hope"}, "validation='hope'"), ({"ahead": -1}, "ahead=-1")],
+    [({"mode": "oak"}, "mode='oak'"), ({"validation": "hope"}, "validation='hope'"), ({"mode": "sync"}, "window is 0")],
 )
 def test_bad_arguments_of_the_formula_are_refused(given, message):
     with pytest.raises(ValueError, match=message):

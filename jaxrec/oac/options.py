@@ -6,7 +6,6 @@ Legend: W window, S shards, U padded unique rows per shard, C rows that travel, 
 slot width.
 """
 
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -84,26 +83,18 @@ def memory_bytes(
       {'device': bytes, 'host': bytes} of one stack.
 
     Raises:
-      ValueError: an unknown mode or validation; a negative number.
+      ValueError: an unknown mode or validation; a window that the mode does not have.
 
     >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
     {'device': 1118000, 'host': 8988000}
     """
-    numbers = {"window": window, "rows": rows, "row_floats": row_floats, "input_bytes": input_bytes}
-    numbers |= {"unread_bytes": unread_bytes, "table_rows": table_rows}
-    for name, number in (numbers | {"loaders": loaders, "ahead": ahead}).items():
-        whole_number(name, number, 0)
-    for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
-        if given not in known:
-            raise ValueError(f"{name}={given!r} must be one of {known}.")
-    repairs = mode == "oac" and window > 0
-    planned = repairs and validation == "planned"
+    options = check_options(mode, window, validation, False, False)
     in_flight = window + 1
-    device = (in_flight + 1 + repairs) * row_floats
-    if repairs:
+    device = (in_flight + 1 + options.repairs) * row_floats
+    if options.repairs:
         device += window * row_floats + window + 1
-    host = in_flight * row_floats * (2 if mode in ("async", "semisync") else 1)
-    items = 2 * in_flight + ahead
+    host = in_flight * row_floats * (2 if options.adds else 1)
+    items, planned = 2 * in_flight + ahead, options.plans_sources
     return {
         "device": 4 * rows * device + (in_flight + min(loaders, ahead)) * (input_bytes - unread_bytes),
         "host": 4 * rows * (host + items * planned) + items * input_bytes + 8 * table_rows * planned,
@@ -149,14 +140,20 @@ class PipelineOptions(NamedTuple):
 def check_options(
     mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool
 ) -> PipelineOptions:
-    """The way that is meant by some arguments of a pipeline.
+    """How the arguments of a pipeline have it run its batches.
 
     Raises:
       ValueError: they are unknown, or do not fit each other.
     """
-    options = PipelineOptions(mode, check_window(mode, window), validation, skip_reads, skip_writes)
-    if validation not in VALIDATIONS:
-        raise ValueError(f"validation={validation!r} must be 'planned' or 'device'.")
+    for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
+        if given not in known:
+            raise ValueError(f"{name}={given!r} must be one of {known}.")
+    fixed = {"sync": 0, "semisync": 1}.get(mode)
+    if fixed is not None and window not in (None, fixed):
+        raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed}: leave it out.")
+    default = 8 if fixed is None else fixed
+    window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
+    options = PipelineOptions(mode, window, validation, skip_reads, skip_writes)
     if (skip_reads or skip_writes) and not options.plans_sources:
         raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
     return options
@@ -172,18 +169,6 @@ class Threads(NamedTuple):
     ahead: int
 
 
-def check_threads(threads: Threads, shards: int) -> Threads:
-    """The numbers as plain ones.
-
-    Raises:
-      ValueError: one is less than 1; a writer would have no shard.
-    """
-    checked = Threads(*(whole_number(name, count) for name, count in threads._asdict().items()))
-    if checked.writers > shards:
-        raise ValueError(f"writers={checked.writers} must not be more than the shards, {shards}.")
-    return checked
-
-
 def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
     validate.check_is_state(state)
@@ -193,17 +178,6 @@ def state_itself(state) -> TrainState:
         )
     validate.check_not_donated(state)
     return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, StaleTables) else state
-
-
-def check_update(update) -> None:
-    """Refuses what cannot update rows and the dense state."""
-    try:
-        inspect.signature(update).bind(*["dense", "rows", "plans", "batch"])
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"update={update!r:.200} must take (dense, rows, plans, batch): make it with `make_update`; a step from "
-            "`make_train_step` is for `fit`."
-        ) from None
 
 
 def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
@@ -220,18 +194,3 @@ def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
             f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
         )
     return mesh
-
-
-def check_window(mode: str, window: int | None) -> int:
-    """W of a mode."""
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} must be one of {MODES}.")
-    fixed = {"sync": 0, "semisync": 1}
-    if mode in fixed:
-        if window not in (None, fixed[mode]):
-            raise ValueError(
-                f"window={window} does not fit mode={mode!r}, whose window is {fixed[mode]}: leave `window` out, or "
-                "give it only where mode is 'oac' or 'async'."
-            )
-        return fixed[mode]
-    return whole_number("window", 8 if window is None else window, 0, why=" (0 is one batch after the other)")

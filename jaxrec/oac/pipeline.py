@@ -15,9 +15,9 @@ Legend: W window.
 
 import atexit
 import collections
-import os
+import contextlib
 import threading
-import traceback
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,10 +38,10 @@ from jaxrec.engine import (
     notify_restarted,
 )
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.oac.options import Threads, check_options, check_threads, check_update, mesh_for, state_itself
+from jaxrec.oac.options import Threads, check_options, mesh_for, state_itself
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
-from jaxrec.oac.view import StaleTables, TableProgress, begin_run, check_alone, end_run, pipelines_in_a_run
+from jaxrec.oac.view import StaleTables, TableProgress
 from jaxrec.oac.workers import CutSaver, Workers
 from jaxrec.prefetch import Stream, Streams
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
@@ -103,7 +103,7 @@ class Pipeline(EngineBase):
         `bytes_sent` and `bytes_fetched`, all that was handed to `send` and `fetch`;
         `bytes_without_savings`, what that would have been with both savings off.
       compilations: how many programs its runs have compiled: some more whenever a capacity grows.
-      flow: where the batches of the run are, to look at.
+      scheduler: where the batches of the run are, to look at.
 
     Raises:
       ValueError: tables on the device; an unknown mode, a window or number of threads out
@@ -124,45 +124,35 @@ class Pipeline(EngineBase):
     ):  # fmt: skip
         super().__init__()
         self._interrupted: list[int] = []  # signals that came while a finalizer left the run
-        self._iterating: threading.Thread | None = None  # who takes the batches of the run
+        self._iterating: threading.Thread | None = None  # that takes the batches of the run
         self._left, self._in_hooks = True, False
         self._to_lose: set[int] = set()  # after the cut of this step
         state = state_itself(state)
-        check_update(update)
         options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
         self.mode, self.window, self._options = options.mode, options.window, options
-        self._threads = check_threads(Threads(loaders, fetchers, writers, ahead), state.tables.spec.shards)
+        threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
+        self._threads = Threads(**{name: whole_number(name, count) for name, count in threads.items()})
         self.tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._steps = self.device_step_type(update, options, self.tables, mesh, state.dense)
-        self._stages = Stages(
-            self.tables,
-            options,
-            mesh.size,
-            send or jax.device_put,
-            fetch or fetch_whole,
-            placement,
-            self._steps.kept,
-            self._steps.reads,
-            None if capacity is None else checked_capacity(spec, capacity),
-        )
+        sizes = None if capacity is None else checked_capacity(spec, capacity)
+        transfers = send or jax.device_put, fetch or fetch_whole, placement
+        self._stages = Stages(self.tables, options, self._steps, mesh.size, *transfers, sizes)
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
-        self._progress = self._progress_of(self.tables)
-        self._view: HostTables = self.tables  # the tables of the state: they refuse while they lag
+        self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
+        # The tables of the state: they refuse while they lag.
+        self._view: HostTables | StaleTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
-
-    def _progress_of(self, tables):
-        whole = not self._options.skip_writes
-        return TableProgress(tables, not self._options.adds and whole, whole)
+        _pipelines.add(self)
 
     def _new_scheduler(self, number, stream, gone=()):
         ahead = self._threads.ahead + self._options.lookahead
         self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
         self.scheduler.mark_lost(gone)
         self._progress.begin(self.scheduler, int(self._steps.dense.step))
-        self._workers = Workers(self.scheduler, self._stages, stream, self._progress, self._threads)
+        self._workers = Workers(self.scheduler, self._stages, stream, self._threads, self._progress)
 
     @property
     def counters(self) -> collections.Counter:
@@ -171,7 +161,7 @@ class Pipeline(EngineBase):
 
     @property
     def state(self) -> TrainState:
-        """The state after the last step; for who calls between two steps.
+        """The state after the last step; to be asked for between two steps.
 
         Raises:
           ValueError: in a hook or in the save of a cut, which have one of their own.
@@ -262,7 +252,7 @@ class Pipeline(EngineBase):
             # Numbers go on behind everything planned before, so that no row of an earlier run
             # counts as in flight.
             self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.gone)
-            self._progress.turn = begin_run(self.tables, self.scheduler, self)
+            self._progress.begin_run()
             self._workers.start_all()
 
     def _next_number(self):
@@ -356,11 +346,11 @@ class Pipeline(EngineBase):
             # Else it was written, and others may have trained over the tables since.
             if not self._left:
                 self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
-            self._progress.settle()
+                self._progress.settle()
         return self.tables
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Changes the tables while nobody else reads or writes them: what was gathered ahead is
+        """Changes the tables while nothing else reads or writes them: what was gathered ahead is
         gathered anew.
 
             pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
@@ -370,18 +360,18 @@ class Pipeline(EngineBase):
 
         Args:
           change: (tables) -> tables, those that hold from then on; here the same ones. It is called again if it meets
-            lost shards, when those who were entered have brought them back.
+            lost shards, when watchers have brought them back.
 
         Raises:
           ValueError: `change` is no function, or returns other tables; one is at work already.
-          ShardsLost: shards were lost, and nobody who was entered can recover them.
+          ShardsLost: shards were lost, and no watcher can recover them.
           As `drain`, and whatever `change` raises: what was changed until then stays.
         """
         check_change(change)
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)
-        if not self.running:  # whoever changes them then answers for their shards
+        if not self.running:  # a change outside of a run answers for their shards
             self.scheduler.mark_recovered(self.scheduler.gone)
         if changed is not self.tables:
             raise ValueError(
@@ -399,7 +389,7 @@ class Pipeline(EngineBase):
             return self._or_lost(change, self.tables)
         finally:
             with uninterrupted():
-                # Before the restart: who gathers anew may look at the tables at once. What the ring
+                # Before the restart: a loader that gathers anew may look at the tables at once. What the ring
                 # and the last writers say of earlier batches is forgotten, or a later batch would
                 # undo the change.
                 self._progress.settle()
@@ -444,7 +434,7 @@ class Pipeline(EngineBase):
 
         Raises:
           ValueError: within a run; a state of other shapes, or over tables of another spec.
-          Whatever leaving a run has found and nobody was told.
+          Whatever leaving a run has found and no call has raised yet.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
@@ -456,12 +446,11 @@ class Pipeline(EngineBase):
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._steps.update)
-        check_alone(state.tables, self.scheduler)
+        self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
-        self.tables, self._view = state.tables, state.tables
-        self._steps.dense, self._stages.tables = state.dense, state.tables
-        self._progress = self._progress_of(state.tables)
+        self.tables = self._view = self._stages.tables = self._progress.tables = state.tables
+        self._steps.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
 
@@ -482,7 +471,6 @@ class Pipeline(EngineBase):
           ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
         """
         wanted = checked_shards(self.tables.spec, shards, self.running)
-        self._refuse_elsewhere()
         self._to_lose |= wanted
 
     def _recover_met(self, shards):
@@ -511,7 +499,7 @@ class Pipeline(EngineBase):
 
     def _recover(self, shards, begin_cut=True):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
-        # The cut of this step belongs before the failure: whoever recovers finds it saved.
+        # The cut of this step belongs before the failure: the recovery finds it saved.
         self.scheduler.wait_for_cut()
         # Behind the wait: a save tells of the loss before it says that it was missed.
         self._cuts.count_recovery(shards, REMEDY)
@@ -522,10 +510,10 @@ class Pipeline(EngineBase):
             self.scheduler.mark_lost(lost.shards)
             self._recover({*shards, *lost.shards}, begin_cut)
             return
-        # Nobody was alone with the tables: what was parked has to be gathered anew.
+        # No watcher was alone with the tables: what was parked has to be gathered anew.
         if self.scheduler.epoch == before:
             self.exclusive(lambda tables: tables)
-        # Behind the restart: until then, those who were gathering have told of the same loss.
+        # After the restart: until then, loaders that were gathering have told of the same loss.
         self.scheduler.mark_recovered(shards)
         if self._left:
             self._save_missed()
@@ -544,37 +532,25 @@ class Pipeline(EngineBase):
         is given to `run`.
 
         Raises:
-          ValueError: in a hook, which leaves a run by an exception; in another thread than the one
-            that iterates.
+          ValueError: in a hook, which leaves a run by an exception; in the save of a cut.
           Whatever a stage raised, unless it was raised before.
         """
         super().close()
 
     def _end(self):
+        self._refuse_worker()
         generator, self._within = self._generator(), self._within + 1
         try:
             with uninterrupted() as asked:
-                if self.running:
-                    self._refuse_close(generator)
                 if generator is not None:
                     generator.close()
-                self._leave()
+                if not self._interrupted:
+                    self._leave()
                 asked += self._interrupted
                 self._interrupted = []
         finally:
             self._within -= 1
         return self._take_untold()
-
-    def leave_at_exit(self) -> None:
-        """Leaves a run that the end of the process has come upon; unlike `close`, whoever it
-        belongs to.
-
-        Raises:
-          As `close`.
-        """
-        self._leave()
-        if failures := self._take_untold():
-            raise first(failures)
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
@@ -587,8 +563,7 @@ class Pipeline(EngineBase):
         """
         scheduler, workers = self.scheduler, self._workers
         with uninterrupted() as asked:
-            # A fork has the run without its threads.
-            if self._left or workers.process != os.getpid():
+            if self._left:
                 return
             if threading.current_thread() in workers.threads:
                 scheduler.finish()
@@ -597,30 +572,33 @@ class Pipeline(EngineBase):
             # Before the threads are told that no more will come: of the last step, if its hooks
             # were interrupted.
             failed = caught(lambda: self._cuts.begin(self.step, workers))
-            workers.end(asked, self.patience_seconds)
-            if not scheduler.broken:
-                # Behind the threads, so that nothing older comes after it.
-                self._write_rest()
-            elif not scheduler.given_up:
-                if isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
-                    scheduler.mark_dense_gone()
-            # The tables are free for others only when all is written.
-            end_run(scheduler)
-            self.compilations += self._steps.compiled() - self._compiled_before
-            self._left = True
-            unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
-            failures = (
-                scheduler.lost,
-                scheduler.unsaved,
-                scheduler.failure,
-                failed,
-                caught(self._steps.losses.check),
-                unrecovered,
-            )
-            self._untold += [failure for failure in failures if failure is not None]
+            try:
+                workers.end(asked, self.patience_seconds)
+            except InterruptedError:
+                if not postpone:
+                    raise
+            else:
+                self._end_run(failed, recovers)
             if postpone and asked:
                 self._interrupted = [*asked]
                 asked.clear()
+
+    def _end_run(self, failed, recovers):
+        """What is left to do when the threads have ended."""
+        scheduler = self.scheduler
+        if not scheduler.broken:
+            # Behind the threads, so that nothing older comes after it.
+            self._write_rest()
+        elif isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
+            scheduler.mark_dense_gone()
+        # The tables are free for others only when all is written.
+        self._progress.running = False
+        self.compilations += self._steps.compiled() - self._compiled_before
+        self._left = True
+        unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
+        checked = caught(self._steps.losses.check)
+        failures = (scheduler.lost, scheduler.unsaved, scheduler.failure, failed, checked, unrecovered)
+        self._untold += [failure for failure in failures if failure is not None]
 
     def _write_rest(self):
         try:
@@ -633,16 +611,19 @@ class Pipeline(EngineBase):
             self._view = self.tables
 
     def _refuse(self):
-        """Raises what speaks against any use: rows that were lost, what nobody was told, tables in
-        other hands."""
-        if threading.current_thread() in self._workers.threads:
-            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
+        """Raises what speaks against any use: rows that were lost, failures that no call has
+        raised yet, tables in other hands."""
+        self._refuse_worker()
         if not self.running:
             self._leave()
         self._progress.refuse_broken()
         if failures := self._take_untold():
             raise first(failures)
-        check_alone(self.tables, self.scheduler)
+        self._progress.refuse_others(self.tables)
+
+    def _refuse_worker(self):
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
 
     def _refuse_unsaved(self):
         if not self._left and self.scheduler.unsaved is not None:
@@ -654,25 +635,13 @@ class Pipeline(EngineBase):
         if generator is not None and generator.gi_running and self._iterating is not here:
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
 
-    def _refuse_close(self, generator):
-        here, iterating = threading.current_thread(), self._iterating
-        if here in self._workers.threads:
-            raise ValueError("close was called by a thread of the pipeline (a cut's save, send, fetch): raise there.")
-        if iterating is not None and iterating is not here and iterating.is_alive() and not self._left:
-            raise ValueError(
-                f"close was called in another thread than {iterating.name!r}, which iterates over the run: leave the "
-                "loop there."
-            )
-        if generator.gi_running:
-            raise ValueError("close was called within the run, by a hook: raise an exception to leave it.")
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 @atexit.register
-def _leave_all():
-    """Interpreters end in the middle of threads: what is committed is written first, and what went
-    wrong is said."""
-    for pipeline in pipelines_in_a_run():
-        try:
-            pipeline.leave_at_exit()
-        except Exception:
-            traceback.print_exc()
+def _close_all():
+    """Python's end stops threads in the middle: what is committed is written first."""
+    with contextlib.ExitStack() as stack:
+        for pipeline in list(_pipelines):
+            stack.callback(pipeline.close)

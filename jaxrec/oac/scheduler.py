@@ -2,8 +2,8 @@
 
 Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and
 written. Threads ask here for their next batch and say here what is done. One lock guards a few
-counters, which only this file writes; whoever reads one without the lock reads a number
-that may be behind, never ahead.
+counters, which only this file writes; a thread that reads one without the lock reads a
+number that may be behind, never ahead.
 
     planned >= claimed, committed >= fetched >= written         counters of batches, in batch order
     admission: batch t is gathered when all batches up to t - 1 - W are written, by all writers
@@ -12,7 +12,7 @@ that may be behind, never ahead.
 
 Failures: ahead of the commit nothing is lost, so the batches before the one that failed are
 committed and then it is told; behind the commit rows are lost, and only the batches before that one
-are still written. While shards are gone nothing is committed or gathered, and everybody else's rows
+are still written. While shards are gone nothing is committed or gathered, and the rows of all others
 are written; `restart` has everything gathered anew.
 
 Legend: W window.
@@ -44,14 +44,13 @@ class BatchScheduler:
         self.end: int | None = None
         self.stopped = self.finished = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
-        self.given_up = False  # loaders and fetchers that do not come back are waited for no more
         self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
         # Behind the commit: rows are gone, of batches from `lost_from` on.
         self.lost: BaseException | None = None
         self.lost_from = 2**63
         self.dense_gone = False
         self.unsaved: BaseException | None = None  # of a cut
-        # Shards that their home has lost, and nobody has brought back.
+        # Shards that their home has lost, and that are not back yet.
         self.gone: frozenset[int] = frozenset()
         self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
         self.planned = self.claimed = self.committed = self.fetching = first
@@ -71,13 +70,13 @@ class BatchScheduler:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Waits, on the committing thread, until something holds that only this thread can undo;
         Ctrl-C ends it."""
-        # Nobody undoes it: so without the lock first, and without the handler, which takes 20 us.
+        # No other thread undoes it: so without the lock first, and without the handler, which takes 20 us.
         if not ready():
             interrupts.wait(self._changed, ready, by_the_clock=True)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Waits, as somebody who only looks on, until something holds of the counters; returns
-        whether it does."""
+        """For onlookers: waits until something holds of the counters; returns whether it
+        does."""
         with self._changed:
             return self._changed.wait_for(ready, seconds)
 
@@ -106,7 +105,7 @@ class BatchScheduler:
         """A batch is planned; `store` keeps it, while nothing is committed and `floor` stays."""
         with self._changed:
             store()
-            # Behind `store`: whoever sees the number finds the batch.
+            # After `store`: a thread that sees the number finds the batch.
             self.planned += 1
             self._changed.notify_all()
 
@@ -162,7 +161,7 @@ class BatchScheduler:
     def mark_not_loaded(self, gone: Collection[int] = ()) -> None:
         """The gather or the way to the device failed; if shards are gone, it comes again."""
         with self._changed:
-            # In one breath: whoever brings shards back waits until nobody gathers, and must know of
+            # In one breath: what brings shards back waits until no gather goes on, and must know of
             # all by then.
             self.gone |= frozenset(gone)
             self.gathering -= 1
@@ -215,13 +214,11 @@ class BatchScheduler:
         with self._changed:
             return number if self._wait_for(number, ready) else None
 
-    def mark_written(self, writer: int, number: int, mark: Callable[[], None], forget: Callable[[], None]) -> None:
-        """A writer has written its shards of a batch: `mark` says so of them, the last writer lets
-        `forget` drop it."""
+    def mark_written(self, writer: int, number: int, forget: Callable[[], None]) -> None:
+        """A writer has written its shards of a batch; the last writer lets `forget` drop it."""
         with self._changed:
-            mark()  # before anybody who waits for the write can look
             self.count_written(writer, number)
-            if min(self.written) > number:  # nobody asks for it any more
+            if min(self.written) > number:  # no writer asks for it any more
                 self.fetched.discard(number)
                 forget()
             self._changed.notify_all()
@@ -242,7 +239,7 @@ class BatchScheduler:
         self.wait(lambda: self.watermark() >= min(self.committed, self.lost_from))
 
     def pause(self) -> None:
-        """Stops gathering, and waits until nobody gathers."""
+        """Stops gathering, and waits until no gather goes on."""
         with uninterrupted(), self._changed:
             # Under the lock: a gather was admitted before, and is waited for, or comes behind it.
             self.paused = True
@@ -252,7 +249,7 @@ class BatchScheduler:
         """Goes on after `pause`: everything not committed is loaded again, after `void(floor)` has
         dropped what was."""
         with uninterrupted(), self._changed:
-            self.epoch += 1  # who still has a claim of before finds that it is void
+            self.epoch += 1  # a claim of before is void
             self.claimed = self.floor = self.committed
             # In semisync the last write waits again, for a gather that comes anew.
             self.last_gathered = min(self.last_gathered, self.committed - 1)
@@ -262,7 +259,7 @@ class BatchScheduler:
             self._changed.notify_all()
 
     def wait_for_release(self) -> None:
-        """Waits until nobody holds the writes."""
+        """Waits until no cut holds the writes."""
         self.wait(lambda: self.broken or self.hold is None)
 
     def hold_writes(self) -> int:
@@ -361,15 +358,8 @@ class BatchScheduler:
         caller's stream."""
         self.wait(lambda: self._ended() or enough())
 
-    def give_up(self, number: int, error: BaseException) -> None:
-        """Breaks the pipeline from a batch on, as loaders or fetchers do not come back: when they
-        do, they touch nothing."""
-        self.fail_behind(number, error)
-        self.given_up = True
-
     def _ended(self):
-        behind = self.given_up * (self.alive["load"] + self.alive["fetch"])
-        return self.alive.total() == behind + (self.in_stream and self.alive["plan"])
+        return self.alive.total() == (self.in_stream and self.alive["plan"])
 
     def over(self) -> bool:
         """Whether no batch will be committed any more and no thread is at work."""

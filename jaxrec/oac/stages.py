@@ -128,7 +128,7 @@ class DeviceStep:
 
     Args:
       update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
-      way: how the batches are run.
+      options: how the batches are run.
       tables: whose rows it updates.
       mesh: of all programs.
       dense: DenseState to begin with; it is donated.
@@ -157,21 +157,10 @@ class DeviceStep:
         return self._programs["kept"](rows, bits, tuple(size.items()))
 
     def reads(self, planned: Planned) -> Inputs:
-        """Which leaves of plans and batch the programs of a step read, as Inputs of bool: all, if
-        the update is refused, as its first step will tell."""
-        try:
-            read = self._read_of(planned)
-        except Exception:
-            return jax.tree.map(lambda leaf: True, Inputs(planned.plans, planned.batch))
-        if not self._numbers_there:
-            return read
-        return Inputs({name: p._replace(unique=True, count=True) for name, p in read.plans.items()}, read.batch)
-
-    def _read_of(self, planned):
-        """Which inputs of these shapes the update reads.
+        """Which leaves of plans and batch the programs of a step read, as Inputs of bool.
 
         Raises:
-          ValueError: it returns other shapes than it was given.
+          ValueError: the update returns other shapes than it was given: nothing has been donated to it yet.
         """
         inputs = Inputs(planned.plans, planned.batch)
         leaves, structure = jax.tree.flatten(inputs)
@@ -182,7 +171,11 @@ class DeviceStep:
             check_returned(dense, rows, traced.out_info)
             # As `jit` itself drops arguments: what it would not hand to the device need not be there.
             read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
-            self._read[key] = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
+            found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
+            if self._numbers_there:
+                plans = {name: p._replace(unique=True, count=True) for name, p in found.plans.items()}
+                found = found._replace(plans=plans)
+            self._read[key] = found
         return self._read[key]
 
     def _rows_of(self, planned):
@@ -204,14 +197,11 @@ class DeviceStep:
           floor: what batches before it left in the ring is void.
 
         Raises:
-          ValueError: the update returns other shapes than it was given; nothing has changed.
           Whatever a program raises. If `dense` is another one then, the step is done and its rows
             are lost.
         """
         planned, inputs, loaded = item.planned, item.inputs, item.loaded
         assert inputs is not None and loaded is not None
-        # First, as the update takes the dense state for good: refuses what returns other shapes.
-        self._read_of(planned)
         rows, source = loaded.rows, loaded.source
         if self.options.repairs:
             # The ring is as wide as the batch before anything looks into it, also if the batch
@@ -259,7 +249,7 @@ class DeviceStep:
             self.numbers = {name: rings.widened(held, capacity[name], -1, np) for name, held in self.numbers.items()}
 
     def whole_ring(self) -> rings.Ring | None:
-        """The ring with its row numbers, if there is one and somebody looks at them."""
+        """The ring with its row numbers, if there is one and they are looked at."""
         return self.ring and self.ring._replace(unique=self.numbers or self.ring.unique)
 
     def dense_is_gone(self) -> bool:
@@ -314,26 +304,25 @@ class Stages:
 
     Args:
       tables: HostTables.
-      way: how the batches are run.
+      options: how the batches are run.
+      steps: on the device.
       devices: how many share a batch.
       send: (tree of arrays, tree of shardings) -> tree on the device.
       fetch: (tree on the device) -> tree of numpy arrays.
       placement: {'inputs', 'rows': tree of shardings}.
-      kept: `ring.kept`, on the device.
-      reads: Planned -> Inputs of bool, which leaves are read on the device.
       capacity: {stack: U} to begin with, or None.
     """
 
     def __init__(
-        self, tables: HostTables, options: PipelineOptions, devices: int, send: Callable, fetch: Callable,
-        placement: Mapping, kept: Callable, reads: Callable[[Planned], Inputs], capacity: dict[str, int] | None = None,
+        self, tables: HostTables, options: PipelineOptions, steps: DeviceStep, devices: int, send: Callable,
+        fetch: Callable, placement: Mapping, capacity: dict[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.options, self.devices = tables, options, devices
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None
         self.capacity = capacity  # U of each stack; it only grows
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
-        self._send, self._fetch, self._placement, self._kept, self._reads = send, fetch, placement, kept, reads
+        self._steps, self._send, self._fetch, self._placement = steps, send, fetch, placement
         self._lock = threading.Lock()  # of the counters, and of `reads`
 
     def plan(self, batch: Any, number: int) -> Planned:
@@ -378,7 +367,7 @@ class Stages:
         """Sends of plans and batch, which nothing can make stale, what is read on the device."""
         inputs = Inputs(planned.plans, planned.batch)
         with self._lock:  # the first of several loaders traces the step, the others wait for what it finds
-            reads = self._reads(planned)
+            reads = self._steps.reads(planned)
         read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
         sent = self._send_counted(tuple(read), "inputs")
         # The rest is an argument of the step all the same, which drops it before anything is sent.
@@ -390,7 +379,7 @@ class Stages:
         Args:
           planned: the batch.
           watermark: all batches before it are written.
-          flow: of the run, which is told when the tables have been read.
+          scheduler: of the run, which is told when the tables have been read.
         """
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
         floor = scheduler.floor  # what batches before it left in the ring is void
@@ -417,11 +406,11 @@ class Stages:
         planned, committed = item.planned, item.committed
         assert committed is not None
         plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
-        # What nobody is known to rewrite: behind the last batches of a run none is planned.
+        # Rows that no batch is known to rewrite: after the last batches of a run none is planned.
         if self.options.skip_writes and (end is None or planned.number + self.options.window < end):
             plans = self._without_gaps(plans, planned.keep)
             keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
-            rows = self._kept(rows, keep, capacity_of(plans))
+            rows = self._steps.kept(rows, keep, capacity_of(plans))
         self._count_bytes("bytes_fetched", nbytes(rows), whole)
         rows = self._fetch(rows)
         self._count(planned, committed)

@@ -5,7 +5,6 @@ while training goes on.
 
 import contextlib
 import functools
-import os
 import threading
 import time
 import warnings
@@ -55,20 +54,19 @@ class Workers:
     """All threads of a run, but for the one that commits.
 
     Args:
-      flow: of the run.
+      scheduler: of the run.
       stages: of the pipeline.
       stream: the batches of the run.
-      standing: of the pipeline's tables.
       threads: how many of each kind.
+      progress: of the pipeline's tables, which are in a run as long as these threads live.
     """
 
     def __init__(
-        self, scheduler: BatchScheduler, stages: Stages, stream: Stream, progress: TableProgress, threads: Threads
+        self, scheduler: BatchScheduler, stages: Stages, stream: Stream, threads: Threads, progress: TableProgress
     ):
-        self.scheduler, self.stages, self.stream = scheduler, stages, stream
-        self.progress, self.count = progress, threads
+        self.scheduler, self.stages, self.stream, self.count = scheduler, stages, stream, threads
+        self.progress = progress
         self.threads: list[Worker] = []
-        self.process = os.getpid()  # a fork has the run without its threads
 
     def start_all(self) -> None:
         """Starts all threads that a run has from its beginning.
@@ -119,13 +117,15 @@ class Workers:
         Args:
           asked: signals that came meanwhile; it grows.
           patience_seconds: how long before it says what it waits for.
+
+        Raises:
+          InterruptedError: a signal came after that was said; the run is not left.
         """
         scheduler = self.scheduler
         scheduler.finish()
         self._wait(asked, patience_seconds)
         for thread in self.threads:
-            behind = scheduler.given_up and thread.stage in ("load", "fetch")
-            if not behind and not (scheduler.alive["plan"] and thread is self.threads[0]):
+            if not (scheduler.alive["plan"] and thread is self.threads[0]):  # the stream blocks it
                 thread.join()
         # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch
         # is given back.
@@ -146,17 +146,14 @@ class Workers:
         # Where warnings are errors the run is to be left all the same.
         with contextlib.suppress(UserWarning):
             warnings.warn(
-                f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C gives up what hangs in "
-                "`send` or `fetch`, and breaks the pipeline.",
+                f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C stops this wait, and "
+                "the next call of the pipeline takes it up.",
                 stacklevel=5,
             )
-        before = len(asked)  # who saves or writes has the tables in hand, and is never given up
-        scheduler.wait_for_threads(
-            lambda: len(asked) > before and scheduler.alive["load"] + scheduler.alive["fetch"] > 0
-        )
+        before = len(asked)
+        scheduler.wait_for_threads(lambda: len(asked) > before)
         if not scheduler.over():
-            scheduler.give_up(scheduler.watermark(), InterruptedError(f"Ctrl-C gave up what did not end: {awaited}"))
-            scheduler.wait_for_threads()
+            raise InterruptedError(f"the run was not left, as these threads have not ended: {awaited}")
 
     # The bodies. `worker.number` is the batch in work.
 
@@ -239,18 +236,13 @@ class Workers:
             self._write(self.stages.items[number], shards, writer, number)
 
     def _write(self, item: Item, shards: range, writer: int, number: int):
-        try:
-            self.stages.write(item, shards, self.scheduler)
-        except BaseException:
-            if not self.progress.exact:  # `add` does not count: nobody knows how far it came
-                self.progress.half.update(shards)
-            raise
+        self.stages.write(item, shards, self.scheduler)
 
         def forget():
             # A thread that has it still in hand holds no rows.
             self.stages.items.pop(number).fetched = None
 
-        self.scheduler.mark_written(writer, number, lambda: self.progress.mark(shards), forget)
+        self.scheduler.mark_written(writer, number, forget)
 
 
 class Begun(NamedTuple):
@@ -312,7 +304,7 @@ class CutSaver(CutSchedule):
         scheduler = workers.scheduler
         # Of the cut before; Ctrl-C may end it, and then this one is still to come.
         scheduler.wait_for_release()
-        with uninterrupted():  # whoever holds the writes has a thread that lets them go
+        with uninterrupted():  # what holds the writes has a thread that lets them go
             # Before the copy: no later batch is written from here on, and what is copied fits what
             # will be written.
             number = scheduler.hold_writes()

@@ -9,7 +9,7 @@ from jaxrec.checkpoint import Checkpointer, RowCheckpointer
 from jaxrec.cpr import failure, plan_recovery, schedule, ssu
 from jaxrec.cpr.priority import budget_rows
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
-from jaxrec.oac import memory_bytes, ring
+from jaxrec.oac import ring
 
 MISTAKES = {
     "two and a half images to keep": ("keep=2.5 must be a whole number from 1", lambda at: Checkpointer(at, keep=2.5)),
@@ -28,7 +28,6 @@ MISTAKES = {
         lambda at: EmbeddingSpec({"t": Table(4, 2)}, {"t": Lookup("t")}, shards=True),
     ),
     "a ring of half a batch": ("depth=0.5 must be a whole number", lambda at: ring.init({}, 0.5)),
-    "memory of minus one loader": ("loaders=-1 must be a whole", lambda at: memory_bytes(4, 9, 2, loaders=-1)),
     "an array in place of a number": ("x=array.* must be a whole", lambda at: whole_number("x", np.arange(2))),
     "a NaN": ("x=nan must be 0 or more", lambda at: real_number("x", np.nan, "0 or more", is_not_negative)),
 }
