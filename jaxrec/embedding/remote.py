@@ -267,17 +267,21 @@ class RemoteTables:
       ServerGone, TimeoutError: a server does not answer.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
-    >>> from jaxrec.embedding.in_process import InProcess
     >>> from jaxrec.embedding.servers import ShardServer, deal
+    >>> class Here(ShardServer):  # a way to itself: no message travels
+    ...     def call(self, verb, sender, *args):
+    ...         answer = Future()
+    ...         answer.set_result(self.answer(verb, sender, *args))
+    ...         return answer
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=4)
-    >>> servers = [InProcess(ShardServer(spec, spec.layout(sgd(0.1)), shards)) for shards in deal(4, 2)]
+    >>> servers = [Here(spec, spec.layout(sgd(0.1)), shards) for shards in deal(4, 2)]
     >>> tables = RemoteTables(spec, sgd(0.1), servers, timeout_s=60)
     >>> tables.step, tables.lost
     (0, ())
-    >>> servers[1].kill()
+    >>> tables.mark_lost([3], 'its machine was taken away')
     >>> tables.reset_shard('width_4', 3)
     Traceback (most recent call last):
-    jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: ...
+    jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: its machine was taken away
     """
 
     in_place: ClassVar[bool] = True

@@ -7,12 +7,12 @@ import numpy as np
 import optax
 import pytest
 from fleets import Fleet, remote
+from in_process import InProcess
 
 import jaxrec
 from abuse import situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.servers import OldWrite, Sender, ServerGone, ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.types import ShardsLost
