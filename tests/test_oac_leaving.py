@@ -90,37 +90,6 @@ def test_the_last_state_refuses_when_a_later_step_was_put_by_hand():
 # ---- iterators that come again
 
 
-@pytest.mark.parametrize("kind", [iter, lambda batches: map(lambda batch: batch, batches)])
-def test_an_iterator_that_cannot_be_watched_is_known_again_after_another_run(kind):
-    batches, pipeline = make_batches(12), pipeline_of()
-    stream, trained = kind(batches), []
-    running = pipeline.run(stream)
-    trained.extend(next(running) for _ in range(4))
-    running.close()
-    list(pipeline.run(batches[:2]))
-    assert len(list(pipeline.run(stream))) == 8
-
-
-def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
-    blocking, pipeline = Blocking(make_batches(12), 7), pipeline_of()
-    stream = map(lambda batch: batch, blocking)
-    running = pipeline.run(stream)
-    for _ in range(4):
-        next(running)
-    assert blocking.blocked.wait(60)
-    running.close()
-    list(pipeline.run(make_batches(2)))
-    pipeline.patience_seconds = 0.05
-    try:
-        with pytest.raises(ValueError, match="still waits inside this iterator"):
-            pipeline.run(stream)
-    finally:
-        blocking.let_go.set()
-        for thread in workers("oac-plan"):
-            thread.join(60)
-    assert len(list(pipeline.run(stream))) == 8
-
-
 def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
     blocking, left = Blocking(make_batches(12), 7), threading.Event()
 
@@ -336,16 +305,6 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
     assert len(list(pipeline.run(make_batches(4), check_every_steps=np.int64(2)))) == 4
 
 
-def test_a_stream_whose_iter_raises_keeps_its_cause():
-    class Torn:
-        def __iter__(self):
-            return iter(sorted([1, "a"]))
-
-    with pytest.raises(ValueError, match="Torn") as raised:
-        pipeline_of().run(Torn())
-    assert "'<' not supported" in str(raised.value.__cause__)
-
-
 def test_close_in_another_thread_is_refused_and_harms_nothing():
     batches, said, pipeline = make_batches(6), [], pipeline_of()
 
@@ -379,12 +338,6 @@ def test_cuts_are_warned_of_once_and_those_that_lie_behind_are_forgotten():
         pipeline.close()
         list(pipeline.run(make_batches(4)))
     assert len([w for w in caught if "cuts announced for steps [50]" in str(w.message)]) == 1
-
-
-@pytest.mark.parametrize("hooks", [None, 3, [None], lambda *args: args[0]])
-def test_what_are_no_hooks_is_refused(hooks):
-    with pytest.raises(ValueError, match=r"hooks must be a list of functions .*hooks=\[hook\]"):
-        pipeline_of().run(make_batches(2), hooks)
 
 
 # ---- updates
@@ -454,12 +407,8 @@ def test_the_failure_is_in_the_context_of_a_body_s_error_that_has_a_cause():
                 fetch.may.set()
                 assert fetch.failed.wait(60)
                 raise KeyError("the body's") from cause
-    error, contexts = raised.value, []
-    while error is not None:
-        contexts.append(type(error))
-        error = error.__context__
-    assert Broken in contexts and raised.value.__cause__ is cause
-    assert any(isinstance(found, OSError) for found in chain(raised.value))
+    found = chain(raised.value)
+    assert any(isinstance(error, Broken) for error in found) and cause in found
 
 
 # ---- the end of the process

@@ -20,7 +20,7 @@ from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
 from jaxrec.files import PARTIAL, Lock, local_path
 from jaxrec.types import TrainState
-from jaxrec.validate import check_is_state, check_not_donated
+from jaxrec.validate import check_not_donated
 
 
 class _Seconds(NamedTuple):
@@ -82,7 +82,6 @@ def measure(
     >>> plan.mode, plan.in_steps(seconds_per_step=0.1)['total_steps'], costs.nodes
     ('partial', 2016000, 8)
     """
-    check_is_state(state)
     check_not_donated(state)
     given = Costs(1.0, 0.0, reschedule_hours, mtbf_hours, total_hours, state.tables.spec.shards, failed_nodes)
     whole_number("rounds", rounds)

@@ -425,7 +425,7 @@ class HostTables:
 
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
         """Gives all rows of one shard their initial values and slots; returns the same tables."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
 

@@ -424,7 +424,7 @@ class RemoteTables:
         """Copies picked rows to the host."""
         messages: dict[Connection, tuple[dict]] = {}
         for (name, shard), ids in rows.items():
-            check_shard(self.spec, name, shard)
+            check_shard(self.spec, shard)
             messages.setdefault(self._links.of(shard), ({},))[0][name, shard] = np.asarray(ids)
         found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
         for taken in self._links.ask("take", messages).values():
@@ -440,7 +440,7 @@ class RemoteTables:
 
     def reset_shard(self, stack: str, shard: int) -> "RemoteTables":
         """Gives all rows of one shard their initial values and slots; returns the same tables."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         self._links.ask("reset_shard", {self._links.of(shard): (stack, int(shard))})
         return self
 
@@ -455,7 +455,7 @@ class RemoteTables:
         Raises:
           ValueError: there is no such shard.
         """
-        check_shard(self.spec, next(iter(self.spec.stacks)), shard)
+        check_shard(self.spec, shard)
         self._links.ask("change", {self._links.of(shard): (function, int(shard), *args)})
         return self
 

@@ -281,7 +281,7 @@ class ShardServer:
 
     def _shard(self, stack: str, shard: int, part: str, index: Any) -> np.ndarray:
         """What an index gives of one part of the rows of a shard, [V / S, width]."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         self._check_mine([shard])
         return self._parts[stack, shard][part][index]
 
@@ -305,7 +305,7 @@ class ShardServer:
 
     def reset_shard(self, stack: str, shard: int) -> "ShardServer":
         """Gives all rows of a shard their initial values; as that of `Tables`."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         self._check_mine([shard])
         fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
         return self
@@ -374,7 +374,7 @@ def _check_made(spec, layout, shards):
     if not len(shards) or len(set(shards)) < len(shards):
         raise ValueError(f"shards={list(shards)} must be at least one, each of them once.")
     for shard in shards:
-        check_shard(spec, next(iter(spec.stacks)), shard)
+        check_shard(spec, shard)
 
 
 def _check_local(name, shard, local, spec):

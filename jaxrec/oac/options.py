@@ -186,7 +186,6 @@ def check_threads(threads: Threads, shards: int) -> Threads:
 
 def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
-    validate.check_is_state(state)
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."

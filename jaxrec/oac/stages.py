@@ -326,7 +326,8 @@ class Stages:
 
     def __init__(
         self, tables: HostTables, options: PipelineOptions, devices: int, send: Callable, fetch: Callable,
-        placement: Mapping, kept: Callable, reads: Callable[[Planned], Inputs], capacity: dict[str, int] | None = None,
+        placement: Mapping, kept: Callable, reads: Callable[[Planned], Inputs],
+        capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.options, self.devices = tables, options, devices
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None

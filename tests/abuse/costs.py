@@ -100,11 +100,6 @@ def _(directory):
     measure(state_of(), directory, **JOB, failed_nodes=0.5)
 
 
-@situation("measuring tables without their dense state", ValueError, "state is a HostTables, but a TrainState")
-def _(directory):
-    nothing_was_left(directory, lambda: measure(state_of().tables, directory, **JOB))
-
-
 @situation("measuring a state that was donated", ValueError, "was donated to an earlier step")
 def _(directory):
     state = state_of()

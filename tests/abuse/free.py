@@ -69,11 +69,6 @@ def _(directory):
     FreeTrainers(state_of(), loss)
 
 
-@situation("a dense state where a state is wanted", ValueError, "state is a DenseState, but a TrainState")
-def _(directory):
-    FreeTrainers(state_of().dense, STEP)
-
-
 @situation("free trainers over tables on the device", ValueError, "DeviceTables: free trainers write in place")
 def _(directory):
     FreeTrainers(state_of(home=DeviceTables), STEP)
@@ -204,12 +199,6 @@ def _(directory):
     states, tables = dense_of(1)
     train_stretch(STEP, states, tables, [stream(2)])
     train_stretch(STEP, states, tables, [stream(2)])
-
-
-@situation("one batch for the stream of free trainers", ValueError, "was given one Batch")
-def _(directory):
-    with free() as engine:
-        engine.run(next(stream(1)))
 
 
 @situation("a run of free trainers within another", ValueError, "are running: exhaust or close")

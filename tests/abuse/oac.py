@@ -91,11 +91,6 @@ def _(directory):
     pipeline_of(state_of(home=DeviceTables.create))
 
 
-@situation("tables in place of a state", ValueError, "state is a HostTables, but a TrainState")
-def _(directory):
-    pipeline_of(HostTables.create(SPEC, ROWS))
-
-
 @situation("a state that was donated", ValueError, "was donated to an earlier step")
 def _(directory):
     state = state_of()
@@ -137,16 +132,6 @@ def _(directory):
     train(batches=planned(SPEC, batches_of()), steps=0)
 
 
-@situation("one batch in place of several", ValueError, r"one Batch: run\(\[batch\]\)")
-def _(directory):
-    train(batches=batches_of()[0], steps=0)
-
-
-@situation("no iterable", ValueError, "wants an iterable of Batch, and was given a int")
-def _(directory):
-    train(batches=5, steps=0)
-
-
 @situation("a None among the batches", ValueError, "but got a NoneType")
 def _(directory):
     train(batches=[*batches_of(4), None, *batches_of()], steps=4)
@@ -174,7 +159,7 @@ def _(directory):
     train(batches=batches_of(label=np.ones(7, np.float32)), steps=3)
 
 
-@situation("a batch of text", ValueError, "dense is a array of <U1.*an array of numbers is wanted")
+@situation("a batch of text", ValueError, "dense has shape .*one row of numbers each, not of <U1")
 def _(directory):
     train(batches=batches_of(dense=np.full((8, 1), "x")), steps=3)
 
@@ -203,11 +188,6 @@ def _(directory):
 # ---- hooks, and calls at the wrong time
 
 
-@situation("a hook in place of a list of hooks", ValueError, r"hooks=\[hook\]")
-def _(directory):
-    pipeline_of().run(batches_of(), at_step(1, print))
-
-
 @situation("a hook that returns nothing", ValueError, "returned None")
 def _(directory):
     train(hook=lambda *args: None, steps=1)
@@ -233,11 +213,6 @@ def _(directory):
 def _(directory):
     pipeline = pipeline_of()
     train(pipeline, hook=at_step(2, lambda state: pipeline.close()), steps=2)
-
-
-@situation("no hooks said as None", ValueError, r"hooks=\[hook\]")
-def _(directory):
-    pipeline_of().run(batches_of(), None)
 
 
 def call_in_the_save_of_a_cut(name):
@@ -305,11 +280,6 @@ def _(directory):
     pipeline.cut(4, print)
 
 
-@situation("a cut without a function", ValueError, r"wants a whole number and a function")
-def _(directory):
-    pipeline_of().cut(4, None)
-
-
 def reset(tables, shards=(0,)):
     """A change that gives shards their initial rows, in place."""
     for shard in shards:
@@ -326,11 +296,6 @@ def _(directory):
         pipeline.close()
         list(pipeline.run(batches_of()))
     assert pipeline.step == 12
-
-
-@situation("exclusive without a function", ValueError, "wants a function .tables. -> tables, and was given a NoneType")
-def _(directory):
-    pipeline_of().exclusive(None)
 
 
 @situation("a change that returns nothing", ValueError, "returned a NoneType: tables in host memory are changed")
@@ -412,19 +377,9 @@ def _(directory):
     pipeline_of().lose([1])
 
 
-@situation("losing a shard that is not there", ValueError, r"shards \[4\] must lie between 0 and 3")
+@situation("losing a shard that is not there", ValueError, "shard=4 must be a whole number from 0 to 3")
 def _(directory):
     lose_at_2([1, 4], steps=2)
-
-
-@situation("losing one shard, not a list of them", ValueError, "numbers of shards, as in .3., and was given 3")
-def _(directory):
-    lose_at_2(3, steps=2)
-
-
-@situation("losing the names of shards", ValueError, "wants the numbers of shards")
-def _(directory):
-    lose_at_2("one", steps=2)
 
 
 @situation("losing a shard when nobody recovers", ShardsLost, "no watcher brings them back: pipeline.enter.Recovery")
@@ -470,12 +425,6 @@ def _(directory):
     pipeline.enter(Watcher(pipeline))
 
 
-@situation("a watcher that is no context manager", ValueError, "wants a context manager, and was given a function")
-def _(directory):
-    with pipeline_of() as pipeline:
-        pipeline.enter(reset)
-
-
 @situation("a watcher that cannot be entered keeps nobody from being left", OSError, "not today")
 def _(directory):
     class Closed(Watcher):
@@ -496,11 +445,6 @@ def _(directory):
 def _(directory):
     pipeline = pipeline_of()
     train(pipeline, hook=at_step(2, lambda state: pipeline.reset(state_of())), steps=2)
-
-
-@situation("reset to no state", ValueError, "state is a int, but a TrainState")
-def _(directory):
-    pipeline_of().reset(3)
 
 
 @situation("reset to a state that was donated", ValueError, "was donated to an earlier step")

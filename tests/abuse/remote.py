@@ -250,7 +250,7 @@ def _(directory):
     lost_one().tables.replace(dead)
 
 
-@situation("telling of the loss of a shard that there is not", ValueError, r"shards \[7\] must lie between 0 and 3")
+@situation("telling of the loss of a shard that there is not", ValueError, "shard=7 must be a whole number from 0 to 3")
 def _(directory):
     remote(SPEC, ROWS).mark_lost([7], "?")
 
