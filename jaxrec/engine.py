@@ -336,9 +336,6 @@ class EngineBase:
 
         Returns:
           What its `__enter__` has returned.
-
-        Raises:
-          ValueError: outside of a `with` block.
         """
         if not self._within:
             raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
@@ -678,9 +675,6 @@ class Serial(EngineBase):
         """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
 
         Watchers that have `restarted(state)` are told before, and may refuse.
-
-        Raises:
-          ValueError: a run goes on; it was donated before, or is over tables of another spec.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the engine, first.")

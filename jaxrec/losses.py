@@ -63,12 +63,7 @@ def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
 def outcome_of(
     loss: Callable, params: PyTree, activations: dict[str, jax.Array], batch: Batch, rng: jax.Array | None = None
 ) -> Outcome:
-    """Calls a loss, with the key if there is one, and looks at what it returns.
-
-    Raises:
-      ValueError: the loss and the key do not fit; the loss is not one number for each example; a
-        figure of a name that is taken; figures or variables of another shape than wanted.
-    """
+    """Calls a loss, with the key if there is one, and looks at what it returns."""
     check_rng(loss, rng is not None)
     found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
     several = isinstance(found, tuple) and len(found) in (2, 3)
@@ -179,9 +174,6 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
       found: what it returned.
       batch: Batch, a device's own part.
       only_first_axis: whether an example may have more than one number.
-
-    Raises:
-      ValueError: says what was found and what is wanted.
     """
     size, shape = len(batch.weight), getattr(found, "shape", None)
     if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):

@@ -28,9 +28,6 @@ def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
     Returns:
       A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code
       wants.
-
-    Raises:
-      ValueError: R does not divide the number of devices; no devices.
     """
     devices = jax.devices()[:1] if devices is None else list(devices)
     if not devices or replicas < 1 or len(devices) % replicas:
@@ -48,9 +45,6 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
     Returns:
       The mesh over the same devices with automatic axis types. Arrays that lie on the one lie on
       the other.
-
-    Raises:
-      ValueError: it has other axes.
 
     >>> as_mesh(jax.make_mesh((1, 1), ("replica", "data"))).axis_types
     (Auto, Auto)

@@ -57,9 +57,6 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> N
       plans: {stack: Plan} of the batch.
       batch: Batch; of numpy arrays the values are looked at, too.
       devices: how many share the batch.
-
-    Raises:
-      ValueError: says what does not fit, and the remedy.
     """
     _check_weight(batch.weight)
     for name in ("dense", "label"):

@@ -58,10 +58,6 @@ class DeviceTables:
           spec: the tables.
           row_optimizer: decides the slots.
           mesh: from `jaxrec.sharding.make_mesh`; one device if None.
-
-        Raises:
-          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a
-            mesh.
         """
         mesh, layout = as_mesh(mesh), spec.layout(row_optimizer)
         check_split(spec.shards, mesh)

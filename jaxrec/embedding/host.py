@@ -331,11 +331,7 @@ class HostTables:
             yield self
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots into fresh arrays; padding reads zero.
-
-        Raises:
-          ValueError: the plans were made with another spec.
-        """
+        """Gathers the planned rows and slots into fresh arrays; padding reads zero."""
         return {name: self._read_stack(name, *used_rows(self, name, plan)) for name, plan in plans.items()}
 
     def _read_stack(self, name, unique, count):

@@ -317,9 +317,6 @@ class RemoteTables:
           shard: the one that the function may change.
           function: picklable; what it returns is dropped.
           args: picklable.
-
-        Raises:
-          ValueError: there is no such shard.
         """
         check_shard(self.spec, shard)
         self._ask("change", {self._of(shard): (function, int(shard), *args)})
@@ -328,11 +325,7 @@ class RemoteTables:
     # ---- servers that are lost
 
     def mark_lost(self, shards: Iterable[int], why: str) -> None:
-        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises.
-
-        Raises:
-          ValueError: there is no such shard.
-        """
+        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises."""
         for link in {self._of(shard) for shard in chosen_shards(self.spec, list(shards))}:
             link.lost = link.lost or f"{link} is gone: {why}"
 

@@ -100,9 +100,6 @@ WRITES = (*IN_ORDER, "add")
 def deal(shards: int, servers: int) -> list[list[int]]:
     """The shards of each server: few servers, each with many.
 
-    Raises:
-      ValueError: there are more servers than shards, or none.
-
     >>> deal(5, 2)
     [[0, 2, 4], [1, 3]]
     """
@@ -125,9 +122,6 @@ class ShardServer:
 
     All rows are initial ones at first. Who takes a place may fill them before the first message, as
     `restore_shard(path, server, shard)` does, which asks for no more of tables than is here.
-
-    Raises:
-      ValueError: there is no such shard.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=2)

@@ -116,10 +116,6 @@ class EmbeddingSpec:
       shards: S, a multiple of the number of devices.
       seed: of the initial rows.
 
-    Raises:
-      ValueError: a lookup names an unknown table or tables of several widths; a table without a
-        lookup; a stack of 2**31 rows or more.
-
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
     (0, 100, 110)
@@ -274,10 +270,9 @@ class Layout(Mapping[str, dict[str, Part]]):
 def check_row_optimizer(optimizer) -> RowOptimizer:
     """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
 
-    Raises:
-      ValueError: dense optimizers move every row at every step (momentum, weight decay, Adam's
-        moments), which would need a gradient of the size of the table; only optimizers that leave
-        untouched rows alone can be exact here.
+    Dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
+    need a gradient of the size of the table; only optimizers that leave untouched rows alone can be
+    exact here.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(
