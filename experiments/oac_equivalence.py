@@ -115,7 +115,7 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
     ]
 
 
-class EngineBase(BatchScheduler):
+class NotingScheduler(BatchScheduler):
     """Notes the watermark of each batch's gather."""
 
     def admit(self, number, epoch):
@@ -129,7 +129,7 @@ class EngineBase(BatchScheduler):
 class WatchedPipeline(Pipeline):
     """A pipeline whose gathers are noted."""
 
-    scheduler_type = EngineBase
+    scheduler_type = NotingScheduler
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:

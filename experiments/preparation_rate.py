@@ -165,7 +165,7 @@ def _write_text(path: Path, frames, separator: str, header: bool) -> None:
 def _write_parquet(path: Path, frames) -> None:
     import pyarrow.parquet
 
-    writer = None
+    writer: Any = None
     for frame in frames:
         table = frame.to_arrow()
         writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)

@@ -20,9 +20,6 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, 
       least, most: the bounds, both allowed.
       why: what the error says behind the rule, with its own ", " or ": ".
 
-    Raises:
-      ValueError: names the argument, its value and the rule.
-
     >>> whole_number("window", np.int64(3), least=0)
     3
     """
@@ -45,9 +42,6 @@ def real_number(name: str, value: Any, rule: str, fits: Callable[[Any], bool]) -
       value: what was given.
       rule: in words, and what it is for where that helps.
       fits: the rule as a function of the number; comparisons alone, so that a NaN does not fit.
-
-    Raises:
-      ValueError: names the argument, its value and the rule.
 
     >>> real_number("eta", 0.5, "above 0 and finite", is_positive)
     0.5

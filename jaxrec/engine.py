@@ -8,8 +8,6 @@ Legend: B batch, U padded unique rows per shard.
 """
 
 import contextlib
-import inspect
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +19,12 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Streams, in_pairs
+from jaxrec.prefetch import PlanPrefetcher, Streams
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, ShardsLost, TrainState
-from jaxrec.validate import check_is_state, check_not_donated
+from jaxrec.validate import check_not_donated
 
 
 class Engine(Protocol):
@@ -100,29 +99,21 @@ def note(error: BaseException, failures: Sequence[BaseException]) -> None:
     """Lets an error tell of failures of the engine beside it: a note each, and the failures in
     its context."""
     for failure in failures:
-        if _among(failure, _behind(error)):
+        known = _chain(error)
+        if failure in known:
             continue
         said = " ".join([f"{type(failure).__name__}: {failure!s:.300}", *getattr(failure, "__notes__", [])])
         error.add_note(f"the engine had a failure of its own: {said}")
-        if not _among(error, _behind(failure)):
-            last, seen = error, [error]
-            while last.__context__ is not None and not _among(last.__context__, seen):
-                last = last.__context__
-                seen.append(last)
-            last.__context__ = failure
+        if error not in _chain(failure):
+            known[-1].__context__ = failure
 
 
-def _behind(error):
-    """An error, and all causes and contexts behind it."""
+def _chain(error):
+    """An error, its cause or context, that of the latter, and so on."""
     found = [error]
-    for known in found:  # it grows
-        more = [other for other in (known.__cause__, known.__context__) if other is not None]
-        found += [other for other in more if not _among(other, found)]
+    while (error := error.__cause__ or error.__context__) is not None and error not in found:
+        found.append(error)
     return found
-
-
-def _among(error, errors):
-    return any(other is error for other in errors)
 
 
 class Cut(NamedTuple):
@@ -139,15 +130,11 @@ class CutSchedule:
         self._to_come: dict[int, Cut] = {}
 
     def announce(self, step: int, now: int, cut: Cut) -> None:
-        """Keeps a cut for a step behind that of now.
+        """Keeps a cut for a step after that of now.
 
         Raises:
-          ValueError: the step lies behind, or has a cut already; no whole number, no function, an unknown word.
+          ValueError: the step is committed, or has a cut already.
         """
-        if not isinstance(step, int | np.integer) or not callable(cut.save):
-            raise ValueError(f"cut(step={step!r:.80}, save={cut.save!r:.80}) wants a whole number and a function.")
-        if cut.unreached not in ("warn", "ignore"):
-            raise ValueError(f"unreached={cut.unreached!r} must be 'warn' or 'ignore'.")
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
@@ -198,50 +185,15 @@ class CutSchedule:
 MOST_TRIES = 8
 
 
-def check_hooks(hooks: Any) -> tuple[Callable, ...]:
-    """The hooks as a tuple, as they are called in every step and may come from a generator.
-
-    Raises:
-      ValueError: they are no functions.
-    """
-    once = (None,) if callable(hooks) or not isinstance(hooks, Iterable) else tuple(hooks)
-    if not all(map(callable, once)):
-        raise ValueError("hooks must be a list of functions (state, step, plan, metrics) -> state: hooks=[hook].")
-    return once
-
-
-def check_change(change: Any) -> None:
-    """Refuses what cannot change tables.
-
-    Raises:
-      ValueError: it is no function.
-    """
-    if not callable(change):
-        raise ValueError(f"exclusive wants a function (tables) -> tables, and was given a {type(change).__name__}.")
-
-
-def check_watcher(watcher: Any) -> None:
-    """Refuses what cannot be entered.
-
-    Raises:
-      ValueError: it is no context manager.
-    """
-    if not hasattr(watcher, "__enter__") or not hasattr(watcher, "__exit__"):
-        raise ValueError(f"enter wants a context manager, and was given a {type(watcher).__name__}.")
-
-
 def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) -> set[int]:
     """The shards that a hook wants lost.
 
     Raises:
-      ValueError: they are no numbers of shards; nothing runs.
+      ValueError: there is no such shard; nothing runs.
     """
-    try:
-        wanted = {operator.index(shard) for shard in shards}
-    except TypeError:
-        raise ValueError(f"lose wants the numbers of shards, as in [3], and was given {shards!r:.80}.") from None
-    if wrong := [shard for shard in wanted if shard not in range(spec.shards)]:
-        raise ValueError(f"shards {wrong} must lie between 0 and {spec.shards - 1}.")
+    wanted = set(shards)
+    for shard in wanted:
+        check_shard(spec, shard)
     if not running:
         raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
     return wanted
@@ -251,17 +203,6 @@ def notify_restarted(watchers: Iterable[Any], state: TrainState) -> None:
     """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
     for watcher in watchers:
         getattr(watcher, "restarted", lambda state: None)(state)
-
-
-def checked_capacity(spec: EmbeddingSpec, capacity: Mapping[str, int]) -> dict[str, int]:
-    """The capacities {stack: U} that plans begin with.
-
-    Raises:
-      ValueError: not one positive number for each stack.
-    """
-    if not isinstance(capacity, Mapping) or set(capacity) != set(spec.stacks):
-        raise ValueError(f"capacity={capacity!r:.200} must be one number for each of {list(spec.stacks)}, or None.")
-    return {name: whole_number(f"capacity[{name!r}]", number) for name, number in capacity.items()}
 
 
 class Losses:
@@ -395,13 +336,9 @@ class EngineBase:
 
         Returns:
           What its `__enter__` has returned.
-
-        Raises:
-          ValueError: outside of a `with` block, or no context manager.
         """
         if not self._within:
             raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
-        check_watcher(watcher)
         entered = self._entered.enter_context(watcher)
         self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered
@@ -511,7 +448,8 @@ class Serial(EngineBase):
       capacity: {stack: U} of the plans to begin with: `capacity_of` the last ones, if a run is to go on bit for bit.
 
     Whatever ends a run, the state is that of the last step committed, with what the last whole hook has returned; a
-    Ctrl-C or a SIGTERM waits for the commit. An iterator that comes again begins with what was taken and not trained.
+    Ctrl-C or a SIGTERM waits for the commit. The iterator of the run before, if it comes again, begins with what was
+    taken and not trained.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -528,8 +466,8 @@ class Serial(EngineBase):
 
     def __init__(self, state: TrainState, train_step: Callable, capacity: Mapping[str, int] | None = None):
         super().__init__()
-        self._state, self._train_step = _checked(state), train_step
-        self._capacity = None if capacity is None else checked_capacity(state.tables.spec, capacity)
+        check_not_donated(state)
+        self._state, self._train_step, self._capacity = state, train_step, capacity
         self._streams, self._cuts = Streams(), CutSchedule()
         self._losses, self._in_hook, self._alone = Losses(), False, False
         self._gone, self._lost = set[int](), set[int]()  # shards: of their home, and by the wish of a hook
@@ -563,7 +501,7 @@ class Serial(EngineBase):
         Raises:
           FloatingPointError: a loss is not finite; names the step.
           ShardsLost: shards were lost, and nobody who was entered can recover them.
-          ValueError: a run goes on; what comes is no Batch; as the step.
+          ValueError: a run goes on; as the step.
         """
         hooks, stream = self._check_run(hooks), self._streams.of(batches, patience_seconds=10.0)
         return self._hold(self._over_stream(stream, hooks, check_every_steps))
@@ -572,13 +510,12 @@ class Serial(EngineBase):
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
-        return self._hold(self._over_pairs(in_pairs(pairs), self._check_run(hooks), check_every_steps))
+        return self._hold(self._over_pairs(pairs, self._check_run(hooks), check_every_steps))
 
     def _check_run(self, hooks):
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
-        _check_step(self._train_step)
-        return check_hooks(hooks)
+        return tuple(hooks)  # which are called in every step, and may come from a generator
 
     def _over_stream(self, stream, hooks, check_every_steps):
         with PlanPrefetcher(stream, self.tables.spec, self._capacity) as ahead:
@@ -690,14 +627,13 @@ class Serial(EngineBase):
             again if it meets lost shards, when those who were entered have brought them back.
 
         Raises:
-          ValueError: it is no function, or returns no such tables, which changes nothing; one is at work already.
+          ValueError: it returns no such tables, which changes nothing; one is at work already.
           ShardsLost: shards were lost, and nobody who was entered can recover them.
         """
-        check_change(change)
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)
-        if not hasattr(changed, "on_shards") or changed.spec.digest != self._state.tables.spec.digest:
+        if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
         if not self.running:  # whoever changes them then answers for their shards
@@ -739,13 +675,11 @@ class Serial(EngineBase):
         """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
 
         Watchers that have `restarted(state)` are told before, and may refuse.
-
-        Raises:
-          ValueError: a run goes on; it is no state, was donated before, or is over tables of another spec.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the engine, first.")
-        if _checked(state).tables.spec.digest != self.tables.spec.digest:
+        check_not_donated(state)
+        if state.tables.spec.digest != self.tables.spec.digest:
             raise ValueError("reset to tables of another spec: make a new engine for them.")
         notify_restarted(self._watchers, state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
@@ -760,25 +694,3 @@ class Serial(EngineBase):
             except Exception as failure:
                 self._untold.append(failure)
         return self._take_untold()
-
-
-def _checked(state):
-    """A state that an engine can train."""
-    check_is_state(state)
-    check_not_donated(state)
-    return state
-
-
-def _check_step(train_step: Callable) -> None:
-    """Refuses what cannot take a step.
-
-    Raises:
-      ValueError: it does not take (state, plans, batch).
-    """
-    try:
-        inspect.signature(train_step).bind("state", "plans", "batch")
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"the train step {train_step!r:.200} must take (state, plans, batch): make it with `make_train_step`; an "
-            "update from `make_update` is for a Pipeline."
-        ) from None

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrec import metrics
 from jaxrec.bounds import whole_number
 from jaxrec.engine import Engine, Serial
-from jaxrec.prefetch import in_pairs, planned
+from jaxrec.prefetch import planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
@@ -53,14 +53,8 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
       The state after the last batch.
 
     Raises:
-      ValueError: the stream is no function.
       As `run` of the engine.
     """
-    if not callable(stream):
-        raise ValueError(
-            f"the stream is a {type(stream).__name__}: stream must be a function of the step, that gives the batches "
-            "from there on."
-        )
     while True:
         try:
             # The stream is asked for anew after a rollback, from the earlier step on: an iterator
@@ -94,7 +88,7 @@ def fit(
 
     Raises:
       FloatingPointError: a loss is not finite; names the range of steps and what to look at.
-      ValueError: what comes is no pair of a batch and its plan; as the step.
+      ValueError: as the step.
     """
     # An engine without a `with` block: nothing was entered, so that nothing has to be left.
     engine = Serial(state, train_step)
@@ -126,12 +120,11 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
 
     Raises:
       FloatingPointError: a logit is not finite; names the step of the state and the batch.
-      ValueError: labels other than 0 and 1; no examples; what comes is no pair of a batch and its
-        plan.
+      ValueError: labels other than 0 and 1; no examples.
     """
     # Sums that merge, no list of logits: an evaluation needs as much memory as one batch.
     total = metrics.empty_evaluation()
-    for number, (batch, plans) in enumerate(in_pairs(batches)):
+    for number, (batch, plans) in enumerate(batches):
         logit = np.asarray(eval_step(state, plans, batch))
         try:
             total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))

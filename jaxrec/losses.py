@@ -11,8 +11,7 @@ Figures are a dict, whose values go to the metrics as f32[]:
 - f32[B], one number for each example, is averaged as the loss is: by weight over the examples of a
   replica, then over replicas;
 - f32[] is taken for the mean over the examples of the device, and counts as much as these weigh.
-  Whatever is real counts as a number, booleans too. Other shapes and the names in RESERVED are
-  refused.
+  Other shapes and the names in RESERVED are refused.
 
 Variables are a dict, whose values replace params[name] after the optimizer: statistics that a model
 keeps. They are averaged over the devices of a replica by the weight of their examples. Each replica
@@ -64,20 +63,15 @@ def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
 def outcome_of(
     loss: Callable, params: PyTree, activations: dict[str, jax.Array], batch: Batch, rng: jax.Array | None = None
 ) -> Outcome:
-    """Calls a loss, with the key if there is one, and looks at what it returns.
-
-    Raises:
-      ValueError: the loss and the key do not fit; the loss is not one number for each example;
-        figures or variables that cannot be averaged, of a name that is taken, or of another shape
-        than the parameters.
-    """
+    """Calls a loss, with the key if there is one, and looks at what it returns."""
     check_rng(loss, rng is not None)
     found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
     several = isinstance(found, tuple) and len(found) in (2, 3)
     per_example, figures, variables = (*found, {})[:3] if several else (found, {}, {})
     check_per_example("loss", per_example, batch)
     _check_figures(figures, len(batch.weight))
-    _check_variables(variables, params)
+    for name, new in variables.items():
+        _check_variable(name, new, params[name])
     return Outcome(per_example, jax.tree.map(jnp.asarray, figures), variables)
 
 
@@ -167,30 +161,9 @@ def check_rng(function: Callable, keyed: bool) -> None:
     if not keyed and any(p.default is p.empty for p in named):
         raise ValueError(
             "the function wants a key, `rng`, and gets none: give make_train_step or make_update a "
-            "seed=0. Predictions and free trainers draw nothing: write `rng=None` there, and "
+            "seed=0. Predictions, free trainers and their emulation draw nothing: write `rng=None` there, and "
             "deterministic=True in Flax."
         )
-
-
-def check_draws_nothing(loss: Callable, who: str) -> None:
-    """Refuses a loss that wants a key where there is none to be had.
-
-    Args:
-      loss: of free trainers or of their emulation.
-      who: does not give a key, and why; the beginning of a sentence.
-
-    Raises:
-      ValueError: names the loss, the rule and the remedy.
-    """
-    try:
-        check_rng(loss, keyed=False)
-    except ValueError:
-        name = getattr(loss, "__name__", repr(loss))[:80]
-        raise ValueError(
-            f"the loss {name!r} wants a key, `rng`, but {who}: give it a default, `rng=None`, and draw "
-            "nothing then (deterministic=True in Flax), or train with make_train_step or make_update, "
-            "which take a seed for keys."
-        ) from None
 
 
 def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool = False) -> None:
@@ -201,73 +174,28 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
       found: what it returned.
       batch: Batch, a device's own part.
       only_first_axis: whether an example may have more than one number.
-
-    Raises:
-      ValueError: says what was found and what is wanted.
     """
     size, shape = len(batch.weight), getattr(found, "shape", None)
-    if shape is None:
-        more = "" if what == "predict" else ", or that and a dict of figures, or both and a dict of variables"
-        raise ValueError(f"{what} returned a {_kind(found)}, but one array f32[{size}] is wanted{more}.")
-    if shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
+    if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
+        kind = f"a {type(found).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
         raise ValueError(
-            f"{what} returned an array of shape {tuple(shape)} for {size} examples (of one "
-            f"device), but one number for each is wanted, f32[{size}]: take `[..., 0]` of an "
-            "nn.Dense(1), in logit and label alike, and leave the mean to the step, which weights "
-            "the examples."
+            f"{what} returned {kind} for {size} examples (of one device), but one number for each is wanted, "
+            f"f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the mean to the "
+            "step, which weights the examples. A loss may return it with a dict of figures, (f32, figures), or with "
+            "figures and variables."
         )
 
 
-def _kind(found):
-    return f"tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
-
-
 def _check_figures(figures, size):
-    if not isinstance(figures, dict) or not all(isinstance(name, str) for name in figures):
-        found = f"dict of {list(figures)!r:.100}" if isinstance(figures, dict) else type(figures).__name__
-        raise ValueError(f"beside its numbers the loss returned a {found}, but {{name: figure}} is wanted.")
     if taken := [name for name in RESERVED if name in figures]:
         raise ValueError(f"the loss returned figures named {taken}, which are the step's own: choose other names.")
     for name, value in figures.items():
-        kind = getattr(value, "dtype", None) or type(value).__name__
-        if not _is_real(value):
-            raise ValueError(f"the figure {name!r} is of {kind}, which has no mean: return real numbers.")
         if jnp.shape(value) not in ((), (size,)):
             raise ValueError(
                 f"the figure {name!r} has shape {jnp.shape(value)}, but a figure is one number for "
                 f"each example, f32[{size}] (of one device), or their mean, f32[]: give each "
                 "column a name of its own."
             )
-
-
-def _is_real(value):
-    if isinstance(value, (bool, int, float)):
-        return True
-    return (
-        hasattr(value, "dtype")
-        and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
-        and not (jnp.issubdtype(value.dtype, jnp.complexfloating))
-    )
-
-
-def _check_variables(variables, params):
-    if not variables and isinstance(variables, dict):
-        return
-    if not isinstance(variables, dict):
-        raise ValueError(f"the loss returned {type(variables).__name__} as variables: {{name: value}} is wanted.")
-    if type(params) is not dict:
-        raise ValueError(
-            f"the loss returned variables {list(variables)}, but the parameters are a "
-            f"{type(params).__name__}: put them into a dict, {{'params': ..., 'batch_stats': "
-            "...}, before init_state (flax.core.unfreeze)."
-        )
-    for name, new in variables.items():
-        if name not in params:
-            raise ValueError(
-                f"the loss returned a variable {name!r}, but the parameters have {list(params)}: "
-                "give init_state its initial value, too."
-            )
-        _check_variable(name, new, params[name])
 
 
 def _check_variable(name, new, old):

@@ -17,9 +17,6 @@ def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = N
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
 
-    Raises:
-      ValueError, FloatingPointError: as `evaluate_batch`; no example of weight above 0.
-
     >>> round(log_loss(np.zeros(2), np.array([0., 1.])), 4)
     0.6931
     """
@@ -33,9 +30,6 @@ def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray 
 
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
-
-    Raises:
-      ValueError, FloatingPointError: as `log_loss`.
     """
     logit, label, weight = _some_clicks(logit, label, weight)
     return log_loss(logit, label, weight) / _entropy(float(np.average(label, weights=weight)))
@@ -51,9 +45,6 @@ def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = 
 
     Returns:
       The AUC; NaN if one class is absent.
-
-    Raises:
-      ValueError, FloatingPointError: as `log_loss`.
 
     >>> exact_auc(np.array([.1, .4, .35, .8]), np.array([0, 0, 1, 1]))
     0.75
@@ -120,9 +111,6 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     Returns:
       auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy,
       calibration (mean prediction over label mean), label_mean, examples.
-
-    Raises:
-      ValueError: there is no example of weight above 0.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())

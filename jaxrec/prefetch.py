@@ -5,15 +5,16 @@ the caller's iterator, and what was taken from it and not trained.
 import collections
 import queue
 import threading
-import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
 
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import uninterrupted
 from jaxrec.types import Batch
-from jaxrec.validate import own_batch
 
 END = object()  # what `take` returns when the stream has ended
 
@@ -25,27 +26,24 @@ class _Raised(NamedTuple):
 
 
 class Stream:
-    """One iterator of batches; what a run took from it and did not train comes first in the next
-    run.
+    """An iterator of batches; what a run took from it and did not train comes first in the next run over it.
 
     Args:
       iterator: of Batch; `next` of it is called by one thread at a time, and may block.
     """
 
     def __init__(self, iterator: Iterator):
-        self.iterator: Any = iterator
-        self._weak = _weak(iterator)
+        self.iterator = iterator
         self.waiting: collections.deque = collections.deque()
         self.free = threading.Event()  # no planner is inside
         self.free.set()
 
     def take(self) -> Any:
         """The next batch, with arrays of its own; END when there is none."""
-        taken = self.waiting.popleft() if self.waiting else next(self.iterator, END)
+        taken: Any = self.waiting.popleft() if self.waiting else next(self.iterator, END)
         if isinstance(taken, _Raised):
             raise taken.error
-        # A loader may fill the same arrays again for the next batch.
-        return own_batch(taken) if isinstance(taken, Batch) else taken
+        return own_batch(taken)
 
     def give_back(self, taken: Any, first: bool = False) -> None:
         """What was taken and is not wanted any more, a batch or an error that the stream raised:
@@ -54,34 +52,15 @@ class Stream:
             put = self.waiting.appendleft if first else self.waiting.append
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
-    def rest(self) -> None:
-        """No run uses the stream: what waits is kept as long as somebody else keeps the
-        iterator."""
-        if self._weak is not None or (self.free.is_set() and not self.waiting):
-            self.iterator = None
-
-    def is_of(self, iterator: Iterator) -> bool:
-        """Whether it is the stream of this iterator; if so, it can be used again."""
-        if (self._weak() if self._weak is not None else self.iterator) is not iterator:
-            return False
-        self.iterator = iterator
-        return True
-
-    def may_come_back(self) -> bool:
-        """Whether it matters that somebody comes back with the iterator."""
-        return self._weak() is not None if self._weak is not None else bool(self.waiting) or not self.free.is_set()
-
 
 class Streams:
-    """The streams of a pipeline's runs that may come back: of iterators that live, and of those
-    that do not tell whether they live (of `map`, `zip`, a list) the last, and all of which batches
-    wait or in which a planner does."""
+    """The stream of an engine's last run, in case the next one is over the same iterator."""
 
     def __init__(self):
-        self._known: list[Stream] = []
+        self._last = Stream(iter(()))
 
     def of(self, batches: Iterable, patience_seconds: float) -> Stream:
-        """The stream of an iterable; the one of before, if it is the same iterator again.
+        """The stream of an iterable; that of the run before, if it is the same iterator again.
 
         Args:
           batches: an iterable of Batch.
@@ -89,30 +68,22 @@ class Streams:
             out of it.
 
         Raises:
-          ValueError: no iterable of batches; a planner that was left still waits inside the
-            iterator.
+          ValueError: a planner that was left still waits inside the iterator.
         """
-        if isinstance(batches, Batch):
-            raise ValueError("run wants an iterable of batches, and was given one Batch: run([batch]).")
-        try:
-            iterator = iter(batches)
-        except TypeError as error:
-            raise ValueError(f"run wants an iterable of Batch, and was given a {type(batches).__name__}.") from error
-        stream = next((known for known in self._known if known.is_of(iterator)), None) or Stream(iterator)
-        if not stream.free.wait(patience_seconds):
+        iterator = iter(batches)
+        if self._last.iterator is not iterator:
+            self._last = Stream(iterator)
+        if not self._last.free.wait(patience_seconds):
             raise ValueError(
                 "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
                 "first (nothing of it is lost then), or give another one."
             )
-        self._known = [*(known for known in self._known if known is not stream and known.may_come_back()), stream]
-        return stream
+        return self._last
 
 
-def _weak(iterator):
-    try:
-        return weakref.ref(iterator)
-    except TypeError:
-        return None
+def own_batch(batch: Batch) -> Batch:
+    """A batch with host arrays of its own, as a loader may fill the same arrays again for the next one."""
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 _AHEAD = 3  # batches, with the one that is in work
@@ -131,34 +102,17 @@ def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 
       (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
 
     Raises:
-      ValueError: as `plan`; what comes is no Batch.
+      ValueError: as `plan`.
     """
     return prefetch(_plan_each(spec, batches, capacity), depth)
 
 
 def _plan_each(spec, batches, capacity):
     for batch in batches:
-        batch = own_batch(_batch(batch, "`planned`"))  # plans run ahead, and a loader may fill the same arrays again
+        batch = own_batch(batch)
         plans = plan(spec, batch.ids, capacity)
         capacity = capacity_of(plans)
         yield batch, plans
-
-
-def _batch(batch, who):
-    if not isinstance(batch, Batch):
-        raise ValueError(f"{who} makes the plans itself from Batch after Batch, but got a {type(batch).__name__}.")
-    return batch
-
-
-def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
-    """The pairs of an iterable, each looked at before a step is given it."""
-    for pair in batches:
-        if isinstance(pair, Batch) or not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
-                "planned(spec, batches)."
-            )
-        yield pair
 
 
 class PlanPrefetcher:
@@ -173,7 +127,7 @@ class PlanPrefetcher:
       capacity: {stack: U} to begin with, or None.
     """
 
-    def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: dict[str, int] | None = None):
+    def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: Mapping[str, int] | None = None):
         self._stream, self._spec, self._capacity = stream, spec, capacity
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # Both are of C, and hold no lock that a Ctrl-C could leave held.
@@ -185,11 +139,7 @@ class PlanPrefetcher:
             self._room.put(None)
         stream.free.clear()
         self._thread = threading.Thread(target=self._plan_all, name="plan", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # the system gives no more threads
-            stream.free.set()
-            raise
+        self._thread.start()
 
     def __iter__(self) -> Iterator[tuple]:
         """Yields (Batch, {stack: Plan}); raises what the stream or a plan raised, in its place."""
@@ -223,12 +173,11 @@ class PlanPrefetcher:
                 for taken in reversed(self._taken):
                     self._stream.give_back(taken, first=True)
                 self._taken.clear()
-                self._stream.rest()
 
     def _plan_all(self):
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                plans = plan(self._spec, _batch(taken, "a run").ids, self._capacity)
+                plans = plan(self._spec, taken.ids, self._capacity)
                 self._capacity = capacity_of(plans)
                 self._made.put(((taken, plans), None))
             self._made.put((None, None))

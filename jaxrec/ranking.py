@@ -32,9 +32,6 @@ def group_auc(
     Returns:
       gauc (NaN if no group has both), groups, groups_counted, share_counted (of the weight).
 
-    Raises:
-      ValueError, FloatingPointError: as `exact_auc`; the shapes differ.
-
     >>> user = np.array(["a", "a", "b", "b", "c"])
     >>> found = group_auc(np.array([.9, .1, .2, .3, .5]), np.array([1, 0, 1, 0, 1]), user)
     >>> found["gauc"], found["groups"], found["groups_counted"]
@@ -84,9 +81,6 @@ def by_segment(
       {value as text: figures}, the largest segment first. A segment without examples of weight above 0 has none; the
       normalised entropy of one with a single class is NaN.
 
-    Raises:
-      ValueError, FloatingPointError: as `evaluate_batch`; the shapes differ.
-
     >>> found = by_segment(np.zeros(3), np.array([0., 1., 1.]), np.array(["old", "old", "new"]))
     >>> [(name, figures["examples"], round(figures["log_loss"], 3)) for name, figures in found.items()]
     [('old', 2, 0.693), ('new', 1, 0.693)]
@@ -123,9 +117,6 @@ def auc_interval(
 
     Returns:
       The AUC, and the lower and the upper end.
-
-    Raises:
-      ValueError, FloatingPointError: as `exact_auc`; a draw or a share that cannot be.
 
     >>> rng = np.random.default_rng(0)
     >>> label = rng.integers(0, 2, 400)
@@ -199,9 +190,6 @@ def gain_of_places(place: np.ndarray, at: Sequence[int] = (10, 100)) -> Mapping[
 
     Returns:
       {"recall_at_10": ..., "ndcg_at_10": ..., "mrr": ...}.
-
-    Raises:
-      ValueError: there is no query; a k or a place that cannot be.
 
     >>> {key: round(value, 3) for key, value in gain_of_places(np.array([0, 2, 30]), at=(1, 10)).items()}
     {'recall_at_1': 0.333, 'ndcg_at_1': 0.333, 'recall_at_10': 0.667, 'ndcg_at_10': 0.5, 'mrr': 0.455}

@@ -255,11 +255,9 @@ def init_state(
       TrainState; dense leaves have a leading axis of R replicas.
 
     Raises:
-      ValueError: not tables, no optax transformation or no mesh; tables that lie on another mesh.
+      ValueError: tables that lie on another mesh.
     """
     mesh = as_mesh(mesh)
-    validate.check_tables(tables)
-    validate.check_optimizer(optimizer)
     replicas = mesh.shape[REPLICA]
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),
@@ -292,13 +290,17 @@ def make_update(
 
     Raises:
       RuntimeError: XLA computes wrongly on this CPU, as it was not told to keep a faulty fusion off.
-      ValueError: the shards cannot be split over the mesh; an argument of another kind than wanted.
-        The function itself: batch, plan, rows and dense state do not fit the step or each other.
+      ValueError: the shards cannot be split over the mesh; the loss and the seed do not fit. The
+        function itself: batch, plan, rows and dense state do not fit the step or each other.
     """
     mesh = as_mesh(mesh)
     check_fusion(mesh.devices.flat[0].platform)
     seed = None if seed is None else checked_seed(seed)
-    _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
+    check_rng(loss, seed is not None)
+    check_split(spec.shards, mesh)
+    check_row_optimizer(row_optimizer)
+    if row_gradient not in ("sum", "mean"):
+        raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
     of_one_device = functools.partial(
         update,
         spec=spec,
@@ -322,22 +324,12 @@ def make_update(
     # looked at once for each compiled shape.
     def checked(dense, rows, plans, batch):
         validate.check_batch(spec, plans, batch, mesh.size)
-        validate.check_dense(dense, optimizer, mesh.shape[REPLICA])
+        validate.check_replicas(dense, mesh.shape[REPLICA])
         validate.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plans, batch)
 
     checked.mesh = mesh  # type: ignore[attr-defined]  # for a pipeline, which runs it on its own
     return checked
-
-
-def _check_arguments(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed):
-    validate.check_arguments(spec, loss)
-    check_rng(loss, seed is not None)
-    validate.check_optimizer(optimizer)
-    check_split(spec.shards, mesh)
-    check_row_optimizer(row_optimizer)
-    if row_gradient not in ("sum", "mean"):
-        raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
 
 
 def make_train_step(
@@ -405,7 +397,6 @@ def make_train_step(
 
     # One program, so that XLA writes the rows into the donated tables where they lie.
     def fused(state, plans, batch):
-        validate.check_layout(state.tables.layout, row_optimizer, spec)
         dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plans), plans, batch)
         return TrainState(dense, put_rows(state.tables, plans, rows)), metrics
 
@@ -424,11 +415,7 @@ def make_train_step(
             lost.done = TrainState(dense, state.tables), metrics
             raise
 
-    def refuse(state):
-        validate.check_dense(state.dense, optimizer, mesh.shape[REPLICA])
-        validate.check_placement(state, mesh)
-
-    return _looked_at(run, refuse, spec, mesh)
+    return _checked(run, spec, mesh)
 
 
 def _verbs(spec, mesh):
@@ -439,13 +426,13 @@ def _verbs(spec, mesh):
     return read, put
 
 
-def _looked_at(run, refuse, spec, mesh):
-    """A step as a user calls it: it looks at what it is given, and if JAX refuses it, where."""
+def _checked(run, spec, mesh):
+    """A step as a user calls it, which looks at what it is given."""
 
     def step(state, plans, batch):
         validate.check_state(spec, state)
         validate.check_batch(spec, plans, batch, mesh.size)
-        return validate.explained(lambda: run(state, plans, batch), lambda: refuse(state))
+        return run(state, plans, batch)
 
     return step
 
@@ -517,12 +504,11 @@ def make_eval_step(
       A function of TrainState, {stack: Plan} and Batch.
 
     Raises:
-      ValueError: an argument of another kind than wanted. The step itself: as that of
-        `make_train_step`; a prediction that is not one number for each example.
+      ValueError: the shards cannot be split over the mesh; no such replica. The step itself: as that
+        of `make_train_step`; a prediction that is not one number for each example.
     """
     mesh = as_mesh(mesh)
     check_fusion(mesh.devices.flat[0].platform)
-    validate.check_arguments(spec, predict)
     check_rng(predict, keyed=False)
     check_split(spec.shards, mesh)
     if not 0 <= replica < mesh.shape[REPLICA]:
@@ -549,7 +535,7 @@ def make_eval_step(
             return of_tables(state.dense.params, state.tables, plans, batch)
         return of_rows(state.dense.params, state.tables.read(plans), plans, batch)
 
-    return _looked_at(run, lambda state: validate.check_placement(state, mesh), spec, mesh)
+    return _checked(run, spec, mesh)
 
 
 def run_hooks(

@@ -1,7 +1,8 @@
 """Servers of shards in this process, that die when a test says so, and the successors of the dead."""
 
+from in_process import InProcess
+
 from jaxrec.embedding import RemoteTables
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.servers import ShardServer, deal
 
 

@@ -257,17 +257,6 @@ def test_a_loss_that_is_not_finite_is_refused_by_its_step(make):
 
 
 @each
-def test_what_comes_in_place_of_a_batch_is_refused(make):
-    with make() as engine:
-        for given in ([batch_at(0), (batch_at(1), {})], [batch_at(0), None]):
-            with pytest.raises(ValueError, match="got a (tuple|NoneType)"):
-                list(engine.run(given))
-        for never in (batch_at(0), 3):
-            with pytest.raises(ValueError, match="run wants an iterable"):
-                list(engine.run(never))
-
-
-@each
 def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
     with make() as engine:
         running = engine.run(stream_from(0))

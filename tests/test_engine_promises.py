@@ -55,14 +55,10 @@ def test_the_cut_of_a_step_is_saved_though_a_hook_of_it_failed(make):
 
 
 @each
-def test_hooks_from_a_generator_run_at_every_step_and_one_that_is_no_function_is_refused(make):
+def test_hooks_from_a_generator_run_at_every_step(make):
     seen = []
     hooks = [lambda state, step, *_: (seen.append(step), state)[1]]
     with make() as engine:
-        for wrong in (hooks[0], None, [3]):
-            with pytest.raises(ValueError, match=r"hooks=\[hook\]"):
-                list(engine.run(stream_from(0), wrong))
-        assert engine.step == 0
         list(engine.run(stream_from(0, 3), iter(hooks)))
     assert seen == [1, 2, 3]
 
@@ -142,11 +138,10 @@ def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost
 
 
 @each
-def test_a_change_that_is_none_or_returns_none_or_lies_within_another_is_refused_and_loses_nothing(make):
+def test_a_change_that_returns_none_or_lies_within_another_is_refused_and_loses_nothing(make):
     with make() as engine:
         list(engine.run(stream_from(0, 2)))
         for wrong, words in (
-            (None, "wants a function"),
             (lambda tables: None, "returned a NoneType"),
             (lambda tables: engine.exclusive(lambda same: same), "within `exclusive`"),
         ):
@@ -163,9 +158,8 @@ def test_shards_that_are_none_are_not_lost(make):
         engine.enter(Watcher(engine, []))
         with pytest.raises(ValueError, match="nothing runs"):
             engine.lose([1])
-        for wrong, words in (([1, 4], r"shards \[4\] must lie"), (3, "and was given 3"), ("one", "numbers of shards")):
-            with pytest.raises(ValueError, match=words):
-                list(engine.run(stream, [lambda state, *_, wrong=wrong: engine.lose(wrong)]))
+        with pytest.raises(ValueError, match="shard=4 must be"):
+            list(engine.run(stream, [lambda state, *_: engine.lose([1, 4])]))
         list(engine.run(stream))
     assert same(bits(engine.state), plain(12)[0])
 
@@ -188,8 +182,6 @@ def test_watchers_are_entered_within_a_block_whose_end_leaves_them_once_whatever
     engine, events = make(), []
     with pytest.raises(ValueError, match="within `with"):
         engine.enter(Watcher(engine, events))
-    with pytest.raises(ValueError, match="context manager"), engine:
-        engine.enter(print)
     with engine:
         engine.enter(Watcher(engine, events))
         with engine:  # an inner block leaves nobody
@@ -225,9 +217,8 @@ def test_only_a_state_over_tables_of_the_same_spec_takes_the_place_of_another(ma
         list(engine.run(stream_from(0, 3)))
         home = HostTables if engine.tables.in_place else DeviceTables
         wrong = jaxrec.init_state({"w": jnp.ones(4)}, DENSE, home.create(other, ROWS))
-        for state, words in ((3, "state is a int"), (wrong, "another spec")):
-            with pytest.raises(ValueError, match=words):
-                engine.reset(state)
+        with pytest.raises(ValueError, match="another spec"):
+            engine.reset(wrong)
         list(engine.run(stream_from(3)))
     assert same(bits(engine.state), plain(12)[0])
 
@@ -311,18 +302,6 @@ def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again(
         engine.exclusive(emptied)
         list(engine.run(stream))
     assert engine.step == 12
-
-
-def test_what_is_no_state_or_no_step_is_refused_before_the_first_batch():
-    with pytest.raises(ValueError, match="state is a function, but a TrainState"):
-        Serial(STEP, fresh("host"))
-    stream = stream_from(0)
-    for wrong in (UPDATE, None):
-        with pytest.raises(ValueError, match="must take .state, plans, batch.: make it with `make_train_step`"):
-            list(Serial(fresh("host"), wrong).run(stream))
-    assert next(stream).label is not None
-    with pytest.raises(ValueError, match="stream must be a function of the step"):
-        train(Serial(fresh("host"), STEP), [batch_at(0)])
 
 
 def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_go_round_for_ever(tmp_path):

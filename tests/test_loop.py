@@ -79,14 +79,3 @@ def test_an_evaluation_that_is_not_finite_names_step_and_batch(bad):
     logits = iter([np.zeros(2), np.array([0.5, bad])])
     with pytest.raises(FloatingPointError, match=f"after step 7, in its batch 1: 1 of 2 logits .* is {bad}: the model"):
         loop.evaluate(state_at(7), [(batch, None)] * 2, lambda *_: next(logits))
-
-
-def test_pairs_of_a_batch_and_its_plan_are_wanted():
-    batch = Batch({}, None, np.ones(1), np.ones(1))
-    for run in (
-        lambda pairs: loop.fit(state_at(0), pairs, counting_step([0.1])),
-        lambda pairs: loop.evaluate(state_at(0), pairs, lambda *_: np.zeros(1)),
-    ):
-        for pair in (batch, (batch,), (batch, None, 3), [batch, None]):
-            with pytest.raises(ValueError, match="pair is wanted, got a .*planned"):
-                run([pair])

@@ -12,6 +12,7 @@ import pytest
 from fleets import Fleet, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import InProcess
 from over_pipes import OverPipe
 from strategies import chosen, draw_ids, examples, specs
 from studies.deaths import Late, Log, NotingPipeline, NotingSerial, of_losses
@@ -25,7 +26,6 @@ from world import loss, until
 from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from in_process import InProcess
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.servers import (
     ANY,
     OldWrite,

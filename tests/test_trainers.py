@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_process import InProcess
 from test_places import InThread
 from world import is_inside, until
 
@@ -14,7 +15,6 @@ from jaxrec.cluster.places import MeetingPlace
 from jaxrec.cluster.trainers import PatientTables, Stream, TrainerProcess, Work
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.shadowsync import FreeStep, model_averaging, train_stretch

@@ -4,7 +4,7 @@
 Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` are three homes of
 that one interface, whose verbs are `read`, `put` and `add`. `lookup` numbers rows and turns them
 into activations, and `optimizers` step them. `embedding_matrix` copies a table out of
-any home. Remote rows are with `servers`, of which `in_process` has some for a test.
+any home. Remote rows are with `servers`.
 """
 
 from jaxrec.embedding.device import DeviceTables

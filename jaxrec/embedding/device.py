@@ -17,7 +17,15 @@ import numpy as np
 
 from jaxrec.embedding.lookup import bucket
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
-from jaxrec.embedding.tables import RowIds, check_parts, check_shard, empty_parts, fill_initial, initial_rows
+from jaxrec.embedding.tables import (
+    RowIds,
+    check_parts,
+    check_shard,
+    empty_parts,
+    fill_initial,
+    fitting_parts,
+    initial_rows,
+)
 from jaxrec.sharding import SPLIT, as_mesh, check_split, shardings
 from jaxrec.types import Plan, RowOptimizer, Rows
 
@@ -50,10 +58,6 @@ class DeviceTables:
           spec: the tables.
           row_optimizer: decides the slots.
           mesh: from `jaxrec.sharding.make_mesh`; one device if None.
-
-        Raises:
-          ValueError: the shards cannot be split over the devices; not a row optimizer; not such a
-            mesh.
         """
         mesh, layout = as_mesh(mesh), spec.layout(row_optimizer)
         check_split(spec.shards, mesh)
@@ -85,9 +89,9 @@ class DeviceTables:
         slots = {name: dict(tables) for name, tables in self.slots.items()}
         for name, plan in plans.items():
             where = self._where(name, plan)
-            self._check_rows(name, plan, rows[name])
-            value[name] = write(value[name].at[where], rows[name].value)
-            for slot, new in rows[name].slots.items():
+            parts = fitting_parts(self, name, plan, rows[name])
+            value[name] = write(value[name].at[where], parts.pop("value"))
+            for slot, new in parts.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)
         return dataclasses.replace(self, value=value, slots=slots)
 
@@ -127,7 +131,7 @@ class DeviceTables:
 
     def reset_shard(self, stack: str, shard: int) -> "DeviceTables":
         """Tables whose rows of one shard are initial ones; these are donated."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         parts = empty_parts(self.spec.stacks[stack], self.layout[stack])
         fill_initial(self.spec, self.layout, stack, shard, parts)
         return self.with_shard(stack, shard, parts)
@@ -136,19 +140,8 @@ class DeviceTables:
         """Nothing of these tables outlives the process, so that nothing need be said."""
         return contextlib.nullcontext(self)
 
-    def _check_rows(self, name, plan, rows):
-        # Else rows would be broadcast over the table, and slots that are missing stay as they are.
-        tables = {"value": self.value[name], **self.slots[name]}
-        found = {part: array.shape for part, array in {"value": rows.value, **rows.slots}.items()}
-        wanted = {part: (*plan.unique.shape, table.shape[-1]) for part, table in tables.items()}
-        if found != wanted:
-            raise ValueError(
-                f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
-                "with one plan and one row optimizer."
-            )
-
     def _where(self, name: str, plan: Plan):
-        if name not in self.value or len(plan.unique) != len(self.value[name]):
+        if len(plan.unique) != len(self.value[name]):
             raise ValueError(
                 f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
                 f"{self.spec.shards}: plan with their own spec."

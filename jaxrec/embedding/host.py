@@ -109,6 +109,21 @@ def is_untorn(steps: np.ndarray) -> bool:
     return bool((steps == steps[0, 0]).all())
 
 
+@contextlib.contextmanager
+def torn_within(spec: EmbeddingSpec, steps: np.ndarray, shards: Sequence[int] | None, step: int | None) -> Iterator:
+    """Within it some shards count as torn, and after it they stand at a step; as `Tables.overwriting`.
+
+    Raises:
+      ValueError: there is no such shard, or a negative step; nothing was marked.
+    """
+    chosen = chosen_shards(spec, shards)
+    if step is not None:
+        whole_number("step", step, 0)
+    steps[chosen, 0] = steps[chosen, 1] + 1
+    yield
+    steps[chosen] = steps[:, 1].max() if step is None else step
+
+
 def _check_whole(directory, steps):
     if not is_untorn(steps):
         begun, done = steps.T
@@ -312,19 +327,11 @@ class HostTables:
         Raises:
           ValueError: there is no such shard, or a negative step; nothing was marked.
         """
-        chosen = chosen_shards(self.spec, shards)
-        if step is not None:
-            whole_number("step", step, 0)
-        self.steps[chosen, 0] = self.steps[chosen, 1] + 1
-        yield self
-        self.steps[chosen] = self.steps[:, 1].max() if step is None else step
+        with torn_within(self.spec, self.steps, shards, step):
+            yield self
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots into fresh arrays; padding reads zero.
-
-        Raises:
-          ValueError: the plans were made with another spec.
-        """
+        """Gathers the planned rows and slots into fresh arrays; padding reads zero."""
         return {name: self._read_stack(name, *used_rows(self, name, plan)) for name, plan in plans.items()}
 
     def _read_stack(self, name, unique, count):
@@ -425,7 +432,7 @@ class HostTables:
 
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
         """Gives all rows of one shard their initial values and slots; returns the same tables."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
 

@@ -47,8 +47,6 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
     >>> plan(spec, {'item': np.array([7, 9, 7])})['width_4'].inverse['item'].tolist()
     [0, 1, 0]
     """
-    if not isinstance(spec, EmbeddingSpec):
-        raise ValueError(f"spec is a {type(spec).__name__}, but an EmbeddingSpec is wanted: plan(spec, batch.ids).")
     spec.check_ids(ids)
     if capacity is not None and (set(capacity) != set(spec.stacks) or min(capacity.values()) < 1):
         raise ValueError(f"capacity={capacity!r:.200} must be one positive number for each of {list(spec.stacks)}.")

@@ -41,10 +41,6 @@ def sgd(learning_rate: Rate) -> RowOptimizer:
     Args:
       learning_rate: lr, a float or a schedule.
 
-    Raises:
-      ValueError: the rate is no number of at least 0 and no function; later, the schedule gives no
-        number.
-
     >>> import optax
     >>> update = sgd(optax.linear_schedule(0.5, 0.0, transition_steps=10)).update
     >>> [float(update(jnp.ones(1), jnp.zeros(1), {}, step)[0][0]) for step in (0, 5, 10)]
@@ -66,9 +62,6 @@ def adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> Row
       learning_rate: lr, a float or a schedule.
       initial_accumulator_value: value of a for a row never touched.
       eps: added to the root; 1e-8 as in FBGEMM.
-
-    Raises:
-      ValueError: as `sgd`.
     """
     _check(learning_rate)
 
@@ -89,9 +82,6 @@ def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8
       learning_rate: lr, a float or a schedule.
       initial_accumulator_value: value of a for a row never touched.
       eps: added to the root; 1e-8 as in FBGEMM.
-
-    Raises:
-      ValueError: as `sgd`.
     """
     _check(learning_rate)
 
@@ -110,9 +100,6 @@ def momentum_sgd(learning_rate: Rate, momentum: float = 0.9, nesterov: bool = Fa
       learning_rate: lr, a float or a schedule.
       momentum: share of the velocity that stays at each touch of a row, from 0 to below 1.
       nesterov: look one step ahead.
-
-    Raises:
-      ValueError: as `sgd`; the momentum is outside of its bounds.
     """
     _check(learning_rate)
     momentum = _share("momentum", momentum)
@@ -138,9 +125,6 @@ def lazy_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0)
       b1, b2: share of the first and second moment that stays at each touch, from 0 to below 1.
       eps: added to the root.
       weight_decay: decoupled, as in AdamW (Loshchilov and Hutter, ICLR 2019); 0 or more.
-
-    Raises:
-      ValueError: as `sgd`; a number is outside of its bounds.
     """
     return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: width, lambda squares: squares)
 
@@ -151,9 +135,6 @@ def rowwise_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0
 
     Args:
       learning_rate, b1, b2, eps, weight_decay: as for `lazy_adam`.
-
-    Raises:
-      ValueError: as `lazy_adam`.
     """
     mean = lambda squares: jnp.mean(squares, axis=-1, keepdims=True)
     return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: 1, mean)
@@ -195,9 +176,6 @@ def ftrl(learning_rate: Rate, beta=1.0, l1=0.0, l2=0.0) -> RowOptimizer:
       learning_rate: lr (alpha in the paper), a float or a schedule.
       beta: makes the first steps shorter, 0 or more.
       l1, l2: penalties, 0 or more.
-
-    Raises:
-      ValueError: as `sgd`; a number is outside of its bounds.
     """
     _check(learning_rate)
     beta, l1, l2 = _least_zero("beta", beta), _least_zero("l1", l1), _least_zero("l2", l2)
@@ -227,9 +205,6 @@ def with_weight_decay(optimizer: RowOptimizer, rate: float) -> RowOptimizer:
       optimizer: a RowOptimizer.
       rate: 0 or more; CTR models of BARS use 1e-6 to 1e-4.
 
-    Raises:
-      ValueError: the rate is no number of at least 0; it is no row optimizer.
-
     >>> optimizer = with_weight_decay(sgd(1.0), 0.1)
     >>> optimizer.update(jnp.array([[1.0], [0.0]]), jnp.array([[10.0], [10.0]]), {}, 0)[0].tolist()
     [[8.0], [10.0]]
@@ -252,9 +227,6 @@ def with_clipping(optimizer: RowOptimizer, largest_norm: float) -> RowOptimizer:
     Args:
       optimizer: a RowOptimizer.
       largest_norm: of the gradient of a row, summed over the batch; above 0.
-
-    Raises:
-      ValueError: the norm is no number above 0; it is no row optimizer.
 
     >>> optimizer = with_clipping(sgd(1.0), 5.0)
     >>> optimizer.update(jnp.array([[6.0, 8.0], [0.0, 1.0]]), jnp.zeros((2, 2)), {}, 0)[0].tolist()

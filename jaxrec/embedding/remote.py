@@ -9,7 +9,6 @@ Legend: S shards, P servers, U padded unique rows per shard, C rows of a message
 """
 
 import contextlib
-import functools
 import itertools
 import time
 import uuid
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.embedding.host import is_untorn
+from jaxrec.embedding.host import is_untorn, torn_within
 from jaxrec.embedding.servers import (
     ANY,
     WRITES,
@@ -52,129 +51,6 @@ class Connection:
 
     def __str__(self) -> str:
         return "the successor" if self.place is None else f"server {self.place} (incarnation {self.incarnation})"
-
-
-class Links:
-    """The servers of some tables, each with its shards.
-
-    Args:
-      servers: ways to P servers.
-      shards: S, each of which one of the servers has.
-      check: raises ValueError if what a server says of itself, `ServerInfo`, does not fit the tables; called with how
-        an error names the server.
-      timeout_s, client, incarnation, tries: as for `RemoteTables`.
-    """
-
-    def __init__(
-        self, servers: Sequence[Server], shards: int, check: Callable[[ServerInfo, str], None], timeout_s: float,
-        client: str | None, incarnation: int, tries: int,
-    ):  # fmt: skip
-        real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
-        self._timeout_s, self._tries, self._check = timeout_s, whole_number("tries", tries), check
-        self._client, self._token = client or uuid.uuid4().hex, uuid.uuid4().hex
-        self._incarnation, self._closed = whole_number("incarnation", incarnation), False
-        links = [Connection(place, server) for place, server in enumerate(_checked_servers(servers))]
-        self._greet(links)
-        self.all = _with_each_shard_once(links, shards)
-
-    def of(self, shard: int) -> Connection:
-        """The one whose server has a shard."""
-        return next(link for link in self.all if shard in link.shards)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The shards whose servers are gone, without a successor so far."""
-        return tuple(sorted(shard for link in self.all if link.lost for shard in link.shards))
-
-    def ask(self, verb: str, messages: Mapping[Connection, tuple]) -> dict[Connection, Any]:
-        """Sends a message to each of some servers, and waits for all answers.
-
-        Args:
-          verb: of `ShardServer`.
-          messages: {link: arguments}.
-
-        Raises:
-          ShardsLost: some of them are gone; all others have done their part.
-          Whatever a server has raised, when all others have done their part.
-        """
-        self.refuse_closed()
-        answers = self._exchange(verb, {link: args for link, args in messages.items() if not link.lost})
-        for link, found in answers.items():
-            if isinstance(found, _LOST):
-                link.lost = link.lost or f"{link} {_said(found)}"
-        errors = [found for found in answers.values() if isinstance(found, Exception) and not isinstance(found, _LOST)]
-        if errors:
-            raise errors[0]
-        if lost := [link for link in messages if link.lost]:
-            for link in lost:
-                link.told = True
-            raise ShardsLost([s for link in lost for s in link.shards], "; ".join(link.lost for link in lost))
-        return answers
-
-    def _exchange(self, verb, messages):
-        """{link: answer or error} of messages that are sent at once."""
-        calls = {link: _Call(link, verb, self._sender(verb, link), args) for link, args in messages.items()}
-        start, waiting = time.monotonic(), list(calls.values())
-        for attempt in range(1, self._tries + 1):
-            end = start + self._timeout_s * attempt / self._tries
-            waiting = [call for call in waiting if not call.has_answer(max(0.0, end - time.monotonic()))]
-            if attempt < self._tries:
-                for call in waiting:
-                    call.send()
-        for call in waiting:
-            call.found = TimeoutError(f"has not answered {verb} within {self._timeout_s:g} s")
-        return {link: call.found for link, call in calls.items()}
-
-    def _sender(self, verb, link):
-        number = next(link.numbers) if verb in WRITES else 0
-        return Sender(self._client, self._incarnation, link.incarnation, number)
-
-    def _greet(self, links):
-        about = self._exchange("hello", {link: (self._token,) for link in links})
-        for link, found in about.items():
-            if isinstance(found, _LOST):
-                raise type(found)(f"{link} {_said(found)}")
-            if isinstance(found, BaseException):
-                raise found
-            link.shards, link.incarnation = tuple(found.shards), found.incarnation
-            self._check(found, str(link))
-
-    def mark_lost(self, shards: Iterable[int], why: str) -> None:
-        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises."""
-        for link in {self.of(shard) for shard in shards}:
-            link.lost = link.lost or f"{link} is gone: {why}"
-
-    def replace(self, server: Server) -> None:
-        """As `RemoteTables.replace`."""
-        self.refuse_closed()
-        link = Connection(None, server)
-        self._greet([link])
-        before = next((old for old in self.all if set(old.shards) == set(link.shards)), None)
-        if before is None:
-            known = [list(old.shards) for old in self.all]
-            raise ValueError(f"the successor has the shards {list(link.shards)}, but the servers have {known}.")
-        if not before.told:
-            state = "is lost, but no call has raised ShardsLost for it yet" if before.lost else "is not lost"
-            raise ValueError(
-                f"{before} {state}: its successor would set rows back in silence. Say that it is dead by "
-                "mark_lost(shards, why), and replace it when an engine asks to recover the shards."
-            )
-        if link.incarnation <= before.incarnation:
-            raise ValueError(
-                f"the successor of {before} has incarnation {link.incarnation}: start it with a higher one, so "
-                "that nobody takes the one for the other."
-            )
-        link.place = before.place
-        self.all = [link if old is before else old for old in self.all]
-
-    def close(self) -> None:
-        """Nothing is sent from here on."""
-        self._closed = True
-
-    def refuse_closed(self) -> None:
-        """Raises ValueError behind `close`."""
-        if self._closed:
-            raise ValueError("these tables are closed: make others over the servers.")
 
 
 class _Call:
@@ -209,17 +85,6 @@ class _Call:
         except Exception as error:
             self.found = error
         return True
-
-
-def _checked_servers(servers):
-    given = list(servers) if isinstance(servers, Iterable) else []
-    wrong = [type(server).__name__ for server in given if not callable(getattr(server, "call", None))]
-    if not given or wrong:
-        raise ValueError(
-            f"servers={servers!r:.80} must be a list of ways to servers, at least one, each with `call(verb, sender, "
-            "*args)`, such as InProcess(ShardServer(...))."
-        )
-    return given
 
 
 def _with_each_shard_once(links, shards):
@@ -267,17 +132,21 @@ class RemoteTables:
       ServerGone, TimeoutError: a server does not answer.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
-    >>> from jaxrec.embedding.in_process import InProcess
     >>> from jaxrec.embedding.servers import ShardServer, deal
+    >>> class Here(ShardServer):  # a way to itself: no message travels
+    ...     def call(self, verb, sender, *args):
+    ...         answer = Future()
+    ...         answer.set_result(self.answer(verb, sender, *args))
+    ...         return answer
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=4)
-    >>> servers = [InProcess(ShardServer(spec, spec.layout(sgd(0.1)), shards)) for shards in deal(4, 2)]
+    >>> servers = [Here(spec, spec.layout(sgd(0.1)), shards) for shards in deal(4, 2)]
     >>> tables = RemoteTables(spec, sgd(0.1), servers, timeout_s=60)
     >>> tables.step, tables.lost
     (0, ())
-    >>> servers[1].kill()
+    >>> tables.mark_lost([3], 'its machine was taken away')
     >>> tables.reset_shard('width_4', 3)
     Traceback (most recent call last):
-    jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: ...
+    jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: its machine was taken away
     """
 
     in_place: ClassVar[bool] = True
@@ -288,10 +157,15 @@ class RemoteTables:
         self, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: Sequence[Server], timeout_s: float = 60.0,
         client: str | None = None, incarnation: int = 1, tries: int = 1,
     ):  # fmt: skip
+        real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
         self.spec, self.layout = spec, spec.layout(row_optimizer)
         self.steps = np.zeros((spec.shards, 2), np.int64)
-        check = functools.partial(_check_about, spec, self.layout)
-        self._links = Links(servers, spec.shards, check, timeout_s, client, incarnation, tries)
+        self._timeout_s, self._tries, self._closed = timeout_s, whole_number("tries", tries), False
+        self._client, self._token = client or uuid.uuid4().hex, uuid.uuid4().hex
+        self._incarnation = whole_number("incarnation", incarnation)
+        links = [Connection(place, server) for place, server in enumerate(servers)]
+        self._greet(links)
+        self._links = _with_each_shard_once(links, spec.shards)
 
     @property
     def step(self) -> int | None:
@@ -301,7 +175,7 @@ class RemoteTables:
     @property
     def lost(self) -> tuple[int, ...]:
         """The shards whose servers are gone, without a successor so far."""
-        return self._links.lost
+        return tuple(sorted(shard for link in self._links if link.lost for shard in link.shards))
 
     @contextlib.contextmanager
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["RemoteTables"]:
@@ -314,12 +188,8 @@ class RemoteTables:
         Raises:
           ValueError: there is no such shard, or a negative step; nothing was marked.
         """
-        chosen = chosen_shards(self.spec, shards)
-        if step is not None:
-            whole_number("step", step, 0)
-        self.steps[chosen, 0] = self.steps[chosen, 1] + 1
-        yield self
-        self.steps[chosen] = self.steps[:, 1].max() if step is None else step
+        with torn_within(self.spec, self.steps, shards, step):
+            yield self
 
     # ---- the verbs
 
@@ -337,7 +207,7 @@ class RemoteTables:
             name: {part: np.zeros((*unique.shape, one.width), np.float32) for part, one in self.layout[name].items()}
             for name, (unique, _) in used.items()
         }
-        for link, stacks in self._links.ask("read", messages).items():
+        for link, stacks in self._ask("read", messages).items():
             for name, parts in stacks.items():
                 for part, rows in parts.items():
                     for shard, mine in zip(messages[link][0], rows, strict=True):
@@ -358,7 +228,7 @@ class RemoteTables:
         messages = self._messages(chosen, work)
         self.steps[chosen, 0] += 1
         try:
-            self._links.ask("put", messages)
+            self._ask("put", messages)
         except ShardsLost as lost:  # which stay torn until they are overwritten
             self.steps[[shard for shard in chosen if shard not in lost.shards], 1] += 1
             raise
@@ -379,13 +249,13 @@ class RemoteTables:
             new, before = parts_on_host(self, name, plan, rows), parts_on_host(self, name, plan, old)
             # Half of what would travel; the servers add it, with the bits of `HostTables.add`.
             work[name] = (*used_rows(self, name, plan), {part: new[part] - before[part] for part in new})
-        self._links.ask("add", self._messages(chosen_shards(self.spec, shards), work))
+        self._ask("add", self._messages(chosen_shards(self.spec, shards), work))
         return self
 
     def _messages(self, shards, work):
         """{link: (shards, {stack: Piece})} of {stack: (unique, count, parts)}; only for who has rows among them."""
         found, wanted = {}, set(shards)
-        for link in self._links.all:
+        for link in self._links:
             mine = [shard for shard in link.shards if shard in wanted]
             pieces = {name: _piece(mine, *of) for name, of in work.items() if of[1][mine].any()}
             if pieces:
@@ -406,13 +276,13 @@ class RemoteTables:
         }
 
     def _look(self, stack, shard, part, where):
-        link = self._links.of(shard)
-        return self._links.ask("shard", {link: (stack, shard, part, where)})[link]
+        link = self._of(shard)
+        return self._ask("shard", {link: (stack, shard, part, where)})[link]
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
         """Runs function(stack, shard, parts, *args) for every shard, at its server."""
         found: dict[tuple[str, int], Any] = {}
-        for results in self._links.ask("on_shards", dict.fromkeys(self._links.all, (function, *args))).values():
+        for results in self._ask("on_shards", dict.fromkeys(self._links, (function, *args))).values():
             found |= results
         return {(name, shard): found[name, shard] for name in self.spec.stacks for shard in range(self.spec.shards)}
 
@@ -420,10 +290,10 @@ class RemoteTables:
         """Copies picked rows to the host."""
         messages: dict[Connection, tuple[dict]] = {}
         for (name, shard), ids in rows.items():
-            check_shard(self.spec, name, shard)
-            messages.setdefault(self._links.of(shard), ({},))[0][name, shard] = np.asarray(ids)
+            check_shard(self.spec, shard)
+            messages.setdefault(self._of(shard), ({},))[0][name, shard] = np.asarray(ids)
         found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
-        for taken in self._links.ask("take", messages).values():
+        for taken in self._ask("take", messages).values():
             found |= taken
         return {key: {part: np.array(held) for part, held in found[key].items()} for key in rows}
 
@@ -431,13 +301,13 @@ class RemoteTables:
         """Overwrites the first rows of one shard, as many as are given; returns the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         whole = {part: np.ascontiguousarray(rows) for part, rows in parts.items()}
-        self._links.ask("with_shard", {self._links.of(shard): (stack, int(shard), whole)})
+        self._ask("with_shard", {self._of(shard): (stack, int(shard), whole)})
         return self
 
     def reset_shard(self, stack: str, shard: int) -> "RemoteTables":
         """Gives all rows of one shard their initial values and slots; returns the same tables."""
-        check_shard(self.spec, stack, shard)
-        self._links.ask("reset_shard", {self._links.of(shard): (stack, int(shard))})
+        check_shard(self.spec, shard)
+        self._ask("reset_shard", {self._of(shard): (stack, int(shard))})
         return self
 
     def change_shard(self, shard: int, function: Callable[..., Any], *args) -> "RemoteTables":
@@ -447,23 +317,17 @@ class RemoteTables:
           shard: the one that the function may change.
           function: picklable; what it returns is dropped.
           args: picklable.
-
-        Raises:
-          ValueError: there is no such shard.
         """
-        check_shard(self.spec, next(iter(self.spec.stacks)), shard)
-        self._links.ask("change", {self._links.of(shard): (function, int(shard), *args)})
+        check_shard(self.spec, shard)
+        self._ask("change", {self._of(shard): (function, int(shard), *args)})
         return self
 
     # ---- servers that are lost
 
     def mark_lost(self, shards: Iterable[int], why: str) -> None:
-        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises.
-
-        Raises:
-          ValueError: there is no such shard.
-        """
-        self._links.mark_lost(chosen_shards(self.spec, list(shards)), why)
+        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises."""
+        for link in {self._of(shard) for shard in chosen_shards(self.spec, list(shards))}:
+            link.lost = link.lost or f"{link} is gone: {why}"
 
     def replace(self, server: Server) -> None:
         """Takes the successor of a server that is lost; its rows are used from here on as they are.
@@ -478,14 +342,95 @@ class RemoteTables:
             or no call has raised `ShardsLost` for it yet: then rows would be set back without anybody's knowledge.
           ServerGone, TimeoutError: it does not answer.
         """
-        self._links.replace(server)
+        self._refuse_closed()
+        link = Connection(None, server)
+        self._greet([link])
+        before = next((old for old in self._links if set(old.shards) == set(link.shards)), None)
+        if before is None:
+            known = [list(old.shards) for old in self._links]
+            raise ValueError(f"the successor has the shards {list(link.shards)}, but the servers have {known}.")
+        if not before.told:
+            state = "is lost, but no call has raised ShardsLost for it yet" if before.lost else "is not lost"
+            raise ValueError(
+                f"{before} {state}: its successor would set rows back in silence. Say that it is dead by "
+                "mark_lost(shards, why), and replace it when an engine asks to recover the shards."
+            )
+        if link.incarnation <= before.incarnation:
+            raise ValueError(
+                f"the successor of {before} has incarnation {link.incarnation}: start it with a higher one, so "
+                "that nobody takes the one for the other."
+            )
+        link.place = before.place
+        self._links = [link if old is before else old for old in self._links]
 
     def close(self) -> None:
         """Ends the use of these tables; the servers go on."""
-        self._links.close()
+        self._closed = True
+
+    def _refuse_closed(self):
+        if self._closed:
+            raise ValueError("these tables are closed: make others over the servers.")
+
+    # ---- messages
+
+    def _of(self, shard: int) -> Connection:
+        """The one whose server has a shard."""
+        return next(link for link in self._links if shard in link.shards)
+
+    def _ask(self, verb: str, messages: Mapping[Connection, tuple]) -> dict[Connection, Any]:
+        """Sends a message to each of some servers, and waits for all answers.
+
+        Args:
+          verb: of `ShardServer`.
+          messages: {link: arguments}.
+
+        Raises:
+          ShardsLost: some of them are gone; all others have done their part.
+          Whatever a server has raised, when all others have done their part.
+        """
+        self._refuse_closed()
+        answers = self._exchange(verb, {link: args for link, args in messages.items() if not link.lost})
+        for link, found in answers.items():
+            if isinstance(found, _LOST):
+                link.lost = link.lost or f"{link} {_said(found)}"
+        errors = [found for found in answers.values() if isinstance(found, Exception) and not isinstance(found, _LOST)]
+        if errors:
+            raise errors[0]
+        if lost := [link for link in messages if link.lost]:
+            for link in lost:
+                link.told = True
+            raise ShardsLost([s for link in lost for s in link.shards], "; ".join(link.lost for link in lost))
+        return answers
+
+    def _exchange(self, verb, messages):
+        """{link: answer or error} of messages that are sent at once."""
+        calls = {link: _Call(link, verb, self._sender(verb, link), args) for link, args in messages.items()}
+        start, waiting = time.monotonic(), list(calls.values())
+        for attempt in range(1, self._tries + 1):
+            end = start + self._timeout_s * attempt / self._tries
+            waiting = [call for call in waiting if not call.has_answer(max(0.0, end - time.monotonic()))]
+            if attempt < self._tries:
+                for call in waiting:
+                    call.send()
+        for call in waiting:
+            call.found = TimeoutError(f"has not answered {verb} within {self._timeout_s:g} s")
+        return {link: call.found for link, call in calls.items()}
+
+    def _sender(self, verb, link):
+        number = next(link.numbers) if verb in WRITES else 0
+        return Sender(self._client, self._incarnation, link.incarnation, number)
+
+    def _greet(self, links):
+        for link, found in self._exchange("hello", {link: (self._token,) for link in links}).items():
+            if isinstance(found, _LOST):
+                raise type(found)(f"{link} {_said(found)}")
+            if isinstance(found, BaseException):
+                raise found
+            link.shards, link.incarnation = tuple(found.shards), found.incarnation
+            _check_about(self.spec, self.layout, found, str(link))
 
     def __repr__(self) -> str:
-        return f"RemoteTables(of {self.spec.shards} shards at {len(self._links.all)} servers)"
+        return f"RemoteTables(of {self.spec.shards} shards at {len(self._links)} servers)"
 
     def __reduce__(self):
         raise TypeError("RemoteTables cannot be pickled, their rows live elsewhere: save an image, or make others.")

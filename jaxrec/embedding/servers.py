@@ -100,9 +100,6 @@ WRITES = (*IN_ORDER, "add")
 def deal(shards: int, servers: int) -> list[list[int]]:
     """The shards of each server: few servers, each with many.
 
-    Raises:
-      ValueError: there are more servers than shards, or none.
-
     >>> deal(5, 2)
     [[0, 2, 4], [1, 3]]
     """
@@ -126,9 +123,6 @@ class ShardServer:
     All rows are initial ones at first. Who takes a place may fill them before the first message, as
     `restore_shard(path, server, shard)` does, which asks for no more of tables than is here.
 
-    Raises:
-      ValueError: there is no such shard, or one is given twice, or none at all; not a spec or a layout of it.
-
     >>> from jaxrec.embedding import Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=2)
     >>> server = ShardServer(spec, spec.layout(sgd(0.1)), shards=[1])
@@ -141,7 +135,8 @@ class ShardServer:
     """
 
     def __init__(self, spec: EmbeddingSpec, layout: Layout, shards: Sequence[int], incarnation: int = 1):
-        _check_made(spec, layout, shards)
+        for shard in shards:
+            check_shard(spec, shard)
         self.incarnation = whole_number("incarnation", incarnation)
         self.spec, self.layout, self.shards = spec, layout, tuple(int(shard) for shard in shards)
         self._parts: dict[tuple[str, int], Parts] = {
@@ -281,7 +276,7 @@ class ShardServer:
 
     def _shard(self, stack: str, shard: int, part: str, index: Any) -> np.ndarray:
         """What an index gives of one part of the rows of a shard, [V / S, width]."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         self._check_mine([shard])
         return self._parts[stack, shard][part][index]
 
@@ -305,7 +300,7 @@ class ShardServer:
 
     def reset_shard(self, stack: str, shard: int) -> "ShardServer":
         """Gives all rows of a shard their initial values; as that of `Tables`."""
-        check_shard(self.spec, stack, shard)
+        check_shard(self.spec, shard)
         self._check_mine([shard])
         fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
         return self
@@ -363,18 +358,6 @@ class _Client:
         while self._below + 1 in self._above:
             self._below += 1
             self._above.remove(self._below)
-
-
-def _check_made(spec, layout, shards):
-    if not isinstance(spec, EmbeddingSpec) or not isinstance(layout, Layout) or set(layout) != set(spec.stacks):
-        raise ValueError(
-            f"a server is made of an EmbeddingSpec and its layout, spec.layout(row_optimizer), but was given a "
-            f"{type(spec).__name__} and a {type(layout).__name__}."
-        )
-    if not len(shards) or len(set(shards)) < len(shards):
-        raise ValueError(f"shards={list(shards)} must be at least one, each of them once.")
-    for shard in shards:
-        check_shard(spec, next(iter(spec.stacks)), shard)
 
 
 def _check_local(name, shard, local, spec):

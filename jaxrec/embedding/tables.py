@@ -130,36 +130,22 @@ class Tables(Protocol):
         """
 
     def reset_shard(self, stack: str, shard: int) -> Self:
-        """Tables whose rows of one shard are initial ones, with slots as if never touched.
-
-        Raises:
-          ValueError: there is no such shard.
-        """
+        """Tables whose rows of one shard are initial ones, with slots as if never touched."""
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
         """Within it whole shards are replaced; a home whose rows outlive the process says so on its
         files."""
 
 
-def check_shard(spec: EmbeddingSpec, stack: str, shard: int) -> None:
-    """Refuses a shard that there is not: a negative one would be counted from the end, one that is too large dropped.
-
-    Raises:
-      ValueError: the stack or the shard is none of the spec's.
-    """
-    if stack not in spec.stacks:
-        raise ValueError(f"stack {stack!r} is none of {list(spec.stacks)}.")
+def check_shard(spec: EmbeddingSpec, shard: int) -> None:
+    """Refuses a shard that there is not: a negative one would be counted from the end, a large one dropped."""
     if not isinstance(shard, int | np.integer) or not 0 <= shard < spec.shards:
         raise ValueError(f"shard={shard!r} must be a whole number from 0 to {spec.shards - 1}.")
 
 
 def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, parts: Mapping[str, Any]) -> None:
-    """Refuses rows that do not fit a shard, which would be broadcast over it, or leave it half changed.
-
-    Raises:
-      ValueError: there is no such shard; parts are missing, unknown, or of other shapes.
-    """
-    check_shard(spec, stack, shard)
+    """Refuses rows that do not fit a shard, which would be broadcast over it, or leave it half changed."""
+    check_shard(spec, shard)
     most, found = spec.stacks[stack].rows_per_shard, {name: np.shape(rows) for name, rows in parts.items()}
     given = min([most, *(shape[0] for shape in found.values() if shape)])
     if found != {name: (given, part.width) for name, part in layout[stack].items()}:
@@ -171,27 +157,15 @@ def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, par
 
 
 def chosen_shards(spec: EmbeddingSpec, shards: Sequence[int] | None) -> list[int]:
-    """Some shards as a list, all if None.
-
-    Raises:
-      ValueError: there is no such shard.
-    """
-    if shards is None:
-        return list(range(spec.shards))
-    wrong = [shard for shard in shards if not 0 <= shard < spec.shards]
-    if wrong:
-        raise ValueError(f"shards {wrong} must lie between 0 and {spec.shards - 1}.")
-    return list(shards)  # a tuple would be an index of several axes
+    """Some shards as a list, all if None."""
+    chosen = list(range(spec.shards) if shards is None else shards)  # a tuple would be an index of several axes
+    for shard in chosen:
+        check_shard(spec, shard)
+    return chosen
 
 
 def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked.
-
-    Raises:
-      ValueError: the plan was made with another spec.
-    """
-    if name not in tables.layout:
-        raise ValueError(f"a plan for {name!r}, but the tables have {list(tables.layout)}: plan with their own spec.")
+    """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked."""
     unique, rows = np.asarray(plan.unique), tables.spec.stacks[name].rows
     count = np.minimum(np.asarray(plan.count), unique.shape[1])
     if len(unique) != tables.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
@@ -202,15 +176,9 @@ def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.nda
     return unique, count
 
 
-def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows]) -> dict[str, np.ndarray]:
-    """{'value' or slot: f32[S, U, width]} on the host, of the shapes that the tables take.
-
-    Raises:
-      ValueError: rows of other shapes, or none of this stack.
-    """
-    if name not in rows or not isinstance(rows[name], Rows):
-        raise ValueError(f"rows for {list(rows)} as Rows(value, slots) are wanted, {name!r} among them.")
-    parts = {"value": np.asarray(rows[name].value), **{k: np.asarray(v) for k, v in rows[name].slots.items()}}
+def fitting_parts(tables: Tables, name: str, plan: Plan, rows: Rows) -> dict[str, Array]:
+    """{'value' or slot: f32[S, U, width]} of the rows of one stack, of the shapes that the tables take."""
+    parts = {"value": rows.value, **rows.slots}
     found = {part: array.shape for part, array in parts.items()}
     wanted = {part: (*plan.unique.shape, one.width) for part, one in tables.layout[name].items()}
     if found != wanted:
@@ -219,6 +187,11 @@ def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows
             "with one plan and one row optimizer."
         )
     return parts
+
+
+def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows]) -> dict[str, np.ndarray]:
+    """`fitting_parts` as numpy arrays."""
+    return {part: np.asarray(array) for part, array in fitting_parts(tables, name, plan, rows[name]).items()}
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
@@ -304,11 +277,7 @@ def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
 
 
 def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
-    """The stack that holds a table, and its first row there and that behind its last.
-
-    Raises:
-      ValueError: there is no such table.
-    """
+    """The stack that holds a table, and its first row there and that behind its last."""
     if not isinstance(table, str) or table not in spec.tables:
         known = list(spec.tables)
         raise ValueError(f"table {table!r:.80} is none of the {len(known)} of the spec: {str(known)[:300]}.")

@@ -171,7 +171,6 @@ class Threads(NamedTuple):
 
 def state_itself(state) -> TrainState:
     """A state whose tables can be read, with the tables themselves."""
-    validate.check_is_state(state)
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."

@@ -29,9 +29,6 @@ from jaxrec.engine import (
     Cut,
     EngineBase,
     caught,
-    check_change,
-    check_hooks,
-    checked_capacity,
     checked_shards,
     first,
     note,
@@ -136,9 +133,8 @@ class Pipeline(EngineBase):
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._steps = self.device_step_type(update, options, self.tables, mesh, state.dense)
-        sizes = None if capacity is None else checked_capacity(spec, capacity)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
-        self._stages = Stages(self.tables, options, self._steps, mesh.size, *transfers, sizes)
+        self._stages = Stages(self.tables, options, self._steps, mesh.size, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
@@ -188,9 +184,8 @@ class Pipeline(EngineBase):
 
         Args:
           batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what
-            is committed, and copied. An iterator that an earlier run has left begins with what was
-            taken from it and not trained; what was taken from one that cannot be watched (`map`,
-            `zip`) is kept as long as the pipeline.
+            is committed, and copied. The iterator that the run before has left begins with what was
+            taken from it and not trained.
           hooks: (state, step, plans, metrics) -> state, run in batch order by the thread that
             iterates; they may change the values of the dense state.
           check_every_steps: how often the losses are fetched and checked; they are, too, at the end
@@ -212,7 +207,7 @@ class Pipeline(EngineBase):
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
         check_every_steps = whole_number("check_every_steps", check_every_steps)
-        once = check_hooks(hooks)
+        once = tuple(hooks)
         self._refuse()
         return self._hold(self._iterate(self._streams.of(batches, self.patience_seconds), once, check_every_steps))
 
@@ -363,11 +358,10 @@ class Pipeline(EngineBase):
             lost shards, when watchers have brought them back.
 
         Raises:
-          ValueError: `change` is no function, or returns other tables; one is at work already.
+          ValueError: `change` returns other tables; one is at work already.
           ShardsLost: shards were lost, and no watcher can recover them.
           As `drain`, and whatever `change` raises: what was changed until then stays.
         """
-        check_change(change)
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)

@@ -315,7 +315,7 @@ class Stages:
 
     def __init__(
         self, tables: HostTables, options: PipelineOptions, steps: DeviceStep, devices: int, send: Callable,
-        fetch: Callable, placement: Mapping, capacity: dict[str, int] | None = None,
+        fetch: Callable, placement: Mapping, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.options, self.devices = tables, options, devices
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None

@@ -133,7 +133,6 @@ class Workers:
         self.stream.waiting.extendleft(reversed(left))
         if not self.threads:  # no thread could be started, so none will say so
             self.stream.free.set()
-        self.stream.rest()
         self.stages.items, self.threads = {}, []
 
     def _wait(self, asked, patience_seconds):

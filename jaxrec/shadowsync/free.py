@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import CutSchedule, EngineBase, check_change, check_hooks, notify_restarted
+from jaxrec.engine import CutSchedule, EngineBase, notify_restarted
 from jaxrec.interrupts import raise_again, uninterrupted
 from jaxrec.prefetch import END, Stream, Streams
 from jaxrec.shadowsync.group import SyncGroup
@@ -155,24 +155,21 @@ class FreeTrainers(EngineBase):
         """
         if self.running:
             raise ValueError("these trainers are running: exhaust or close the iterator of the run before.")
-        hooks = check_hooks(hooks)
+        hooks = tuple(hooks)
         self._check_whole()
         return self._hold(self._over(self._streams.of(batches, patience_seconds=10.0), hooks))
 
     def _over(self, stream, hooks):
-        try:
-            over = False
-            while not over:
-                splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
-                metrics = self._stretch(splitter)
-                if splitter.taken:
-                    self._run_hooks(hooks, metrics)
-                    yield self._state, metrics
-                if splitter.error is not None:
-                    raise splitter.error
-                over = splitter.over
-        finally:
-            stream.rest()
+        over = False
+        while not over:
+            splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
+            metrics = self._stretch(splitter)
+            if splitter.taken:
+                self._run_hooks(hooks, metrics)
+                yield self._state, metrics
+            if splitter.error is not None:
+                raise splitter.error
+            over = splitter.over
 
     def _stretch(self, splitter) -> dict[str, Any]:
         """Trains until all rest; a signal that comes meanwhile is heard when the state is whole."""
@@ -251,9 +248,8 @@ class FreeTrainers(EngineBase):
         """Replaces the tables by change(tables), all trainers at rest; in a hook, or between two runs.
 
         Raises:
-          ValueError: no function, or one that returns no HostTables of the same spec, which changes nothing.
+          ValueError: it returns no HostTables of the same spec, which changes nothing.
         """
-        check_change(change)
         changed = change(self.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")

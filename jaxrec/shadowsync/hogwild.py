@@ -30,7 +30,7 @@ import optax
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import DeviceTables, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.losses import check_draws_nothing
+from jaxrec.losses import check_rng
 from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
@@ -230,7 +230,7 @@ def make_events(
       ValueError: the loss wants a key. The first program, when it is traced: the loss returns
         variables.
     """
-    check_draws_nothing(loss, "the emulation gives none, and its own seed is that of the order of events")
+    check_rng(loss, keyed=False)
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}

@@ -35,7 +35,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
-from jaxrec.losses import check_draws_nothing
+from jaxrec.losses import check_rng
 from jaxrec.shadowsync.params import replica_spread
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import PeerLeft
@@ -70,7 +70,7 @@ class FreeStep:
         optimizer: optax.GradientTransformation,
         row_optimizer: RowOptimizer,
     ):
-        check_draws_nothing(loss, "free trainers apply gradients in any order, and give none")
+        check_rng(loss, keyed=False)
         self.spec, self.optimizer = spec, optimizer
         self.capacity: dict[str, int] | None = None
         self._lock = threading.Lock()  # of the capacities

@@ -13,7 +13,7 @@ from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import situation
-from jaxrec import loop, metrics, validate
+from jaxrec import loop, metrics
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.types import RowOptimizer, Rows, Slot
 
@@ -62,17 +62,7 @@ def train(batch=None, plan=None, state=None, step=None):
 # ---- a batch that is none
 
 
-@situation("weight None", ValueError, "weight is a NoneType.*np.ones")
-def _(directory):
-    train(pair_batch(weight=None))
-
-
-@situation("weight as a list", ValueError, "weight is a list.*np.ones")
-def _(directory):
-    train(pair_batch(weight=[1.0] * 8))
-
-
-@situation("weight with an axis more", ValueError, r"weight is a array of shape \(8, 1\)")
+@situation("weight with an axis more", ValueError, r"weight has shape \(8, 1\), but f32\[B\]")
 def _(directory):
     train(pair_batch(weight=np.ones((8, 1), np.float32)))
 
@@ -98,7 +88,7 @@ def _(directory):
     eval_step()(state_of(), jaxrec.plan(SPEC, batch.ids), batch)
 
 
-@situation("an empty batch", ValueError, "a batch without examples")
+@situation("an empty batch", ValueError, "at least one example")
 def _(directory):
     train(pair_batch(0))
 
@@ -108,29 +98,14 @@ def _(directory):
     train(pair_batch(label=np.ones(7, np.float32)))
 
 
-@situation("labels as a list", ValueError, "label is a list or a float.*np.asarray")
-def _(directory):
-    train(pair_batch(label=[0.0, 1.0] * 4))
-
-
-@situation("labels as text", ValueError, "label is a array of <U1, but an array of numbers")
-def _(directory):
-    train(pair_batch(label=np.array(list("01010101"))))
-
-
 @situation("dense features of another length", ValueError, r"dense has shape \(3, 2\)")
 def _(directory):
     train(pair_batch(dense=np.ones((3, 2), np.float32)))
 
 
-@situation("ids as a list", ValueError, r"ids\['pair'\] are a list, but an array.*np.asarray")
+@situation("ragged ids", ValueError, "are object, but ids are integers.*pad bags of several lengths with -1")
 def _(directory):
-    jaxrec.plan(SPEC, {"pair": [[1, 2], [3, 4]]})
-
-
-@situation("ragged ids", ValueError, "are a ndarray of objects.*padded with -1")
-def _(directory):
-    jaxrec.plan(SPEC, {"pair": np.array([[1, 2], [3]], dtype=object)})
+    jaxrec.plan(SPEC, {"pair": np.array([[[1, 2], [3]]], dtype=object)})
 
 
 @situation("float ids, as a CSV reader gives them", ValueError, "are float64, but ids are integers")
@@ -146,22 +121,6 @@ def _(directory):
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
 
 
-class Series:
-    """What pandas and torch give: it has a shape and a dtype, and is no array."""
-
-    dtype, shape = np.dtype(np.int64), (8, 2)
-
-
-@situation("ids of a data frame", ValueError, r"ids\['pair'\] are a Series, but an array is wanted: np.asarray")
-def _(directory):
-    jaxrec.plan(SPEC, {"pair": Series()})
-
-
-@situation("labels of a data frame", ValueError, "label is a list or a Series, but an array")
-def _(directory):
-    train(pair_batch(label=Series()))
-
-
 @situation("ids in another lookup", ValueError, r"ids for \['pairs'\], but the spec has lookups \['pair'\]")
 def _(directory):
     jaxrec.plan(SPEC, {"pairs": pair_batch().ids["pair"]})
@@ -170,16 +129,6 @@ def _(directory):
 @situation("columns in the wrong order", ValueError, "ids of lookups .* are outside their tables")
 def _(directory):
     jaxrec.plan(SPEC, {"pair": np.array([[8, 39]])})
-
-
-@situation("plan of a batch instead of its ids", ValueError, "ids are a Batch.*give `batch.ids`")
-def _(directory):
-    jaxrec.plan(SPEC, pair_batch())
-
-
-@situation("plan with spec and ids swapped", ValueError, "spec is a dict, but an EmbeddingSpec")
-def _(directory):
-    jaxrec.plan(pair_batch().ids, SPEC)
 
 
 @situation("a capacity of another stack", ValueError, "capacity=.* must be one positive number for each of")
@@ -224,7 +173,7 @@ def _(directory):
     train(plan=jaxrec.plan(other, pair_batch().ids))
 
 
-@situation("a plan of another number of shards", ValueError, "is not of this spec")
+@situation("a plan of another number of shards", ValueError, "2 shards, but the batch has .* and the spec 4 shards")
 def _(directory):
     other = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
     train(plan=jaxrec.plan(other, pair_batch().ids))
@@ -233,18 +182,6 @@ def _(directory):
 @situation("a plan that has dropped rows", ValueError, "has dropped rows: .* in a shard of capacity 1")
 def _(directory):
     train(plan=jaxrec.embedding.host_plan(SPEC, pair_batch().ids, {"width_4": 1}))
-
-
-@situation("state and plan swapped", ValueError, "state is a dict, but a TrainState")
-def _(directory):
-    batch = pair_batch()
-    train_step()(jaxrec.plan(SPEC, batch.ids), state_of(), batch)
-
-
-@situation("plan and batch swapped", ValueError, "batch is a dict, but a jaxrec.Batch")
-def _(directory):
-    batch = pair_batch()
-    train_step()(state_of(), batch, jaxrec.plan(SPEC, batch.ids))
 
 
 def _used_twice(home):
@@ -291,24 +228,6 @@ def _(directory):
     train(step=train_step(rows=sgd(0.1)))
 
 
-@situation("another optax chain", ValueError, "optimizer state is .*ScaleByRssState.*wants ScaleByAdamState")
-def _(directory):
-    train(state=state_of(dense=optax.adagrad(0.1)))
-
-
-@situation("another optax chain of equal tuples", ValueError, "optimizer state is .*TraceState.*wants ScaleByRssState")
-def _(directory):
-    dense = optax.sgd(0.1, momentum=0.9), optax.adagrad(0.1)
-    train(state=state_of(dense=dense[0]), step=train_step(dense=dense[1]))
-
-
-@situation("parameters of another model than the optimizer's state", ValueError, "the optimizer state is")
-def _(directory):
-    state = state_of()
-    params = {**state.dense.params, "kernel": np.zeros((1, 2, 2), np.float32)}
-    train(state=state._replace(dense=state.dense._replace(params=params)))
-
-
 @situation("host tables of another spec", ValueError, "made with another spec than the step")
 def _(directory):
     other = EmbeddingSpec({"user": Table(30, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
@@ -321,28 +240,6 @@ def _(directory):
     train(state=state_of("device", spec=other))
 
 
-@situation(
-    "a spec in place of the tables", ValueError, "tables are a EmbeddingSpec: make them with DeviceTables.create"
-)
-def _(directory):
-    jaxrec.init_state(PARAMS, DENSE, SPEC)
-
-
-@situation("the row optimizer in place of the dense one", ValueError, "dense optimizer is a RowOptimizer")
-def _(directory):
-    jaxrec.make_train_step(SPEC, pair_loss, ROWS, ROWS)
-
-
-@situation("no dense optimizer", ValueError, "the dense optimizer None is no optax transformation")
-def _(directory):
-    jaxrec.make_train_step(SPEC, pair_loss, None, ROWS)
-
-
-@situation("an optimizer that was not called", ValueError, "is no optax transformation: give optax.adam")
-def _(directory):
-    jaxrec.init_state(PARAMS, optax.adam, HostTables.create(SPEC, ROWS))
-
-
 @situation("tables with an optax transformation", ValueError, "is not a RowOptimizer")
 def _(directory):
     HostTables.create(SPEC, DENSE, directory / "tables")
@@ -353,20 +250,10 @@ def _(directory):
     DeviceTables.create(SPEC, DENSE)
 
 
-@situation("parameters in place of a prediction", ValueError, "a dict was given where a function.*model.apply")
-def _(directory):
-    jaxrec.make_eval_step(SPEC, PARAMS)
-
-
-@situation("tables in place of a spec", ValueError, "spec is a HostTables, but an EmbeddingSpec")
-def _(directory):
-    jaxrec.make_train_step(HostTables.create(SPEC, ROWS), pair_loss, DENSE, ROWS)
-
-
 # ---- meshes
 
 
-@situation("130 examples on 4 devices", ValueError, "weight has 130 rows, which 4 devices cannot share.*pad with")
+@situation("130 examples on 4 devices", ValueError, "a batch has 130 rows, which 4 devices cannot share.*pad with")
 def _(directory):
     step, mesh = train_step(devices=4), jaxrec.make_mesh(devices=jax.devices()[:4])
     train(pair_batch(130), state=state_of("device", mesh=mesh), step=step)
@@ -377,9 +264,7 @@ def _(directory):
     jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS, jaxrec.make_mesh(devices=jax.devices()[:4])))
 
 
-@situation(
-    "the mesh forgotten in init_state and the tables", ValueError, "dense state lies on 1 devices.*give one mesh to"
-)
+@situation("the mesh forgotten in init_state and the tables", ValueError, "does not match the sharding.*'data': 4")
 def _(directory):
     train(state=state_of("device"), step=train_step(devices=4))
 
@@ -393,15 +278,7 @@ def _(directory):
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
 
 
-@situation("a mesh set by jax.set_mesh", ValueError, r"jax.set_mesh has set a mesh {'x': 2}.*leave its block")
-def _(directory):
-    batch = pair_batch()
-    step = jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)  # not compiled yet
-    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
-        train(batch, step=step)
-
-
-@situation("the mesh forgotten in the step", ValueError, "lies on 4 devices.*mesh of 1 devices")
+@situation("the mesh forgotten in the step", ValueError, "does not match the sharding.*'data': 1")
 def _(directory):
     train(state=state_of("device", mesh=jaxrec.make_mesh(devices=jax.devices()[:4])))
 
@@ -411,13 +288,13 @@ def _(directory):
     jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS), jaxrec.make_mesh(devices=jax.devices()[:4]))
 
 
-@situation("the mesh forgotten in an evaluation", ValueError, "lies on 4 devices.*mesh of 1 devices")
+@situation("the mesh forgotten in an evaluation", ValueError, "does not match the sharding.*'data': 1")
 def _(directory):
     batch, mesh = pair_batch(), jaxrec.make_mesh(devices=jax.devices()[:4])
     eval_step()(state_of("device", mesh=mesh), jaxrec.plan(SPEC, batch.ids), batch)
 
 
-@situation("one replica in the state, two in the step", ValueError, r"first axis of \[\(1,\)\], but .* 2 replicas")
+@situation("one replica in the state, two in the step", ValueError, r"'replica': 2(?s:.*)evenly divide")
 def _(directory):
     state = state_of(mesh=jaxrec.make_mesh(1, jax.devices()[:2]))
     train(state=state, step=train_step(replicas=2, devices=2))
@@ -434,19 +311,9 @@ def _(directory):
     jaxrec.make_eval_step(SPEC, pair_predict, replica=1)
 
 
-@situation("no mesh at all", ValueError, "the mesh is 4, but one over")
-def _(directory):
-    jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS, mesh=4)
-
-
 @situation("a mesh with axes of other names", ValueError, r"the mesh has the axes \('batch',\), but one over")
 def _(directory):
     jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS), jax.make_mesh((2,), ("batch",)))
-
-
-@situation("a number of devices for a list of them", ValueError, r"devices=4 must be a list.*jax.devices\(\)\[:4\]")
-def _(directory):
-    jaxrec.make_mesh(devices=4)
 
 
 @situation("more devices than shards", ValueError, "4 shards cannot be split over 8 devices")
@@ -488,21 +355,6 @@ def _(directory):
 
 
 # ---- loops and metrics
-
-
-@situation("fit on batches without plans", ValueError, r"pair is wanted, got a Batch: iterate over planned\(spec")
-def _(directory):
-    loop.fit(state_of(), [pair_batch()], train_step())
-
-
-@situation("evaluate on batches without plans", ValueError, "pair is wanted, got a Batch")
-def _(directory):
-    loop.evaluate(state_of(), [pair_batch()], eval_step())
-
-
-@situation("batches planned twice", ValueError, "makes the plans itself from Batch after Batch, but got a tuple")
-def _(directory):
-    list(loop.planned(SPEC, loop.planned(SPEC, [pair_batch()])))
 
 
 @situation("an iterator that was used up before", ValueError, "no example .* used up before")
@@ -569,11 +421,6 @@ def _(directory):
 # ---- specs
 
 
-@situation("a spec without tables", ValueError, "a spec without tables")
-def _(directory):
-    EmbeddingSpec({}, {})
-
-
 @situation("a table of 1e6 rows", ValueError, "rows=1000000.0 must be a whole number from 1, such as 1_000_000")
 def _(directory):
     Table(1e6, 16)
@@ -583,21 +430,6 @@ def _(directory):
 def _(directory):
     spec = EmbeddingSpec({"a": Table(np.int64(9), np.int32(4))}, {"a": Lookup("a")}, shards=np.int64(4))
     assert spec.digest == EmbeddingSpec({"a": Table(9, 4)}, {"a": Lookup("a")}, shards=4).digest
-
-
-@situation("a tuple in place of a Table", ValueError, "tables=.* must be a dict of names to Table")
-def _(directory):
-    EmbeddingSpec({"a": (9, 4)}, {"a": Lookup("a")})
-
-
-@situation("a list of lookups", ValueError, "lookups=.* must be a dict of names to Lookup")
-def _(directory):
-    EmbeddingSpec({"a": Table(9, 4)}, [Lookup("a")])
-
-
-@situation("a Table in a Lookup", ValueError, "tables must be the name of one table")
-def _(directory):
-    Lookup(Table(9, 4))
 
 
 @situation("a negative scale", ValueError, "scale=.* must be 0 or more and finite")
@@ -642,11 +474,6 @@ def _(directory):
     _put_changed(lambda rows: Rows(rows.value[:, :1], rows.slots))
 
 
-@situation("arrays put in place of Rows", ValueError, "rows for .* as Rows")
-def _(directory):
-    _put_changed(lambda rows: rows.value)
-
-
 @situation("device tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4', but")
 def _(directory):
     two = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
@@ -665,7 +492,7 @@ def _(directory):
     tables.put(plans, {name: rows._replace(value=rows.value[..., :1]) for name, rows in tables.read(plans).items()})
 
 
-@situation("a shard that there is not", ValueError, r"shards \[4\] must lie between 0 and 3")
+@situation("a shard that there is not", ValueError, "shard=4 must be a whole number from 0 to 3")
 def _(directory):
     tables = HostTables.create(SPEC, ROWS)
     plans = jaxrec.plan(SPEC, pair_batch().ids)
@@ -779,7 +606,7 @@ def _(directory):
     attach(directory, torn="yes")
 
 
-@situation("overwriting a shard that there is not", ValueError, r"shards \[9\] must lie")
+@situation("overwriting a shard that there is not", ValueError, "shard=9 must be")
 def _(directory):
     tables = files(directory)
     try:
@@ -801,16 +628,6 @@ def _(directory):
     assert tables.directory == directory / "tables" and attach(directory).step == 0
 
 
-@situation("a row optimizer with a slot named value", ValueError, "slot 'value'")
+@situation("a row optimizer with a slot named value", ValueError, "slot named 'value'")
 def _(directory):
     HostTables.create(SPEC, RowOptimizer(lambda width: {"value": Slot(width, 0.0)}, ROWS.update))
-
-
-@situation("a row optimizer with arrays for slots", ValueError, "slot 'm' .* Slot")
-def _(directory):
-    HostTables.create(SPEC, RowOptimizer(lambda width: {"m": np.zeros(width)}, ROWS.update))
-
-
-@situation("what JAX says of its own is not hidden", ZeroDivisionError, "by zero")
-def _(directory):
-    validate.explained(lambda: 1 / 0, lambda: None)

@@ -7,12 +7,12 @@ import numpy as np
 import optax
 import pytest
 from fleets import Fleet, remote
+from in_process import InProcess
 
 import jaxrec
 from abuse import situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
-from jaxrec.embedding.in_process import InProcess
 from jaxrec.embedding.servers import OldWrite, Sender, ServerGone, ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.types import ShardsLost
@@ -40,37 +40,9 @@ def _(directory):
     deal(4, 5)
 
 
-@situation("no server", ValueError, "servers=0 must be a whole number from 1")
-def _(directory):
-    deal(4, 0)
-
-
-@situation("a server without shards", ValueError, r"shards=\[\] must be at least one")
-def _(directory):
-    server([])
-
-
-@situation("a server of a shard twice", ValueError, r"shards=\[1, 1\] must be at least one, each of them once")
-def _(directory):
-    server([1, 1])
-
-
 @situation("a server of a shard that there is not", ValueError, "shard=4 must be a whole number from 0 to 3")
 def _(directory):
     server([3, 4])
-
-
-@situation(
-    "a server made of a row optimizer in place of a layout", ValueError, r"spec.layout\(row_optimizer\), but was"
-)
-def _(directory):
-    ShardServer(SPEC, ROWS, [0])
-
-
-@situation("a server of the layout of another spec", ValueError, "made of an EmbeddingSpec and its layout")
-def _(directory):
-    wide = EmbeddingSpec({"item": Table(40, 8)}, {"item": Lookup("item")}, shards=4)
-    ShardServer(SPEC, wide.layout(ROWS), [0])
 
 
 @situation("tables over a server of another spec", ValueError, r"server 1 \(incarnation 1\) was made for another spec")
@@ -91,21 +63,6 @@ def _(directory):
 @situation("a shard that no server has", ValueError, r"the 2 servers must have each .* nobody has \[3\]")
 def _(directory):
     over(server([0, 2]), server([1]))
-
-
-@situation("no servers at all", ValueError, r"servers=\(\) must be a list of ways to servers, at least one")
-def _(directory):
-    over()
-
-
-@situation("a server in place of the way to it", ValueError, "must be a list of ways to servers.* InProcess")
-def _(directory):
-    over(ShardServer(SPEC, SPEC.layout(ROWS), range(4)))
-
-
-@situation("one way in place of a list", ValueError, "must be a list of ways to servers")
-def _(directory):
-    RemoteTables(SPEC, ROWS, server(range(4)))
 
 
 for seconds in (0, -1, float("nan"), float("inf"), "5", None):
@@ -250,7 +207,7 @@ def _(directory):
     lost_one().tables.replace(dead)
 
 
-@situation("telling of the loss of a shard that there is not", ValueError, r"shards \[7\] must lie between 0 and 3")
+@situation("telling of the loss of a shard that there is not", ValueError, "shard=7 must be a whole number from 0 to 3")
 def _(directory):
     remote(SPEC, ROWS).mark_lost([7], "?")
 

@@ -25,12 +25,6 @@ class InProcess:
       fate: (verb, number) -> what becomes of the number-th message of this verb, from 0: '' if it arrives once;
         'twice'; 'late', behind the message that is sent next; 'twice, once late'; 'drop'; 'die', when the server ends
         before it looks at the message, or 'answer and die', when it ends behind it, and no answer comes.
-
-    >>> from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
-    >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=2)
-    >>> with InProcess(ShardServer(spec, spec.layout(sgd(0.1)), [0, 1])) as server:
-    ...     server.call("hello", Sender("run 1", 1, 1), "a token").result(60).shards
-    (0, 1)
     """
 
     def __init__(self, server: ShardServer, fate: Callable[[str, int], str] = lambda verb, number: ""):
