@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrec.data.criteo.dataset import read_metadata
+from jaxrec.data.blocks import read_metadata
 from jaxrec.data.tabular import TableSplit, open_table
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path

@@ -54,15 +54,9 @@ def _(directory):
     prepare([raw(directory, "\ufeff" + text())], directory / "out", **SMALL, max_bad_rows=5)
 
 
-@situation("a file in UTF-16", ValueError, "train.txt, line 1: .*UTF-16.*iconv")
+@situation("a file in UTF-16", ValueError, "train.txt is no text, or UTF-16.*iconv")
 def _(directory):
     prepare([raw(directory, text().encode("utf-16"))], directory / "out", **SMALL)
-
-
-@situation("a header line", ValueError, "train.txt, line 1: label .*header: remove .*--max-bad-rows")
-def _(directory):
-    header = "\t".join(["label", *(f"I{i}" for i in range(13)), *(f"C{i}" for i in range(26))]) + "\n"
-    prepare([raw(directory, header + text())], directory / "out", **SMALL)
 
 
 @situation("a header line that is allowed as a bad row")
@@ -72,42 +66,16 @@ def _(directory):
     assert metadata["skipped_rows"] == 1 and sum(metadata["rows"].values()) == 120
 
 
-@situation("Kaggle's test.txt", ValueError, "test.txt, line 1: 39 fields, .*Kaggle's test.txt.*give train.txt")
+@situation("gzip is known by its bytes, whatever the name says")
 def _(directory):
-    unlabelled = "".join(line.partition("\t")[2] + "\n" for line in text().splitlines())
-    prepare([raw(directory, unlabelled, "test.txt")], directory / "out", **SMALL)
+    for name, content in (("day_0", gzip.compress(text().encode())), ("day_0.gz", text())):
+        metadata = prepare([raw(directory, content, name)], directory / f"of_{name}", **SMALL)
+        assert metadata["rows"] == {"train": 100, "test": 20}
 
 
-@situation("commas for tabs", ValueError, "train.txt, line 1: 1 fields.*commas: turn them into tabs")
-def _(directory):
-    prepare([raw(directory, text().replace("\t", ","))], directory / "out", **SMALL)
-
-
-@situation("a .gz that is no gzip", ValueError, "day_0.gz is no gzip file: take the .gz off its name")
-def _(directory):
-    prepare([raw(directory, name="day_0.gz")], directory / "out", **SMALL)
-
-
-@situation("a gzip without .gz", ValueError, "day_0 is a gzip file: give it a name that ends in .gz")
-def _(directory):
-    prepare([raw(directory, gzip.compress(text().encode()), "day_0")], directory / "out", **SMALL)
-
-
-@situation("a gzip in a gzip", ValueError, "day_0.gz was packed twice")
-def _(directory):
-    prepare([raw(directory, gzip.compress(gzip.compress(text().encode())), "day_0.gz")], directory / "out", **SMALL)
-
-
-@situation("a zip archive", ValueError, "train.zip is a zip archive: unpack it")
-def _(directory):
-    import zipfile
-
-    with zipfile.ZipFile(directory / "train.zip", "w") as archive:
-        archive.writestr("train.txt", text())
-    prepare([directory / "train.zip"], directory / "out", **SMALL)
-
-
-@situation("the archive that Kaggle's data comes in", ValueError, "dac.tar.gz is a tar archive: unpack it")
+@situation(
+    "the archive that Kaggle's data comes in", ValueError, "dac.tar.gz is no text.*an archive"
+)
 def _(directory):
     import tarfile
 
@@ -117,14 +85,9 @@ def _(directory):
     prepare([directory / "dac.tar.gz"], directory / "out", **SMALL)
 
 
-@situation("a binary file", ValueError, "train.txt, line 1: ")
+@situation("a binary file", ValueError, "train.txt is no text")
 def _(directory):
     prepare([raw(directory, pickle.dumps(np.arange(1000)))], directory / "out", **SMALL)
-
-
-@situation("a directory for a file", ValueError, "is no file: give raw Criteo files")
-def _(directory):
-    prepare([directory], directory / "out", **SMALL)
 
 
 @situation("a pipe for a file", ValueError, "is no file: give raw Criteo files")
@@ -148,11 +111,6 @@ def _(directory):
     prepare([raw(directory), raw(directory, "", "empty.txt")], directory / "out", **SMALL)
 
 
-@situation("a file of one line", ValueError, "train split would have no rows out of 1 lines.*--train-fraction")
-def _(directory):
-    prepare([raw(directory, text(1))], directory / "out", **SMALL)
-
-
 @situation("the same file twice", ValueError, "train.txt and .*train.txt hold the same rows")
 def _(directory):
     prepare([raw(directory)] * 2, directory / "out", **SMALL)
@@ -167,7 +125,7 @@ def _(directory):
 # Arguments and directories of a preparation.
 
 
-@situation("hash_cap that no stack of tables can hold", ValueError, r"hash_cap \(--hash-cap\)=82593005 .*at most")
+@situation("hash_cap that no stack of tables can hold", ValueError, "hash_cap=82593005 must be .* to 82593004")
 def _(directory):
     tables = {f"C{i}": Table(82_593_004, 1) for i in range(26)}
     for shards in (1, 64, 4096):
@@ -178,24 +136,9 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("hash_cap as a fraction", ValueError, "hash_cap .*=1000.5 must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=1000.5)
-
-
-@situation("min_count as text", ValueError, "min_count .*='6' must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", min_count="6")
-
-
-@situation("train_fraction that is NaN", ValueError, "train_fraction .*=nan must be between 0 and 1")
+@situation("train_fraction that is NaN", ValueError, "train_fraction=nan must be between 0 and 1")
 def _(directory):
     prepare([raw(directory)], directory / "out", hash_cap=7, train_fraction=float("nan"))
-
-
-@situation("seed as a fraction", ValueError, "seed .*=0.5 must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=7, seed=0.5)
 
 
 @situation("a file for the directory", ValueError, "is a file: give a directory")
@@ -303,12 +246,6 @@ def _(directory):
 )
 def _(directory):
     resumed(directory, lambda out: flip(out / "vocabulary.npz", 200), **VOCABULARY)
-
-
-@situation("vocabulary.npz holds fractions", ValueError, "vocabulary.npz is cut or damaged .*not of the kind")
-def _(directory):
-    values = {f"C{i + 1}": np.zeros(3) for i in range(26)}
-    resumed(directory, lambda out: np.savez(out / "vocabulary.npz", **values), **VOCABULARY)
 
 
 @situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is cut or damaged")

@@ -166,8 +166,6 @@ def test_arguments_of_a_preparation_are_refused_by_name(tmp_path):
     for sources, rule in (([], "sources is empty"), (path, "is one path"), ([tmp_path / "b"], "is no file")):
         with pytest.raises(ValueError, match=rule):
             prepare(sources, tmp_path / "out", schema)
-    with pytest.raises(ValueError, match="but a Schema"):
-        prepare([path], tmp_path / "out", {"label": "y"})
     with pytest.raises(ValueError, match="the train split would have no rows out of 3"):
         prepare([path], tmp_path / "out", Schema(label="y", features=[USER], split=ByRows(0.1)))
     with pytest.raises(ValueError, match="no split 'validation', only"):

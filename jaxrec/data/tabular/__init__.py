@@ -3,7 +3,8 @@
 `prepare` is called once for each set of files and schema, `open_table` by every run. Read `schema` first.
 """
 
-from jaxrec.data.tabular.preparation import Progress, prepare
+from jaxrec.data.preparation import Progress
+from jaxrec.data.tabular.preparation import prepare
 from jaxrec.data.tabular.records import export_records
 from jaxrec.data.tabular.schema import Categorical, Dense, Label, MultiHot, Schema, Sequence
 from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime

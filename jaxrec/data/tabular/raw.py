@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrec.data.criteo.record import VOCABULARY
-from jaxrec.data.criteo.source import local_files
+from jaxrec.data.preparation import VOCABULARY
+from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders
-from jaxrec.data.tabular.reading import is_parquet, read_pieces, read_table
+from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Schema
 from jaxrec.data.tabular.splits import ByRows
 from jaxrec.data.tabular.table import open_table
@@ -21,7 +21,7 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     """Whether raw files have the columns of the labels.
 
     Args:
-      sources: text, plain or .gz, or Parquet.
+      sources: text, plain or packed by gzip, or Parquet.
       schema: of the prepared table.
 
     Raises:
@@ -83,6 +83,6 @@ def _with_split(schema: Schema) -> Schema:
 
 def _without_labels(schema: Schema) -> Schema:
     found = _with_split(schema)
-    object.__setattr__(found, "label", ())  # which nobody who makes a schema may leave out
+    object.__setattr__(found, "label", ())  # which a schema that is made may not leave out
     object.__setattr__(found, "weight", None)
     return found

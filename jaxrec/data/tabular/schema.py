@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrec.bounds import real_number, whole_number
+from jaxrec.data.preparation import MOST_ROWS
 from jaxrec.data.tabular.splits import ByColumn, ByRows, ByTime, Split, check_column, texts
 
 MISSING, RARE, FIRST_ROW = 0, 1, 2
-_MOST_ROWS = 2**31 - 2**16  # tables may share a stack, whose rows are numbered by int32
 _MOST_HOTS = 1000
 
 
@@ -301,7 +301,7 @@ def _check_vocabulary(feature) -> None:
     check_column(feature)
     whole_number(f"min_count of {feature.column!r}", feature.min_count)
     if feature.hash_cap is not None:
-        whole_number(f"hash_cap of {feature.column!r}", feature.hash_cap, 2, _MOST_ROWS)
+        whole_number(f"hash_cap of {feature.column!r}", feature.hash_cap, 2, MOST_ROWS)
 
 
 def _check_bag(feature, name: str, hots: int) -> None:

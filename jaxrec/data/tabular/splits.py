@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxrec.bounds import real_number, whole_number
-
-NAMES = ("train", "validation", "test")
+from jaxrec.data.blocks import SPLITS
+from jaxrec.data.preparation import drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +108,11 @@ def sides(split: Split, found: dict[str, Any], row: np.ndarray, column: np.ndarr
     if isinstance(split, ByColumn | ByFile):
         assert column is not None
         side = np.full(len(row), 3, np.uint8)
-        for number, name in enumerate(NAMES):
+        for number, name in enumerate(SPLITS):
             side[np.isin(column, np.array(getattr(split, name), dtype=object))] = number
         return side
     if isinstance(split, AtRandom):
-        h = row.astype(np.uint64) + np.uint64((split.seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-            h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
-        where, first, second = (h >> np.uint64(11)).astype(np.float64) * 2.0**-53, split.train, split.validation
-        return _side(where, first, first + second)
+        return _side(drawn(row, split.seed), split.train, split.train + split.validation)
     if isinstance(split, ByTime):
         assert column is not None
         return _side(column, *found["times"])
@@ -165,7 +161,7 @@ def check_column(feature) -> None:
 
 
 def _check_values(split) -> None:
-    for name in NAMES:
+    for name in SPLITS:
         object.__setattr__(split, name, texts(f"{name} of the split", getattr(split, name)))
     values = split.train + split.validation + split.test
     if not split.train or not split.test or len(set(values)) < len(values):

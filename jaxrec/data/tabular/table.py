@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.data.criteo.dataset import Split, open_split, read_metadata
+from jaxrec.data.blocks import Split, open_split, read_metadata
 from jaxrec.files import local_path
 
 _IDS = "ids."

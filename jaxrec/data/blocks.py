@@ -1,7 +1,7 @@
-"""What is on disk: array_record shards of blocks, registered with tfds and read back; every file
-whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
+"""Prepared rows on disk: array_record shards of blocks, registered with tfds and read back; every
+file whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
 
-Legend: n rows of a block, N = 13 dense features, F = 26 fields.
+Legend: n rows of a block.
 """
 
 import errno
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.data.criteo.parsing import DENSE, FIELDS
 from jaxrec.files import aside, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
@@ -39,7 +38,7 @@ class Layout(NamedTuple):
 
 CRITEO = Layout(
     "criteo",
-    {"label": ((), "uint8"), "dense": ((DENSE,), "float32"), "ids": ((FIELDS,), "int32")},
+    {"label": ((), "uint8"), "dense": ((13,), "float32"), "ids": ((26,), "int32")},
     "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015).",
     "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution.",
 )
@@ -201,7 +200,7 @@ class Split:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}, or what its layout says.
+        """One block: {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]}, or what its layout says.
 
         Raises:
           IndexError: there is no such block.
