@@ -316,11 +316,6 @@ def _finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], re
       ValueError: as `begin_notes`.
     """
     metadata = read_metadata(directory)
-    if "texts" not in metadata:
-        raise ValueError(
-            f"{directory} was prepared by an earlier version of jaxrec, which kept no checksum of the files. Open it "
-            "as it is (open_split, or give the directory itself), or prepare into another directory."
-        )
     differ = _differences(metadata, wanted, paths, read)
     if differ:
         raise _other(directory, differ)
@@ -348,6 +343,7 @@ def _differences(kept, wanted, paths, read) -> list[str]:
     """Names of the options and files that are not those of the notes; reads files whose times have
     changed."""
     differ = [name for name, value in wanted["options"].items() if kept["options"].get(name) != value]
+    # Earlier versions noted no checksums of the texts: their rows are read, and none are added.
     if "texts" not in kept or len(kept["sources"]) != len(paths):
         return [*differ, f"sources ({', '.join(path.name for path in paths)})"]
     known = _known_texts(kept, len(paths))

@@ -197,7 +197,7 @@ def test_a_preparation_of_an_earlier_version_stays_readable_and_is_not_gone_on_w
     old["sources"] = [[path.name, path.stat().st_size, zlib.crc32(path.read_bytes())]]
     (out / "metadata.json").write_text(json.dumps(old))
     np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
-    with pytest.raises(ValueError, match="earlier version.*another directory"):
+    with pytest.raises(ValueError, match="other sources.*another directory"):
         prepare([path], out, **SMALL)
     np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
 

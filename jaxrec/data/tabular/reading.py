@@ -76,6 +76,8 @@ def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[
 
 def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
     names, header = schema.columns, schema.columns is None
+    if names is not None:
+        _check_names(path, schema, names, ", as columns=(...) of the schema says")
     for chunk in read_chunks([path], [known]):
         text, first_line, rows = chunk.text, chunk.first_line, chunk.rows
         if header and first_line == 1:

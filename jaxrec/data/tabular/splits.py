@@ -51,7 +51,6 @@ class ByTime:
     validation: float = 0.0
 
     def __post_init__(self):
-        check_column(self)
         _check_shares(self)
 
 
@@ -70,7 +69,6 @@ class ByColumn:
     test: tuple[str, ...] = ("test",)
 
     def __post_init__(self):
-        check_column(self)
         _check_values(self)
 
 
@@ -152,12 +150,6 @@ def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
         return [float(times[first])] * 2
     second = int(np.clip(np.argmin(np.abs(before - split.train - split.validation)), first + 1, most))
     return [float(times[first]), float(times[second])]
-
-
-def check_column(feature) -> None:
-    """Refuses what is no name of a column."""
-    if not isinstance(feature.column, str) or not feature.column:
-        raise ValueError(f"column={feature.column!r} of a {type(feature).__name__} must be the name of a column.")
 
 
 def _check_values(split) -> None:
