@@ -19,6 +19,7 @@ from jaxrec.files import aside, local_path, sync
 DONE, METADATA = "dataset_info.json", "metadata.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 SPLITS = ("train", "validation", "test")
+_IDS = "ids."  # begins the column of a lookup, where blocks have several
 
 
 class Layout(NamedTuple):
@@ -54,7 +55,7 @@ def layout_of(metadata: dict[str, Any]) -> Layout:
 
 
 def write_blocks(
-    directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout = CRITEO
+    directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout
 ) -> int:
     """Writes one shard of a split: the columns of its layout, cut into blocks.
 
@@ -199,8 +200,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]}, or what its layout says.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One block: {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]} of a Criteo log; of a table
+        {'label': f32[n] or f32[n, K], 'dense': f32[n, N], 'ids': {'sparse': i32[n, F], bag: i32[n, H]}}, and
+        'weight': f32[n] if its schema has one.
 
         Raises:
           IndexError: there is no such block.
@@ -215,7 +218,11 @@ class Split:
             raise self._unreadable(index, str(error).partition("\n")[0][:200]) from error
         if set(found.values()) != {self.rows[index]}:
             raise self._unreadable(index, f"it holds {found} rows instead of {self.rows[index]}")
-        return block
+        if "ids" in found:
+            return block
+        columns = {key: np.asarray(block[key]) for key in found}
+        ids = {key.removeprefix(_IDS): columns.pop(key) for key in found if key.startswith(_IDS)}
+        return {"dense": np.zeros((self.rows[index], 0), np.float32), **columns, "ids": ids}
 
     def _unreadable(self, index, why) -> ValueError:
         shard, block = divmod(index, self.metadata["options"]["blocks_per_shard"])
@@ -228,7 +235,7 @@ def _remedy(directory: Path) -> str:
 
 
 def open_split(directory: str | Path, name: str) -> Split:
-    """Opens the 'train' or 'test' split of a prepared directory.
+    """Opens the 'train', 'validation' or 'test' split of a prepared directory.
 
     Args:
       directory: as given to `prepare`.
@@ -301,7 +308,7 @@ def check_files(directory: Path, metadata: dict[str, Any]) -> None:
             check_shard(directory, name, index, size, layout_of(metadata))
 
 
-def check_shard(directory: Path, name: str, index: int, size: int | None, layout: Layout = CRITEO) -> None:
+def check_shard(directory: Path, name: str, index: int, size: int | None, layout: Layout) -> None:
     """Refuses a shard that is missing, or of another size in bytes than the one given."""
     path = _shard_path(directory, name, index, layout)
     if not path.exists():

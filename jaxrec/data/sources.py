@@ -43,8 +43,8 @@ class Chunk(NamedTuple):
     seen: Seen  # of the file, this chunk included
 
 
-def local_files(sources: Sequence[str | Path], kind: str = "raw Criteo") -> list[Path]:
-    """Absolute paths of raw files; their kind is for errors.
+def local_files(sources: Sequence[str | Path]) -> list[Path]:
+    """Absolute paths of raw files.
 
     Raises:
       ValueError: none is given, a single path instead of several, or what is no file on this
@@ -54,10 +54,10 @@ def local_files(sources: Sequence[str | Path], kind: str = "raw Criteo") -> list
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
     paths = [local_path(source) for source in sources]
     if not paths:
-        raise ValueError(f"sources is empty: give at least one {kind} file.")
+        raise ValueError("sources is empty: give at least one raw file.")
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is no file: give {kind} files, or a prepared directory where one is wanted.")
+            raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is wanted.")
     return paths
 
 

@@ -87,7 +87,7 @@ def _(directory):
     prepare([raw(directory, pickle.dumps(np.arange(1000)))], directory / "out", **SMALL)
 
 
-@situation("a pipe for a file", ValueError, "is no file: give raw Criteo files")
+@situation("a pipe for a file", ValueError, "is no file: give raw files")
 def _(directory):
     os.mkfifo(directory / "pipe")  # opened, it would wait for ever
     prepare([directory / "pipe"], directory / "out", **SMALL)

@@ -84,7 +84,7 @@ def _(directory):
         assert sorted(directory.iterdir()) == [path]
 
 
-@situation("a file that is not there", ValueError, "train.txt is no file: give raw Criteo files")
+@situation("a file that is not there", ValueError, "train.txt is no file: give raw files")
 def _(directory):
     data_of(parsed("--data", "criteo", "--path", str(directory / "train.txt")))
 

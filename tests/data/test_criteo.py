@@ -35,7 +35,7 @@ def lines(rows, seed=0, missing=0.1):
 
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
-    # A file that nobody closes has all of its text only by the grace of the garbage collector.
+    # Closed, as all of the text is on disk only then.
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
@@ -151,7 +151,7 @@ def test_malformed_rows_are_named_or_counted(tmp_path, kind, rows, at, field, mo
     at, good = at % rows, lines(rows)
     broken = [*good]
     broken[at] = "\t".join(break_line(GOOD, field))
-    for extra in range(more):  # more bad rows behind the first
+    for extra in range(more):  # more bad rows after the first
         broken.append("\t".join(break_line(GOOD, field + extra % 2)))
     path = write(tmp_path / ("bad.gz" if compressed else "bad.txt"), broken)
     (chunk,) = read_chunks([path])

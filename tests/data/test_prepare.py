@@ -141,7 +141,7 @@ def test_missing_rights_end_in_a_line(tmp_path):
         if subprocess.run(
             [*rights, sys.executable, "-c", "import tyro, jaxrec"], capture_output=True, env=home
         ).returncode:
-            pytest.skip("nobody may not run this Python")
+            pytest.skip("the user 65534 may not run this Python")
     else:
         rights = []
 

@@ -228,7 +228,7 @@ BAD = {
     "blanks": (b"   ", "1 fields, but a row has 6"),
     "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
     "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
-    "text behind a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
+    "text after a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
     "separators in quotes": (b'"1,ann,1.5,a|b",1,5', "3 fields, but a row has 6"),
     "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", "byte 5 is no UTF-8"),
     "half of a character": (b"1,an\xc3,1.5,a|b,1,5", "is no UTF-8"),

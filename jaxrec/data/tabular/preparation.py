@@ -78,7 +78,7 @@ def prepare(
         "schema": json.loads(json.dumps(schema.described())),  # as it is read back
     }
     return prepare_files(
-        local_files(sources, "CSV, text or Parquet"), local_path(directory), options,
+        local_files(sources), local_path(directory), options,
         lambda paths, known: read_pieces(paths, schema, known), lambda job: _write(job, schema), progress,
         schema.gather, {"layout": _layout(schema)},
     )  # fmt: skip
