@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,7 @@ def _metadata(state, cardinalities):
         "sources": state["sources"],
         "texts": state["texts"],
         **{key: state[key] for key in ("layout", "table") if key in state},
-        "shard_bytes": {name: [shard["bytes"] for shard in mine] for name, mine in of.items()},
+        "shard_bytes": shard_bytes(state),
     }
 
 
@@ -272,12 +272,10 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """The metadata of a complete preparation.
 
     Raises:
-      ValueError: it is not complete, or a file that describes it is missing or damaged.
+      ValueError: it is not complete, or its metadata is missing or damaged.
     """
     if not (directory / DONE).exists():
         raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
-    for name in (DONE, "features.json"):
-        read_json(directory / name, (), _remedy(directory))
     keys = ("cardinalities", "rows", "label_mean", "skipped_rows", "options", "sources")
     return read_json(directory / METADATA, keys, _remedy(directory))
 
@@ -301,21 +299,28 @@ def check_files(directory: Path, metadata: dict[str, Any]) -> None:
     """Refuses a dataset that lacks a shard or has one of another size than was written."""
     options = metadata["options"]
     shard_rows = options["block_rows"] * options["blocks_per_shard"]
-    for name, rows in metadata["rows"].items():
-        # Preparations of earlier versions did not note sizes.
-        sizes = metadata.get("shard_bytes", {}).get(name, [None] * -(-rows // shard_rows))
-        for index, size in enumerate(sizes):
-            check_shard(directory, name, index, size, layout_of(metadata))
+    # Preparations of earlier versions did not note sizes.
+    sizes = {name: [None] * -(-rows // shard_rows) for name, rows in metadata["rows"].items()}
+    check_shards(directory, metadata.get("shard_bytes", sizes), layout_of(metadata))
 
 
-def check_shard(directory: Path, name: str, index: int, size: int | None, layout: Layout) -> None:
-    """Refuses a shard that is missing, or of another size in bytes than the one given."""
-    path = _shard_path(directory, name, index, layout)
-    if not path.exists():
-        raise ValueError(f"{path} is missing. {_remedy(directory)}")
-    found = path.stat().st_size
-    if size not in (None, found):
-        raise ValueError(f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}")
+def check_shards(directory: Path, sizes: Mapping[str, Sequence[int | None]], layout: Layout) -> None:
+    """Refuses shards that are missing, or of other sizes in bytes than those given for each split."""
+    for name, of_split in sizes.items():
+        for index, size in enumerate(of_split):
+            path = _shard_path(directory, name, index, layout)
+            if not path.exists():
+                raise ValueError(f"{path} is missing. {_remedy(directory)}")
+            found = path.stat().st_size
+            if size not in (None, found):
+                raise ValueError(
+                    f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}"
+                )
+
+
+def shard_bytes(state: dict[str, Any]) -> dict[str, list[int]]:
+    """{split: the size of each of its shards}, as the notes of a preparation say."""
+    return {name: [shard["bytes"] for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
 
 
 def tfds_module():

@@ -25,11 +25,12 @@ from jaxrec.data.blocks import (
     METADATA,
     SPLITS,
     check_files,
-    check_shard,
+    check_shards,
     layout_of,
     read_json,
     read_metadata,
     register,
+    shard_bytes,
     tfds_module,
     write_blocks,
 )
@@ -294,7 +295,7 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
     if state is not None:
         differ = _differences(state, wanted, paths, read)
         if not differ:
-            _check_shards(directory, state)
+            check_shards(directory, shard_bytes(state), layout_of(state))
             if state["sources"] != wanted["sources"]:
                 # With the times of now: the files were looked into.
                 state["sources"] = wanted["sources"]
@@ -369,10 +370,3 @@ def _other(directory, differ) -> ValueError:
         f"{directory} holds a preparation with other {', '.join(differ)}: use the same, or another directory, "
         "or delete it."
     )
-
-
-def _check_shards(directory, state):
-    count = dict.fromkeys(SPLITS, 0)
-    for shard in state["shards"]:
-        check_shard(directory, shard["split"], count[shard["split"]], shard["bytes"], layout_of(state))
-        count[shard["split"]] += 1

@@ -244,14 +244,14 @@ def _(directory):
     prepare([directory / "train.txt"], out, **SMALL)
 
 
-@situation("dataset_info.json is cut", ValueError, "dataset_info.json is cut or damaged .*delete .*out and run")
+@situation("dataset_info.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
 def _(directory):
     out = prepared(directory)
     cut(out / "dataset_info.json")
     open_split(out, "train")
 
 
-@situation("features.json is cut", ValueError, "features.json is cut or damaged .*delete .*out and run")
+@situation("features.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
 def _(directory):
     out = prepared(directory)
     cut(out / "features.json")

@@ -77,9 +77,7 @@ def prepare(
       skipped_rows, options, sources.
 
     Raises:
-      ValueError: a malformed file (with file, line, rule); the same rows twice; files that changed
-        since rows were made from them; arguments out of range; a directory that holds another
-        preparation, or a damaged one; another run preparing there; a split without rows.
+      ValueError: a malformed file (with file, line, rule), or what `prepare_files` refuses.
       OSError: the disk is full, or a file or directory may not be read or written. What is done is
         kept: the same call goes on from there.
       ImportError: what the extra `data` installs is missing.

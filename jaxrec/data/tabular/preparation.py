@@ -65,9 +65,8 @@ def prepare(
       digest of what maps values to rows, and a summary.
 
     Raises:
-      ValueError: a malformed file or row (with file, line, rule); a column that is not there; the same rows twice;
-        files that changed since rows were made from them; arguments out of range; a directory that holds another
-        preparation, or a damaged one; another run preparing there; a split without rows.
+      ValueError: a malformed file or row (with file, line, rule), a column that is not there, or what `prepare_files`
+        refuses.
       OSError: the disk is full, or a file or directory may not be read or written. The same call goes on from there.
       ImportError: what the extra `data` installs is missing.
     """
