@@ -79,10 +79,10 @@ def _prepared() -> str:
     """What to print."""
     # The imports take seconds and stand here, behind the handler of signals.
     import tyro
-    from tqdm import tqdm
+    from main.table_summary import Bars
 
+    from jaxrec.data.blocks import tfds_module
     from jaxrec.data.criteo import prepare
-    from jaxrec.data.criteo.dataset import tfds_module
 
     tfds_module()
     _on_signals(_stop)
@@ -93,8 +93,8 @@ def _prepared() -> str:
         raise ValueError("tfds:NAME and --tfds-directory are of --schema: give one, which says what the columns are.")
     flags = dataclasses.asdict(config)
     del flags["schema"], flags["tfds_directory"]
-    with tqdm(unit="lines", unit_scale=True, disable=None) as bar:
-        metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bar.update)
+    with Bars() as bars:
+        metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bars.show)
     return "\n".join(f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows"))
 
 

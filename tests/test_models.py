@@ -55,7 +55,7 @@ def test_gradients_reach_every_parameter_and_every_embedding(name):
 
 
 def mean_squares_after_training(model):
-    """What is left of a sum of products behind 400 steps, and behind the best linear fit."""
+    """What is left of a sum of products after 400 steps, and after the best linear fit."""
     optimizer = optax.adam(3e-3)
     dense, activations = inputs(batch=2048)
     target = activations[:, 0, 2] * activations[:, 1, 2] + activations[:, 0, 1] * activations[:, 1, 1]

@@ -1,4 +1,4 @@
-"""The synthetic click log: a pure function of the batch index with a teacher that nobody beats."""
+"""The synthetic click log: a pure function of the batch index with a teacher that no model beats."""
 
 import numpy as np
 import pytest

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrec.data.criteo.dataset import read_metadata
-from jaxrec.data.tabular import TableSplit, open_table
+from jaxrec.data.blocks import read_metadata
+from jaxrec.data.tabular import Split, open_table
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path
 from jaxrec.models import DIN
@@ -27,7 +27,7 @@ from main.click_data import ClickJob, Data, data_of_blocks
 class FirstLabel:
     """A split whose first label alone is seen: the click job predicts one."""
 
-    def __init__(self, split: TableSplit):
+    def __init__(self, split: Split):
         self._split, self.rows, self.metadata = split, split.rows, split.metadata
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:

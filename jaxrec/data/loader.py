@@ -15,7 +15,6 @@ from jaxrec.types import Batch
 
 Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
 Columns = dict[Column, np.ndarray]
-_RANK = {"label": 1, "dense": 2, "weight": 1}
 
 
 class BlockSource(Protocol):
@@ -87,8 +86,7 @@ class Loader:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
         self._position, self._turn = 0, object()
-        # The block read first, and its layout.
-        self._first: tuple[int, dict[Column, tuple]] | None = None
+        self._first: tuple[int, list[Column]] | None = None  # the block read first, and its columns
 
     def __len__(self) -> int:
         if self._epochs is None:
@@ -113,7 +111,7 @@ class Loader:
         while self._epochs is None or self._position < len(self):
             epoch, first = divmod(self._position, self.batches_per_epoch)
             for batch in self._epoch(epoch, first * self._batch_size):
-                # Counted before it is handed over: whoever holds batch p finds position() == p + 1.
+                # Counted before it is handed over, so that position() == p + 1 once batch p is there.
                 self._position += 1
                 yield batch
                 if self._turn is not turn:
@@ -156,22 +154,12 @@ class Loader:
     def _block(self, index: int) -> Columns:
         """The columns of a block, which are those of the block read first."""
         columns = _columns(index, self._source[index], int(self._rows[index]), self._lookup)
-        layout = {key: (array.shape[1:], array.dtype) for key, array in columns.items()}
         if self._first is None:
-            self._first = index, layout
+            self._first = index, list(columns)
         first, expected = self._first
-        if list(map(str, layout)) != list(map(str, expected)):
-            names, others = ([_shown(key) for key in keys] for keys in (layout, expected))
-            raise ValueError(
-                f"block {index} has {', '.join(names)}, but block {first} has {', '.join(others)}: give all blocks the "
-                "same columns."
-            )
-        for key, (shape, dtype) in layout.items():
-            if (shape, dtype) != expected[key]:
-                raise ValueError(
-                    f"block {index}: {_shown(key)} has rows of shape {shape} and type {dtype}, but in block {first} of "
-                    f"shape {expected[key][0]} and type {expected[key][1]}: make them alike."
-                )
+        if list(columns) != expected:
+            names, others = (", ".join(map(_shown, keys)) for keys in (columns, expected))
+            raise ValueError(f"block {index} has {names}, but block {first} has {others}: give all the same columns.")
         return columns
 
     def _batch(self, rows: Columns) -> Batch:
@@ -183,48 +171,25 @@ class Loader:
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
-    """The columns of a block by name, always in the same order; refuses what is no column of so
-    many rows."""
-    names = list(block)
-    for name in ("label", "dense", "ids"):
-        if name not in names:
-            raise ValueError(f"block {index} has no {name!r}, only {names}: a block has label, dense and ids.")
-    for name in set(names) - {"label", "dense", "ids", "weight"}:
+    """The columns of a block by name, always in the same order; refuses what would be left out or
+    come beside rows of others."""
+    for name in set(block) - {"label", "dense", "weight", "ids"}:
         raise ValueError(
             f"block {index} has {name!r}, which a batch has no place for: leave it out, or call it weight."
         )
     ids = block["ids"] if isinstance(block["ids"], Mapping) else {lookup: block["ids"]}
-    if not ids:
-        raise ValueError(f"block {index} has no ids: give an array, or {{lookup: array}}.")
-    columns: Columns = {name: block[name] for name in _RANK if name in block}
+    columns: Columns = {"label": block["label"], "dense": block["dense"]}
+    columns |= {"weight": block["weight"]} if "weight" in block else {}
     columns |= {("ids", name): ids[name] for name in sorted(ids)}
     for key, array in columns.items():
-        _check_column(f"block {index}: {_shown(key)}", key, array, rows)
-    if "weight" in columns:
-        _check_weight(index, columns["weight"])
+        if len(array) != rows:
+            raise ValueError(
+                f"block {index}: {_shown(key)} has {len(array)} rows instead of {rows}: give each column as many as "
+                "`rows` says."
+            )
+    if columns["label"].shape[1:] == (1,):
+        raise ValueError(f"block {index}: 'label' has shape {columns['label'].shape}: make one label [n], not [n, 1].")
     return columns
-
-
-def _check_column(what: str, key: Column, array: Any, rows: int) -> None:
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{what} is a {type(array).__name__}: make it a numpy array.")
-    if array.ndim == 0 or len(array) != rows:
-        found = len(array) if array.ndim else "no"
-        raise ValueError(f"{what} has {found} rows instead of {rows}: give each column as many as `rows` says.")
-    kinds, rule = ("iu", "ids are integers") if isinstance(key, tuple) else ("buif", "a column holds numbers")
-    if array.dtype.kind not in kinds:
-        raise ValueError(f"{what} are {array.dtype}, but {rule}: cast them.")
-    rank = array.ndim if isinstance(key, tuple) else _RANK[key]
-    several_labels = key == "label" and array.ndim == 2 and array.shape[1] > 1
-    if array.ndim != rank and not several_labels:
-        raise ValueError(f"{what} has shape {array.shape}, but it has {rank} axes: reshape it.")
-
-
-def _check_weight(index: int, weight: np.ndarray) -> None:
-    bad = ~(np.isfinite(weight) & (weight >= 0))
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise ValueError(f"block {index}, row {row}: weight {weight[row]} must be finite and at least 0.")
 
 
 def _shown(key: Column) -> str:
@@ -232,7 +197,7 @@ def _shown(key: Column) -> str:
 
 
 def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
-    """Rows of one value behind the last."""
+    """An array with rows of one value after the last."""
     if not missing:
         return array
     return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)

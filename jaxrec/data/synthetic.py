@@ -75,8 +75,7 @@ class SyntheticClicks:
       lookup: name of the lookup in `Batch.ids`.
 
     Raises:
-      ValueError: no field, a size or number out of range, or one that is not finite; in `batch` and
-        `stream` as well.
+      ValueError: no field, a size or number out of range, or one that is not finite.
     """
 
     cardinalities: tuple[int, ...]
@@ -93,8 +92,6 @@ class SyntheticClicks:
             raise ValueError(f"cardinalities={self.cardinalities}: give at least one field.")
         for cardinality in self.cardinalities:
             whole_number("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
-        whole_number("dense_features", self.dense_features, 0)
-        whole_number("seed", self.seed, 0)
         for name in ("exponent", "signal"):
             real_number(name, getattr(self, name), "finite and 0 or more", is_not_negative)
         real_number("curved", self.curved, "a share from 0 to 1", lambda share: 0 <= share <= 1)
@@ -113,8 +110,6 @@ class SyntheticClicks:
           Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight
           1.
         """
-        whole_number("index", index, 0)
-        whole_number("batch_size", batch_size, 1)
         if test and validation:
             raise ValueError("test=True and validation=True name two streams: give one of them.")
         stream = _TEST if test else _VALIDATION if validation else _TRAIN
@@ -156,11 +151,6 @@ class SyntheticClicks:
     ) -> Iterator[Batch]:
         """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
         `batches`."""
-        # Checked here, not at the first batch: a generator would tell nothing before somebody
-        # iterates.
-        for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("batches", batches, 0)):
-            if value is not None:
-                whole_number(name, value, least)
         indices = itertools.count(start) if batches is None else range(start, batches)
         return (self.batch(index, batch_size, test, validation) for index in indices)
 

@@ -105,7 +105,7 @@ def generate_triples(
 
 
 def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
-    """Puts the reciprocals (t, r + R, h) behind the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
+    """Puts the reciprocals (t, r + R, h) after the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
 
     >>> both_directions(np.array([[5, 1, 7]]), relations=3).tolist()
     [[5, 1, 7], [7, 4, 5]]

@@ -27,7 +27,7 @@ class DCNv2(nn.Module):
       cross_layers: how many cross layers.
       rank: r of W = U V^T; a full matrix if None.
       tower: layer sizes of the deep tower.
-      parallel: the tower beside the cross layers instead of behind them.
+      parallel: the tower beside the cross layers instead of after them.
       bottom: layer sizes that the dense features pass first; none if empty.
     """
 

@@ -51,7 +51,7 @@ def in_batch_softmax(
 
     Args:
       query, item: f32[B, D], of length 1.
-      weight: f32[B]; an item of weight 0 is in nobody's sum. 1 if None.
+      weight: f32[B]; an item of weight 0 is in no sum. 1 if None.
       log_share: f32[B], log p_j: the share of the examples that have this item; no correction if None.
       item_id: i32[B]; an example with the same item as query i's is no competitor of it. All are if None.
       temperature: tau, above 0.

@@ -12,7 +12,6 @@ from jaxrec.data.criteo import open_split, prepare
 from jaxrec.data.loader import Loader, prefetch
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
-from jaxrec.files import Lock
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3, "hash_cap": 7}
 CLICKS = SyntheticClicks((50, 5))
@@ -54,15 +53,9 @@ def _(directory):
     prepare([raw(directory, "\ufeff" + text())], directory / "out", **SMALL, max_bad_rows=5)
 
 
-@situation("a file in UTF-16", ValueError, "train.txt, line 1: .*UTF-16.*iconv")
+@situation("a file in UTF-16", ValueError, "train.txt is no text, or UTF-16.*iconv")
 def _(directory):
     prepare([raw(directory, text().encode("utf-16"))], directory / "out", **SMALL)
-
-
-@situation("a header line", ValueError, "train.txt, line 1: label .*header: remove .*--max-bad-rows")
-def _(directory):
-    header = "\t".join(["label", *(f"I{i}" for i in range(13)), *(f"C{i}" for i in range(26))]) + "\n"
-    prepare([raw(directory, header + text())], directory / "out", **SMALL)
 
 
 @situation("a header line that is allowed as a bad row")
@@ -72,42 +65,14 @@ def _(directory):
     assert metadata["skipped_rows"] == 1 and sum(metadata["rows"].values()) == 120
 
 
-@situation("Kaggle's test.txt", ValueError, "test.txt, line 1: 39 fields, .*Kaggle's test.txt.*give train.txt")
+@situation("gzip is known by its bytes, whatever the name says")
 def _(directory):
-    unlabelled = "".join(line.partition("\t")[2] + "\n" for line in text().splitlines())
-    prepare([raw(directory, unlabelled, "test.txt")], directory / "out", **SMALL)
+    for name, content in (("day_0", gzip.compress(text().encode())), ("day_0.gz", text())):
+        metadata = prepare([raw(directory, content, name)], directory / f"of_{name}", **SMALL)
+        assert metadata["rows"] == {"train": 100, "test": 20}
 
 
-@situation("commas for tabs", ValueError, "train.txt, line 1: 1 fields.*commas: turn them into tabs")
-def _(directory):
-    prepare([raw(directory, text().replace("\t", ","))], directory / "out", **SMALL)
-
-
-@situation("a .gz that is no gzip", ValueError, "day_0.gz is no gzip file: take the .gz off its name")
-def _(directory):
-    prepare([raw(directory, name="day_0.gz")], directory / "out", **SMALL)
-
-
-@situation("a gzip without .gz", ValueError, "day_0 is a gzip file: give it a name that ends in .gz")
-def _(directory):
-    prepare([raw(directory, gzip.compress(text().encode()), "day_0")], directory / "out", **SMALL)
-
-
-@situation("a gzip in a gzip", ValueError, "day_0.gz was packed twice")
-def _(directory):
-    prepare([raw(directory, gzip.compress(gzip.compress(text().encode())), "day_0.gz")], directory / "out", **SMALL)
-
-
-@situation("a zip archive", ValueError, "train.zip is a zip archive: unpack it")
-def _(directory):
-    import zipfile
-
-    with zipfile.ZipFile(directory / "train.zip", "w") as archive:
-        archive.writestr("train.txt", text())
-    prepare([directory / "train.zip"], directory / "out", **SMALL)
-
-
-@situation("the archive that Kaggle's data comes in", ValueError, "dac.tar.gz is a tar archive: unpack it")
+@situation("the archive that Kaggle's data comes in", ValueError, "dac.tar.gz is no text.*an archive")
 def _(directory):
     import tarfile
 
@@ -117,17 +82,12 @@ def _(directory):
     prepare([directory / "dac.tar.gz"], directory / "out", **SMALL)
 
 
-@situation("a binary file", ValueError, "train.txt, line 1: ")
+@situation("a binary file", ValueError, "train.txt is no text")
 def _(directory):
     prepare([raw(directory, pickle.dumps(np.arange(1000)))], directory / "out", **SMALL)
 
 
-@situation("a directory for a file", ValueError, "is no file: give raw Criteo files")
-def _(directory):
-    prepare([directory], directory / "out", **SMALL)
-
-
-@situation("a pipe for a file", ValueError, "is no file: give raw Criteo files")
+@situation("a pipe for a file", ValueError, "is no file: give raw files")
 def _(directory):
     os.mkfifo(directory / "pipe")  # opened, it would wait for ever
     prepare([directory / "pipe"], directory / "out", **SMALL)
@@ -143,31 +103,10 @@ def _(directory):
     prepare(str(raw(directory)), directory / "out", **SMALL)
 
 
-@situation("an empty file between others", ValueError, "empty.txt, line 1: the file is empty")
-def _(directory):
-    prepare([raw(directory), raw(directory, "", "empty.txt")], directory / "out", **SMALL)
-
-
-@situation("a file of one line", ValueError, "train split would have no rows out of 1 lines.*--train-fraction")
-def _(directory):
-    prepare([raw(directory, text(1))], directory / "out", **SMALL)
-
-
-@situation("the same file twice", ValueError, "train.txt and .*train.txt hold the same rows")
-def _(directory):
-    prepare([raw(directory)] * 2, directory / "out", **SMALL)
-
-
-@situation("a file and its .gz", ValueError, "train.txt and .*train.gz hold the same rows")
-def _(directory):
-    packed = raw(directory, gzip.compress(text().encode()), "train.gz")
-    prepare([raw(directory), packed], directory / "out", **SMALL)
-
-
 # Arguments and directories of a preparation.
 
 
-@situation("hash_cap that no stack of tables can hold", ValueError, r"hash_cap \(--hash-cap\)=82593005 .*at most")
+@situation("hash_cap that no stack of tables can hold", ValueError, "hash_cap=82593005 must be .* to 82593004")
 def _(directory):
     tables = {f"C{i}": Table(82_593_004, 1) for i in range(26)}
     for shards in (1, 64, 4096):
@@ -178,24 +117,9 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("hash_cap as a fraction", ValueError, "hash_cap .*=1000.5 must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=1000.5)
-
-
-@situation("min_count as text", ValueError, "min_count .*='6' must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", min_count="6")
-
-
-@situation("train_fraction that is NaN", ValueError, "train_fraction .*=nan must be between 0 and 1")
+@situation("train_fraction that is NaN", ValueError, "train_fraction=nan must be between 0 and 1")
 def _(directory):
     prepare([raw(directory)], directory / "out", hash_cap=7, train_fraction=float("nan"))
-
-
-@situation("seed as a fraction", ValueError, "seed .*=0.5 must be a whole number")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=7, seed=0.5)
 
 
 @situation("a file for the directory", ValueError, "is a file: give a directory")
@@ -211,21 +135,6 @@ def _(directory):
         assert not os.path.exists("gs:")
 
 
-@situation("two preparations in one directory", ValueError, "locked: somebody else is preparing")
-def _(directory):
-    with Lock(directory / "lock", "preparing here"):
-        prepare([raw(directory)], directory, **SMALL)
-
-
-@situation("other options for a directory", ValueError, "other hash_cap: use the same, or another directory")
-def _(directory):
-    out = prepared(directory)
-    try:
-        prepare([directory / "train.txt"], out, **{**SMALL, "hash_cap": 8})
-    finally:
-        read_all(out)
-
-
 @situation("one file more for a directory", ValueError, r"other sources \(train.txt, more.txt\)")
 def _(directory):
     out = prepared(directory)
@@ -236,15 +145,6 @@ def _(directory):
 def _(directory):
     out = prepared(directory)
     prepare([(directory / "train.txt").rename(directory / "other.txt")], out, **SMALL)
-
-
-@situation("a file that was copied back with another time")
-def _(directory):
-    out = prepared(directory)
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("criteo-*")}
-    os.utime(directory / "train.txt", (1, 1))
-    prepare([directory / "train.txt"], out, **SMALL)
-    assert {path.name: path.stat().st_mtime_ns for path in out.glob("criteo-*")} == before
 
 
 def resumed(directory, damage, **options):
@@ -273,19 +173,9 @@ def _(directory):
     resumed(directory, lambda out: cut(out / "progress.json"))
 
 
-@situation("progress.json is empty", ValueError, "progress.json is cut or damaged .*Delete .*out and run")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "progress.json", 0))
-
-
 @situation("progress.json is of something else", ValueError, "progress.json is cut or damaged: it has no options")
 def _(directory):
     resumed(directory, lambda out: (out / "progress.json").write_text("{}"))
-
-
-@situation("progress.json is a list", ValueError, "progress.json is cut or damaged: it has no options")
-def _(directory):
-    resumed(directory, lambda out: (out / "progress.json").write_text("[1]"))
 
 
 @situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run")
@@ -293,22 +183,11 @@ def _(directory):
     resumed(directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY)
 
 
-@situation("vocabulary.npz is empty", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "vocabulary.npz", 0), **VOCABULARY)
-
-
 @situation(
     "a byte of vocabulary.npz is wrong", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run"
 )
 def _(directory):
     resumed(directory, lambda out: flip(out / "vocabulary.npz", 200), **VOCABULARY)
-
-
-@situation("vocabulary.npz holds fractions", ValueError, "vocabulary.npz is cut or damaged .*not of the kind")
-def _(directory):
-    values = {f"C{i + 1}": np.zeros(3) for i in range(26)}
-    resumed(directory, lambda out: np.savez(out / "vocabulary.npz", **values), **VOCABULARY)
 
 
 @situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is cut or damaged")
@@ -339,19 +218,9 @@ def _(directory):
 # Prepared directories.
 
 
-@situation("a directory that is not there", ValueError, "nowhere is no complete dataset: run the preparation")
-def _(directory):
-    open_split(directory / "nowhere", "train")
-
-
 @situation("a raw file for a prepared directory", ValueError, "train.txt is no complete dataset: run the preparation")
 def _(directory):
     open_split(raw(directory), "train")
-
-
-@situation("a split that is not there", ValueError, r"has no split 'valid', only \['test', 'train'\]")
-def _(directory):
-    open_split(prepared(directory), "valid")
 
 
 @situation("metadata.json is cut", ValueError, "metadata.json is cut or damaged .*delete .*out and run")
@@ -375,14 +244,14 @@ def _(directory):
     prepare([directory / "train.txt"], out, **SMALL)
 
 
-@situation("dataset_info.json is cut", ValueError, "dataset_info.json is cut or damaged .*delete .*out and run")
+@situation("dataset_info.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
 def _(directory):
     out = prepared(directory)
     cut(out / "dataset_info.json")
     open_split(out, "train")
 
 
-@situation("features.json is cut", ValueError, "features.json is cut or damaged .*delete .*out and run")
+@situation("features.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
 def _(directory):
     out = prepared(directory)
     cut(out / "features.json")
@@ -402,13 +271,6 @@ def _(directory):
     info = json.loads((out / "dataset_info.json").read_text())
     info["splits"][0]["shardLengths"][0] = "2"
     (out / "dataset_info.json").write_text(json.dumps(info))
-    open_split(out, "train")
-
-
-@situation("a shard is gone", ValueError, "criteo-train.array_record-00001 is missing.*delete .*out and run")
-def _(directory):
-    out = prepared(directory)
-    (out / "criteo-train.array_record-00001").unlink()
     open_split(out, "train")
 
 
@@ -488,90 +350,14 @@ class Rows:
         return block | {name: make(n) for name, make in self.columns.items()}
 
 
-@situation("batches of none", ValueError, "batch_size=0 must be a whole number from 1")
-def _(directory):
-    Loader(Rows(), 0)
-
-
-@situation("batches of two and a half", ValueError, "batch_size=2.5 must be a whole number")
-def _(directory):
-    Loader(Rows(), 2.5)
-
-
-@situation("no epochs", ValueError, "epochs=0 must be a whole number from 1")
-def _(directory):
-    Loader(Rows(), 2, epochs=0)
-
-
-@situation("a negative seed", ValueError, "shuffle_seed=-1 must be a whole number from 0")
-def _(directory):
-    Loader(Rows(), 2, shuffle_seed=-1)
-
-
-@situation("a position beyond the end", ValueError, "position=4 must lie between 0 and 3")
-def _(directory):
-    Loader(Rows(), 2).seek(4)
-
-
-@situation("rows that a block does not have", ValueError, "block 0: 'dense' has 2 rows instead of 3")
-def _(directory):
-    list(Loader(Rows(dense=lambda n: np.zeros((2, 2))), 2))
-
-
-@situation("ids that are fractions", ValueError, r"block 0: ids\['sparse'\] are float64, but ids are integers")
-def _(directory):
-    list(Loader(Rows(ids=lambda n: np.zeros((n, 3))), 2))
-
-
-@situation("no ids", ValueError, "block 0 has no ids: give an array")
-def _(directory):
-    list(Loader(Rows(ids=lambda n: {}), 2))
-
-
-@situation("ragged bags", ValueError, r"block 0: ids\['sparse'\] is a list: make it a numpy array")
-def _(directory):
-    list(Loader(Rows(ids=lambda n: [[1], [2, 3], []][:n]), 2))
-
-
-@situation("a number for a column", ValueError, "block 0: 'weight' has no rows instead of 3")
-def _(directory):
-    list(Loader(Rows(weight=lambda n: np.array(1.0)), 2))
-
-
-@situation("labels of two axes", ValueError, r"block 0: 'label' has shape \(3, 1\), but it has 1 axes")
+@situation("labels of two axes", ValueError, r"block 0: 'label' has shape \(3, 1\): make one label \[n\]")
 def _(directory):
     list(Loader(Rows(label=lambda n: np.zeros((n, 1))), 2))
-
-
-@situation("labels as text", ValueError, "block 0: 'label' are <U1, but a column holds numbers")
-def _(directory):
-    list(Loader(Rows(label=lambda n: np.array(["1"] * n)), 2))
 
 
 @situation("a misspelt weight", ValueError, "block 0 has 'wieght', which a batch has no place for")
 def _(directory):
     list(Loader(Rows(wieght=np.ones), 2))
-
-
-@situation("a negative weight", ValueError, "block 0, row 0: weight -1.0 must be finite and at least 0")
-def _(directory):
-    list(Loader(Rows(weight=lambda n: -np.ones(n)), 2))
-
-
-@situation("bags of another size in the second block", ValueError, "block 1: .* rows of shape .* in block 0")
-def _(directory):
-    list(Loader(Rows(ids=lambda n: np.zeros((n, 3, n), np.int32)), 2))
-
-
-@situation("one loader in two loops at once", ValueError, "the loader began anew .*make a Loader for each")
-def _(directory):
-    loader = Loader(Rows(), 2)
-    list(zip(loader, loader, strict=True))
-
-
-@situation("a prefetch of half an item", ValueError, "depth=0.5 must be a whole number")
-def _(directory):
-    prefetch([], 0.5)
 
 
 @situation("a prefetch of what cannot be iterated", TypeError, "not iterable")
@@ -582,39 +368,9 @@ def _(directory):
 # The synthetic log.
 
 
-@situation("synthetic: batches of none", ValueError, "batch_size=0 must be a whole number from 1")
-def _(directory):
-    CLICKS.batch(0, 0)
-
-
-@situation("synthetic: a stream of negative batches", ValueError, "batch_size=-4 must be a whole number from 1")
-def _(directory):
-    CLICKS.stream(-4)
-
-
-@situation("synthetic: a negative index", ValueError, "index=-1 must be a whole number from 0")
-def _(directory):
-    CLICKS.batch(-1, 4)
-
-
-@situation("synthetic: a negative start", ValueError, "start=-1 must be a whole number from 0")
-def _(directory):
-    CLICKS.stream(4, start=-1)
-
-
-@situation("synthetic: fewer batches than none", ValueError, "batches=-1 must be a whole number from 0")
-def _(directory):
-    CLICKS.stream(4, batches=-1)
-
-
 @situation("synthetic: an exponent that is NaN", ValueError, "exponent=nan must be finite and 0 or more")
 def _(directory):
     SyntheticClicks((5,), exponent=float("nan"))
-
-
-@situation("synthetic: an infinite exponent", ValueError, "exponent=inf must be finite")
-def _(directory):
-    SyntheticClicks((5,), exponent=float("inf"))
 
 
 @situation("synthetic: a huge exponent leaves one id")
@@ -627,19 +383,9 @@ def _(directory):
     SyntheticClicks((5,), bias=float("nan"))
 
 
-@situation("synthetic: negative dense features", ValueError, "dense_features=-1 must be a whole number from 0")
-def _(directory):
-    SyntheticClicks((5,), dense_features=-1)
-
-
 @situation("synthetic: no dense features")
 def _(directory):
     assert SyntheticClicks((50, 5), dense_features=0).batch(0, 4).dense.shape == (4, 0)
-
-
-@situation("synthetic: a negative seed", ValueError, "seed=-1 must be a whole number from 0")
-def _(directory):
-    SyntheticClicks((5,), seed=-1)
 
 
 @situation("synthetic: a table of no rows", ValueError, "each of cardinalities=0 must be a whole number from 1")

@@ -298,7 +298,7 @@ def _(directory):
     evaluated(run, directory, directory / "train.txt", bare)
 
 
-@situation("a bad line amid rows with labels", ValueError, "rows.txt, line 3: I1 is 'x'.*take the line out")
+@situation("a bad line amid rows with labels", ValueError, "rows.txt, line 3: I1 is 'x'.*every line has its result")
 def _(directory):
     run, lines, *_ = criteo_run(directory, trained=False)
     lines[2] = lines[2][:2] + "x" + lines[2][lines[2].index("\t", 2) :]

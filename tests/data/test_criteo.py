@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrec.data.criteo import encode, open_split, preparation, prepare, source
+from jaxrec.data import sources
+from jaxrec.data.criteo import encode, open_split, preparation, prepare
 from jaxrec.data.criteo.parsing import DENSE, FIELDS, parse
-from jaxrec.data.criteo.source import Chunk, read_chunks
+from jaxrec.data.sources import Chunk, read_chunks
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}
 
@@ -34,7 +35,7 @@ def lines(rows, seed=0, missing=0.1):
 
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
-    # A file that nobody closes has all of its text only by the grace of the garbage collector.
+    # Closed, as all of the text is on disk only then.
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
@@ -150,19 +151,17 @@ def test_malformed_rows_are_named_or_counted(tmp_path, kind, rows, at, field, mo
     at, good = at % rows, lines(rows)
     broken = [*good]
     broken[at] = "\t".join(break_line(GOOD, field))
-    for extra in range(more):  # more bad rows behind the first
+    for extra in range(more):  # more bad rows after the first
         broken.append("\t".join(break_line(GOOD, field + extra % 2)))
     path = write(tmp_path / ("bad.gz" if compressed else "bad.txt"), broken)
     (chunk,) = read_chunks([path])
-    with pytest.raises(ValueError, match=message) as caught:
-        parse(chunk, more)
-    assert f"{path}, line {at + 1}: " in str(caught.value)
-    columns = parse(chunk, more + 1)
+    columns = parse(chunk)
+    assert columns.why.startswith(f"{path}, line {at + 1}: ") and re.search(message, columns.why)
     assert columns.bad_rows == [at, *range(rows, rows + more)]
     kept = [row for i, row in enumerate(broken) if i not in columns.bad_rows]
     (clean,) = [*read_chunks([write(tmp_path / "clean.txt", kept)])] if kept else [None]
     if clean is not None:
-        for a, b in zip(parse(clean, 0)[1:5], columns[1:5], strict=True):
+        for a, b in zip(parse(clean)[1:5], columns[1:5], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -193,7 +192,7 @@ def test_empty_truncated_and_missing_files_are_named(tmp_path):
         list(read_chunks([tmp_path / "flipped.gz"]))
     with pytest.raises(ValueError, match="sources is empty"):
         prepare([], tmp_path / "b")
-    with pytest.raises(ValueError, match="every row is bad"):
+    with pytest.raises(ValueError, match="every row is malformed"):
         prepare([write(tmp_path / "bad.txt", ["x"] * 5)], tmp_path / "c", max_bad_rows=5)
     with pytest.raises(ValueError, match="is no file"):
         prepare([tmp_path / "nowhere.txt"], tmp_path / "b")
@@ -263,7 +262,7 @@ def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
             line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
             for text in (line + b"\n", "\t".join(good).encode() + b"\n" + line + b"\n"):
                 chunk = Chunk(Path("t.txt"), 0, 1, 0, text, text.count(b"\n"), None)
-                assert (not parse(chunk, 2).bad_rows) == (RULE_OF_A_LINE.fullmatch(line) is not None), line
+                assert (not parse(chunk).bad_rows) == (RULE_OF_A_LINE.fullmatch(line) is not None), line
 
 
 def _prepare_and_die(path, out, arguments, die_at):
@@ -315,7 +314,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     rows[2] = rows[390] = "nonsense"
     path, out = write(tmp_path / "t.txt", rows), tmp_path / "out"
     arguments = {"hash_cap": 7, "split": split, "train_fraction": 0.5, "max_bad_rows": 1, **SMALL}
-    monkeypatch.setattr(source, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 4000)
     # One bad row is allowed and there are two: an undisturbed run fails at line 391, and so must every later one.
     for _ in range(3):
         with pytest.raises(ValueError, match="line 391: 1 fields"):
@@ -323,7 +322,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     shards = len(list(out.glob("criteo-*")))
     assert shards >= 5
     parsed = []
-    monkeypatch.setattr(preparation, "parse", lambda chunk, left: parsed.append(chunk) or parse(chunk, left))
+    monkeypatch.setattr(preparation, "parse", lambda chunk: parsed.append(chunk) or parse(chunk))
     with pytest.raises(ValueError, match="line 391"):
         prepare([path], out, **arguments)
     assert parsed[0].first_row > 100
@@ -341,7 +340,7 @@ def test_two_preparations_do_not_meet(tmp_path):
     path = write(tmp_path / "t.txt", lines(100))
     inside, leave, errors = threading.Event(), threading.Event(), []
 
-    def wait(_lines):
+    def wait(_progress):
         inside.set()
         leave.wait()
 

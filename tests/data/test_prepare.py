@@ -37,8 +37,8 @@ def stopped_in_the_second_chunk(path, out, number):
     """Starts prepare.py with chunks of 64 KiB, sends it a signal when its first shard is there, and waits."""
     code = f"""
 import runpy, sys
-import jaxrec.data.criteo.preparation as preparation, jaxrec.data.criteo.source as source
-source.CHUNK_BYTES = 1 << 16
+import jaxrec.data.criteo, jaxrec.data.preparation as preparation, jaxrec.data.sources as sources
+sources.CHUNK_BYTES = 1 << 16
 write = preparation.write_blocks
 def told(*arguments):
     size = write(*arguments)
@@ -46,7 +46,8 @@ def told(*arguments):
     sys.stdin.readline()  # the signal comes while this waits
     return size
 preparation.write_blocks = told
-defaults = preparation.prepare.__kwdefaults__
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+defaults = jaxrec.data.criteo.prepare.__kwdefaults__
 defaults["block_rows"], defaults["blocks_per_shard"] = 100, 2
 sys.argv = ["prepare.py", "--sources", {str(path)!r}, "--directory", {str(out)!r}, *{FLAGS}]
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
@@ -141,7 +142,7 @@ def test_missing_rights_end_in_a_line(tmp_path):
         if subprocess.run(
             [*rights, sys.executable, "-c", "import tyro, jaxrec"], capture_output=True, env=home
         ).returncode:
-            pytest.skip("nobody may not run this Python")
+            pytest.skip("the user 65534 may not run this Python")
     else:
         rights = []
 

@@ -15,7 +15,6 @@ from jaxrec.data.tabular import (
     ByRows,
     Categorical,
     Dense,
-    Label,
     MultiHot,
     Schema,
     Sequence,
@@ -120,28 +119,23 @@ WRONG = {
     "no category": (lambda: Schema(label="y", features=[Dense("x")]), "no table would be"),
     "a column twice": (lambda: Schema(label="y", features=[USER, USER]), "'user' is two features"),
     "the label as a feature": (lambda: Schema(label="user", features=[USER]), "'user' is given twice"),
-    "a name for a feature": (lambda: Schema(label="y", features=["user"]), "must be a list of Categorical"),
     "no label": (lambda: Schema(label=[], features=[USER]), "must be the name of a column"),
     "the weight is a label": (lambda: Schema(label="y", features=[USER], weight="y"), "is no label"),
     "a table that is not there": (
         lambda: Schema(label="y", features=[USER, Sequence("s", share="item")]), "'item', which is no Categorical",
     ),
-    "a column that is not there": (lambda: Schema(label="y", features=[USER], columns=("y",)), "'user' is none of"),
     "long separator": (lambda: Schema(label="y", features=[USER], separator="::"), "several with quote=False"),
     "no separator": (lambda: Schema(label="y", features=[USER], separator=""), "separator='' must be"),
-    "a name for a split": (lambda: Schema(label="y", features=[USER], split="time"), "must be ByRows"),
     "a bag of a taken name": (lambda: Schema(label="y", features=[MultiHot("dense")]), "rename the column"),
     "a text for texts": (lambda: Schema(label="y", features=[USER], missing="NA"), "must be a list of texts"),
     "min_count 0": (lambda: Categorical("user", min_count=0), "min_count of 'user'=0 must be a whole number"),
     "hash_cap 1": (lambda: Categorical("user", hash_cap=1), "hash_cap of 'user'=1"),
-    "no name": (lambda: Categorical(""), "must be the name of a column"),
     "at_most 0": (lambda: MultiHot("tags", at_most=0), "at_most of 'tags'=0"),
     "last 0": (lambda: Sequence("seen", last=0), "last of 'seen'=0"),
     "no separator of a bag": (lambda: MultiHot("tags", ""), "separator='' of 'tags'"),
     "buckets that fall": (lambda: Dense("x", buckets=(2, 1)), "must ascend"),
     "buckets and log": (lambda: Dense("x", log=True, buckets=(1,)), "leave out log"),
     "missing is nan": (lambda: Dense("x", missing=float("nan")), "must be finite"),
-    "at_least in words": (lambda: Label("y", at_least="4"), "at_least of 'y'='4'"),
     "shares above 1": (lambda: ByRows(0.8, 0.2), "train \\+ validation below 1"),
     "no train": (lambda: AtRandom(0.0), "train must be above 0"),
     "a negative share": (lambda: ByRows(0.5, -0.1), "validation of the split=-0.1"),
@@ -166,9 +160,10 @@ def test_arguments_of_a_preparation_are_refused_by_name(tmp_path):
     for sources, rule in (([], "sources is empty"), (path, "is one path"), ([tmp_path / "b"], "is no file")):
         with pytest.raises(ValueError, match=rule):
             prepare(sources, tmp_path / "out", schema)
-    with pytest.raises(ValueError, match="but a Schema"):
-        prepare([path], tmp_path / "out", {"label": "y"})
     with pytest.raises(ValueError, match="the train split would have no rows out of 3"):
         prepare([path], tmp_path / "out", Schema(label="y", features=[USER], split=ByRows(0.1)))
+    unknown = Schema(label="y", features=[Categorical("item")], columns=("y", "user"))
+    with pytest.raises(ValueError, match="a.csv, as columns=.* the column 'item' of the schema is not there"):
+        prepare([path], tmp_path / "out3", unknown)
     with pytest.raises(ValueError, match="no split 'validation', only"):
         prepare([path], tmp_path / "out2", schema) and open_table(tmp_path / "out2", "validation")

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from test_criteo import SMALL, digests, lines, read_all, write
 
-from jaxrec.data.criteo import preparation, prepare
+from jaxrec.data import preparation
+from jaxrec.data.criteo import preparation as of_criteo
+from jaxrec.data.criteo import prepare
 
 HASH = {"hash_cap": 7, "split": "random", "train_fraction": 0.5}  # the one pass without a count before it
 KINDS = [{"min_count": 3}, {"hash_cap": 7}, {"min_count": 3, "split": "random"}, HASH]
@@ -36,7 +38,7 @@ def change(path, how):
 def stop_after(calls):
     """A progress that ends the run as Ctrl-C would, at its calls-th call."""
 
-    def progress(_lines):
+    def progress(_now):
         nonlocal calls
         calls -= 1
         if calls == 0:
@@ -70,7 +72,7 @@ def test_an_edit_with_the_old_time_put_back_is_seen(tmp_path):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, how):
     """After the fingerprint and before the first pass; after each chunk of each pass; before the end."""
-    path, begin = big(tmp_path / "t.txt"), preparation.begin_record
+    path, begin = big(tmp_path / "t.txt"), preparation.begin_notes
     text = path.read_bytes()
     moments = []
     prepare([path], tmp_path / "whole", **kind, progress=moments.append)
@@ -81,14 +83,14 @@ def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, 
         return state
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "begin_record", begin_and_change)
+        patched.setattr(preparation, "begin_notes", begin_and_change)
         with pytest.raises(ValueError, match="t.txt"):
             prepare([path], tmp_path / "first", **kind)
     for moment in range(len(moments)):
         path.write_bytes(text)
         calls = []
 
-        def progress(_lines, at=moment, calls=calls):
+        def progress(_now, at=moment, calls=calls):
             calls.append(1)
             if len(calls) == at + 1:
                 change(path, how)
@@ -129,16 +131,16 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
     """The text is counted, edited, written in part, and put back: what was written is of no file."""
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     text = path.read_bytes()
-    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 1 << 18)
     calls, small = [], {"hash_cap": 7, "block_rows": 256, "blocks_per_shard": 1}
     edited = b"1" + text[1:] if text[:1] == b"0" else b"0" + text[1:]
 
-    def progress(_lines):
-        calls.append(1)
+    def progress(now):
+        calls.extend([1] * (now.stage == "writes"))
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    readings, read = itertools.count(), preparation.read_chunks
+    readings, read = itertools.count(), of_criteo.read_chunks
 
     def edit_after_count(*arguments):
         if next(readings) == 1:
@@ -146,7 +148,7 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
         return read(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "read_chunks", edit_after_count)
+        patched.setattr(of_criteo, "read_chunks", edit_after_count)
         with pytest.raises(KeyboardInterrupt):
             prepare([path], out, **small, progress=progress)
     assert digests(out)
@@ -195,7 +197,7 @@ def test_a_preparation_of_an_earlier_version_stays_readable_and_is_not_gone_on_w
     old["sources"] = [[path.name, path.stat().st_size, zlib.crc32(path.read_bytes())]]
     (out / "metadata.json").write_text(json.dumps(old))
     np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
-    with pytest.raises(ValueError, match="earlier version.*another directory"):
+    with pytest.raises(ValueError, match="other sources.*another directory"):
         prepare([path], out, **SMALL)
     np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
 
@@ -241,9 +243,9 @@ def test_files_that_only_begin_alike_are_two(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "rows", "bad", "match"),
     [
-        ({"train_fraction": 0.001}, 20, [], "train split .*no rows.*train_fraction.*--train-fraction"),
+        ({"train_fraction": 0.001}, 20, [], "train split .*no rows.*train_fraction"),
         ({}, 1, [], "train split .*no rows"),
-        ({"train_fraction": 1 - 1e-9, "split": "random"}, 20, [], "test split .*no rows.*--train-fraction"),
+        ({"train_fraction": 1 - 1e-9, "split": "random"}, 20, [], "test split .*no rows.*train_fraction"),
         ({"train_fraction": 0.9}, 20, [18, 19], "test split .*no rows"),
         ({"train_fraction": 0.1, "hash_cap": 5}, 20, [0, 1], "train split .*no rows"),
     ],

@@ -228,7 +228,7 @@ BAD = {
     "blanks": (b"   ", "1 fields, but a row has 6"),
     "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
     "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
-    "text behind a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
+    "text after a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
     "separators in quotes": (b'"1,ann,1.5,a|b",1,5', "3 fields, but a row has 6"),
     "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", "byte 5 is no UTF-8"),
     "half of a character": (b"1,an\xc3,1.5,a|b,1,5", "is no UTF-8"),
@@ -263,7 +263,7 @@ def test_a_bad_row_is_named_or_counted(tmp_path, kind):
 
 
 def test_bad_rows_are_counted_over_all_pieces_up_to_what_is_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 200)
+    monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 200)
     lines = [*range(20), *(text for text, _ in BAD.values())]
     lines = [
         b"1,ann,1.5,a|b,1,%d" % line if isinstance(line, int) else line
@@ -370,7 +370,7 @@ def test_damaged_parquet_and_foreign_types_are_refused_in_words(tmp_path):
 
 KILLED = """
 import os, signal, sys
-import jaxrec.data.criteo.source as source, jaxrec.data.tabular.preparation as preparation
+import jaxrec.data.sources as source, jaxrec.data.preparation as preparation, jaxrec.data.tabular as tabular
 sys.path.insert(0, {tests!r})
 from test_tabular import SCHEMA, SMALL
 source.CHUNK_BYTES = 2000
@@ -382,14 +382,14 @@ def counted(*arguments):
     left[0] -= 1
     return write(*arguments)
 preparation.write_blocks = counted
-preparation.prepare([{path!r}], {out!r}, SCHEMA, **SMALL)
+tabular.prepare([{path!r}], {out!r}, SCHEMA, **SMALL)
 """
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("shards", [0, 3])
 def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr("jaxrec.data.criteo.source.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 2000)
     path, out = write(tmp_path / "a.csv", table(300)), tmp_path / "out"
     code = KILLED.format(tests=str(Path(__file__).parent), shards=shards, path=str(path), out=str(out))
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=200)
@@ -428,7 +428,7 @@ def test_a_column_that_splits_is_a_category_as_well(tmp_path):
 
 PEAK = """
 import resource, sys
-import jaxrec.data.criteo.source as source, jaxrec.data.tabular.reading as reading
+import jaxrec.data.sources as source, jaxrec.data.tabular.reading as reading
 source.CHUNK_BYTES, reading.PARQUET_ROWS = 1 << 20, 1 << 13
 from jaxrec.data.tabular import *
 features = [Categorical("user", hash_cap=1000), Categorical("item"), MultiHot("tags"), Sequence("seen", share="item")]

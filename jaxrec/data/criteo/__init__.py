@@ -5,7 +5,7 @@
 first.
 """
 
-from jaxrec.data.criteo.dataset import Split, open_split
+from jaxrec.data.blocks import Split, open_split
 from jaxrec.data.criteo.preparation import prepare
 from jaxrec.data.criteo.raw import Encoder, has_labels, open_encoder, read_rows
 

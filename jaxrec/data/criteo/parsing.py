@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrec.data.criteo.source import Chunk
+from jaxrec.data.sources import Chunk
 
 DENSE, FIELDS = 13, 26
 _TABS = DENSE + FIELDS
@@ -29,42 +29,30 @@ class Columns(NamedTuple):
     category: np.ndarray  # u32[n, F]
     present: np.ndarray  # bool[n, F]
     bad_rows: list[int]  # numbers of the lines left out
+    why: str  # what is wrong with the first of them, and where; empty if there is none
 
 
-def parse(chunk: Chunk, bad_rows_left: int | None, labelled: bool = True) -> Columns:
+def parse(chunk: Chunk, labelled: bool = True) -> Columns:
     """Checks and converts a chunk.
 
     Args:
       chunk: whole lines.
-      bad_rows_left: how many bad lines may still be left out; None if every line is wanted.
       labelled: whether lines begin with their label; labels are 0 otherwise.
-
-    Raises:
-      ValueError: more lines are bad; names file, line, rule and remedy of the first.
     """
     text = chunk.text if labelled else _with_label(chunk.text)
-    parsed = _parse_good(text, chunk.lines)
-    rows = np.arange(chunk.first_row, chunk.first_row + chunk.lines)
+    parsed = _parse_good(text, chunk.rows)
+    rows = np.arange(chunk.first_row, chunk.first_row + chunk.rows)
     if parsed is not None:
-        return Columns(rows, *parsed, bad_rows=[])
+        return Columns(rows, *parsed, bad_rows=[], why="")
     # polars names no line: look again, line by line.
     lines = text.split(b"\n")[:-1]
     good = np.array([_LINE.fullmatch(line) is not None for line in lines])
-    bad = np.flatnonzero(~good)
-    if len(bad) > (bad_rows_left or 0):
-        at = int(bad[0])
-        remedy = (
-            "take the line out: every line has its result, in their order."
-            if bad_rows_left is None
-            else f"leave out up to N bad rows with max_bad_rows=N (--max-bad-rows N); this chunk has "
-            f"{len(bad)}, {bad_rows_left} are allowed."
-        )
-        wrong = _explain(lines[at], chunk.first_line + at, labelled)
-        raise ValueError(f"{chunk.path}, line {chunk.first_line + at}: {wrong}. Correct it, or {remedy}")
+    at = int(np.argmin(good))
+    why = f"{chunk.path}, line {chunk.first_line + at}: {_explain(lines[at], labelled)}"
     kept = [line for line, ok in zip(lines, good, strict=True) if ok]
     parsed = _parse_good(b"".join(line + b"\n" for line in kept), len(kept))
     assert parsed is not None
-    return Columns(rows[good], *parsed, bad_rows=rows[bad].tolist())
+    return Columns(rows[good], *parsed, bad_rows=rows[~good].tolist(), why=why)
 
 
 def has_labels(line: bytes) -> bool:
@@ -77,33 +65,20 @@ def _with_label(text: bytes) -> bytes:
     return b"0\t" + text[:-1].replace(b"\n", b"\n0\t") + b"\n"
 
 
-def _explain(line: bytes, number: int, labelled: bool = True) -> str:
+def _explain(line: bytes, labelled: bool) -> str:
     fields = line.split(b"\t")
     if len(fields) != _TABS + 1 and not labelled:
         return f"{len(fields) - 1} fields, but a row without a label has {_TABS}, separated by tabs"
     if len(fields) != _TABS + 1:
-        return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs{_recognised(line, number)}"
+        return f"{len(fields)} fields, but a row has {_TABS + 1}, separated by tabs"
     if fields[0] not in (b"0", b"1"):
-        return f"label {_shown(fields[0])}, but a label is 0 or 1{_recognised(line, number)}"
+        return f"label {_shown(fields[0])}, but a label is 0 or 1"
     for place, field in enumerate(fields[1:], 1):
         if place <= DENSE and field and not _INTEGER.fullmatch(field):
             return f"I{place} is {_shown(field)}, but a dense feature is an integer of up to 18 digits or empty"
         if place > DENSE and field and not _HEX.fullmatch(field):
             return f"C{place - DENSE} is {_shown(field)}, but a category has up to 8 hexadecimal digits or is empty"
     raise AssertionError(line)
-
-
-def _recognised(line: bytes, number: int) -> str:
-    """What a first line tells about its whole file."""
-    if number != 1:
-        return ""
-    if _LINE.fullmatch(b"0\t" + line):
-        return "; this looks like Kaggle's test.txt, which has no labels: give train.txt"
-    if re.match(rb"\s*[A-Za-z_]{3}", line):
-        return "; this looks like a header: remove the line (tail -n +2)"
-    if line.count(b",") >= _TABS:
-        return "; this looks like a file with commas: turn them into tabs"
-    return ""
 
 
 def _shown(field: bytes) -> str:

@@ -4,21 +4,18 @@ did.
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
 
-import gzip
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import encode, parsing
-from jaxrec.data.criteo.dataset import read_metadata
-from jaxrec.data.criteo.parsing import FIELDS
 from jaxrec.data.criteo.preparation import load_vocabulary
-from jaxrec.data.criteo.record import VOCABULARY
-from jaxrec.data.criteo.source import local_files, read_chunks
+from jaxrec.data.preparation import VOCABULARY
+from jaxrec.data.sources import local_files, read_chunks
 from jaxrec.files import local_path
 
 
@@ -73,19 +70,12 @@ def has_labels(paths: Sequence[str | Path]) -> bool:
     Raises:
       ValueError: some have labels and some have not; no files.
     """
-    found = {path: parsing.has_labels(_first_line(path)) for path in local_files(paths)}
+    firsts = {path: next(read_chunks([path])).text.partition(b"\n")[0] for path in local_files(paths)}
+    found = {path: parsing.has_labels(line) for path, line in firsts.items()}
     if len(set(found.values())) > 1:
         labelled, bare = (next(path for path, has in found.items() if has is wanted) for wanted in (True, False))
         raise ValueError(f"{labelled} has labels and {bare} has none: give them one after the other, not together.")
     return next(iter(found.values()))
-
-
-def _first_line(path):
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            return file.readline(1 << 16)
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        return b""  # who reads it whole says what is wrong with it
 
 
 def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = True) -> Iterator[dict[str, np.ndarray]]:
@@ -104,9 +94,9 @@ def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = Tr
     Raises:
       ValueError: a malformed line or file (with file, line, rule), or no file.
     """
-    if len(encoder.cardinalities) != FIELDS:
-        raise ValueError(f"an encoder of {len(encoder.cardinalities)} fields, but a Criteo row has {FIELDS}.")
     for chunk in read_chunks(local_files(paths)):
-        columns = parsing.parse(chunk, None, labelled)
+        columns = parsing.parse(chunk, labelled)
+        if columns.bad_rows:
+            raise ValueError(f"{columns.why}. Correct it: every line has its result, in their order.")
         ids = encoder.encode(columns.category, columns.present)
         yield ({"label": columns.label} if labelled else {}) | {"dense": columns.dense, "ids": ids}

@@ -3,11 +3,13 @@
 `prepare` is called once for each set of files and schema, `open_table` by every run. Read `schema` first.
 """
 
-from jaxrec.data.tabular.preparation import Progress, prepare
+from jaxrec.data.blocks import Split
+from jaxrec.data.preparation import Progress
+from jaxrec.data.tabular.preparation import prepare
 from jaxrec.data.tabular.records import export_records
 from jaxrec.data.tabular.schema import Categorical, Dense, Label, MultiHot, Schema, Sequence
 from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime
-from jaxrec.data.tabular.table import TableSplit, open_table
+from jaxrec.data.tabular.table import open_table
 
 __all__ = [
     "AtRandom",
@@ -22,7 +24,7 @@ __all__ = [
     "Progress",
     "Schema",
     "Sequence",
-    "TableSplit",
+    "Split",
     "export_records",
     "open_table",
     "prepare",

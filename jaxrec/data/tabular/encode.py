@@ -135,7 +135,7 @@ def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray
 
 
 def padded(many: np.ndarray, ids: np.ndarray, hots: int) -> np.ndarray:
-    """Bags of one width, what is missing behind what is there.
+    """Bags of one width, padded by -1 at the end.
 
     >>> padded(np.array([2, 0, 1]), np.array([7, 8, 9], np.int32), 2).tolist()
     [[7, 8], [-1, -1], [9, -1]]

@@ -29,7 +29,7 @@ def _scan(data, separator, lines, quote, strange):
     """Where each line ends, how many fields it has, and whether it wants a second look: quotes that are not in pairs
     around a field, the character that stands for a long separator, or, if the text is strange, what is no ASCII."""
     ends, fields, odd = np.zeros(lines, np.int64), np.ones(lines, np.int64), np.zeros(lines, np.bool_)
-    line, matched, state = 0, 0, 0  # 0 where a field begins, 1 in it, 2 in its quotes, 3 behind a quote in there
+    line, matched, state = 0, 0, 0  # 0 where a field begins, 1 in it, 2 in its quotes, 3 after a quote in there
     for at in range(len(data)):
         byte = data[at]
         if byte == 10:

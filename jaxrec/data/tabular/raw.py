@@ -1,16 +1,16 @@
 """Rows of raw files as a prepared table maps them: its categories, its moments; labels if they have some."""
 
-import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxrec.data.criteo.record import VOCABULARY
-from jaxrec.data.criteo.source import local_files
+from jaxrec.data.preparation import VOCABULARY
+from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders
-from jaxrec.data.tabular.reading import is_parquet, read_pieces, read_table
+from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Schema
 from jaxrec.data.tabular.splits import ByRows
 from jaxrec.data.tabular.table import open_table
@@ -21,7 +21,7 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     """Whether raw files have the columns of the labels.
 
     Args:
-      sources: text, plain or .gz, or Parquet.
+      sources: text, plain or packed by gzip, or Parquet.
       schema: of the prepared table.
 
     Raises:
@@ -30,8 +30,8 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     import polars as pl
 
     labels, found = [label.column for label in schema.label], {}
-    for path in local_files(sources, "CSV, text or Parquet"):
-        piece = next(iter(read_pieces([path], _without_labels(schema))))
+    for path in local_files(sources):
+        piece = next(iter(read_pieces([path], _as_read(schema, labelled=False))))
         names = pl.scan_parquet(path).collect_schema().names() if is_parquet(path) else piece.names
         found[path] = sum(label in names for label in labels)
     if set(found.values()) - {0, len(labels)} or len(set(found.values())) > 1:
@@ -65,24 +65,19 @@ def read_rows(
             f"{directory} was prepared with another schema, by which the same values are other categories: give the "
             "one that it was prepared with."
         )
-    schema = _with_split(schema) if labelled else _without_labels(schema)
+    schema = _as_read(schema, labelled)
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
-    for piece in read_pieces(local_files(sources, "CSV, text or Parquet"), schema):
+    for piece in read_pieces(local_files(sources), schema):
         table = read_table(piece, schema)
         if table.bad_rows:
             raise ValueError(f"{table.why}. Correct it: every row is predicted.")
         yield arrays(schema, table.frame, ids_of, moments)
 
 
-def _with_split(schema: Schema) -> Schema:
-    """The schema without what only a preparation reads."""
-    found = copy.copy(schema)
-    object.__setattr__(found, "split", ByRows())
-    return found
-
-
-def _without_labels(schema: Schema) -> Schema:
-    found = _with_split(schema)
-    object.__setattr__(found, "label", ())  # which nobody who makes a schema may leave out
-    object.__setattr__(found, "weight", None)
+def _as_read(schema: Schema, labelled: bool) -> Schema:
+    """The schema without what only a preparation reads; labels and weights too if there are none."""
+    found = dataclasses.replace(schema, split=ByRows())
+    if not labelled:
+        object.__setattr__(found, "label", ())  # which a schema that is made may not leave out
+        object.__setattr__(found, "weight", None)
     return found

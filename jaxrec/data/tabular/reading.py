@@ -1,8 +1,8 @@
-"""The rows of a table as they lie in files, in pieces: text with a separator, plain or .gz, or Parquet. Each row is
-checked, and who leaves one out says which.
+"""The rows of a table as they lie in files, in pieces: text with a separator, plain or packed by gzip, or Parquet.
+Each row is checked; those that are left out are named.
 
 A text is read once more whenever it is needed, and what is read is compared with what was read before, see
-`jaxrec.data.criteo.source`; of a Parquet file the checksum is taken whole before it is read.
+`jaxrec.data.sources`; of a Parquet file the checksum is taken whole before it is read.
 
 Legend: n rows of a piece.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.data.criteo.source import CHUNK_BYTES, Seen, changed, read_chunks
+from jaxrec.data.sources import CHUNK_BYTES, Seen, changed, is_parquet, read_chunks
 from jaxrec.data.tabular.lines import SPLIT, explain, well_formed
 from jaxrec.data.tabular.schema import Categorical, Dense, Schema
 from jaxrec.data.tabular.splits import ByColumn, ByTime
@@ -51,12 +51,6 @@ class Table(NamedTuple):
     why: str  # what is wrong with the first bad row, and where; empty if there is none
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a file is Parquet, as its first bytes say."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PAR1"
-
-
 def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[Seen]] = ()) -> Iterator[Piece]:
     """Streams files in bounded memory.
 
@@ -80,15 +74,12 @@ def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[
         first_row += last.seen.lines
 
 
-def reread(schema: Schema):
-    """A function like `read_chunks`, for who only wants to know whether files are as they were seen."""
-    return lambda paths, known: read_pieces(paths, schema, known)
-
-
 def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
     names, header = schema.columns, schema.columns is None
+    if names is not None:
+        _check_names(path, schema, names, ", as columns=(...) of the schema says")
     for chunk in read_chunks([path], [known]):
-        text, first_line, rows = chunk.text, chunk.first_line, chunk.lines
+        text, first_line, rows = chunk.text, chunk.first_line, chunk.rows
         if header and first_line == 1:
             line, _, text = text.partition(b"\n")
             names, first_line, rows = _header(path, schema, line), 2, rows - 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.data.criteo.dataset import tfds_module
+from jaxrec.data.blocks import tfds_module
 from jaxrec.files import Lock, aside, local_path, make_directory, write_json
 
 _ROWS = 1 << 14  # in memory at once

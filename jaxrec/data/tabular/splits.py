@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxrec.bounds import real_number, whole_number
-
-NAMES = ("train", "validation", "test")
+from jaxrec.data.blocks import SPLITS
+from jaxrec.data.preparation import drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,6 @@ class ByTime:
     validation: float = 0.0
 
     def __post_init__(self):
-        check_column(self)
         _check_shares(self)
 
 
@@ -70,7 +69,6 @@ class ByColumn:
     test: tuple[str, ...] = ("test",)
 
     def __post_init__(self):
-        check_column(self)
         _check_values(self)
 
 
@@ -108,15 +106,11 @@ def sides(split: Split, found: dict[str, Any], row: np.ndarray, column: np.ndarr
     if isinstance(split, ByColumn | ByFile):
         assert column is not None
         side = np.full(len(row), 3, np.uint8)
-        for number, name in enumerate(NAMES):
+        for number, name in enumerate(SPLITS):
             side[np.isin(column, np.array(getattr(split, name), dtype=object))] = number
         return side
     if isinstance(split, AtRandom):
-        h = row.astype(np.uint64) + np.uint64((split.seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-            h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
-        where, first, second = (h >> np.uint64(11)).astype(np.float64) * 2.0**-53, split.train, split.validation
-        return _side(where, first, first + second)
+        return _side(drawn(row, split.seed), split.train, split.train + split.validation)
     if isinstance(split, ByTime):
         assert column is not None
         return _side(column, *found["times"])
@@ -158,14 +152,8 @@ def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
     return [float(times[first]), float(times[second])]
 
 
-def check_column(feature) -> None:
-    """Refuses what is no name of a column."""
-    if not isinstance(feature.column, str) or not feature.column:
-        raise ValueError(f"column={feature.column!r} of a {type(feature).__name__} must be the name of a column.")
-
-
 def _check_values(split) -> None:
-    for name in NAMES:
+    for name in SPLITS:
         object.__setattr__(split, name, texts(f"{name} of the split", getattr(split, name)))
     values = split.train + split.validation + split.test
     if not split.train or not split.test or len(set(values)) < len(values):

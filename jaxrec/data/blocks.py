@@ -1,25 +1,25 @@
-"""What is on disk: array_record shards of blocks, registered with tfds and read back; every file
-whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
+"""Prepared rows on disk: array_record shards of blocks, registered with tfds and read back; every
+file whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
 
-Legend: n rows of a block, N = 13 dense features, F = 26 fields.
+Legend: n rows of a block.
 """
 
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.data.criteo.parsing import DENSE, FIELDS
 from jaxrec.files import aside, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 SPLITS = ("train", "validation", "test")
+_IDS = "ids."  # begins the column of a lookup, where blocks have several
 
 
 class Layout(NamedTuple):
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 CRITEO = Layout(
     "criteo",
-    {"label": ((), "uint8"), "dense": ((DENSE,), "float32"), "ids": ((FIELDS,), "int32")},
+    {"label": ((), "uint8"), "dense": ((13,), "float32"), "ids": ((26,), "int32")},
     "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015).",
     "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution.",
 )
@@ -55,7 +55,7 @@ def layout_of(metadata: dict[str, Any]) -> Layout:
 
 
 def write_blocks(
-    directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout = CRITEO
+    directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout
 ) -> int:
     """Writes one shard of a split: the columns of its layout, cut into blocks.
 
@@ -179,7 +179,7 @@ def _metadata(state, cardinalities):
         "sources": state["sources"],
         "texts": state["texts"],
         **{key: state[key] for key in ("layout", "table") if key in state},
-        "shard_bytes": {name: [shard["bytes"] for shard in mine] for name, mine in of.items()},
+        "shard_bytes": shard_bytes(state),
     }
 
 
@@ -200,8 +200,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One block: {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}, or what its layout says.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One block: {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]} of a Criteo log; of a table
+        {'label': f32[n] or f32[n, K], 'dense': f32[n, N], 'ids': {'sparse': i32[n, F], bag: i32[n, H]}}, and
+        'weight': f32[n] if its schema has one.
 
         Raises:
           IndexError: there is no such block.
@@ -216,7 +218,11 @@ class Split:
             raise self._unreadable(index, str(error).partition("\n")[0][:200]) from error
         if set(found.values()) != {self.rows[index]}:
             raise self._unreadable(index, f"it holds {found} rows instead of {self.rows[index]}")
-        return block
+        if "ids" in found:
+            return block
+        columns = {key: np.asarray(block[key]) for key in found}
+        ids = {key.removeprefix(_IDS): columns.pop(key) for key in found if key.startswith(_IDS)}
+        return {"dense": np.zeros((self.rows[index], 0), np.float32), **columns, "ids": ids}
 
     def _unreadable(self, index, why) -> ValueError:
         shard, block = divmod(index, self.metadata["options"]["blocks_per_shard"])
@@ -229,7 +235,7 @@ def _remedy(directory: Path) -> str:
 
 
 def open_split(directory: str | Path, name: str) -> Split:
-    """Opens the 'train' or 'test' split of a prepared directory.
+    """Opens the 'train', 'validation' or 'test' split of a prepared directory.
 
     Args:
       directory: as given to `prepare`.
@@ -266,12 +272,10 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """The metadata of a complete preparation.
 
     Raises:
-      ValueError: it is not complete, or a file that describes it is missing or damaged.
+      ValueError: it is not complete, or its metadata is missing or damaged.
     """
     if not (directory / DONE).exists():
         raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
-    for name in (DONE, "features.json"):
-        read_json(directory / name, (), _remedy(directory))
     keys = ("cardinalities", "rows", "label_mean", "skipped_rows", "options", "sources")
     return read_json(directory / METADATA, keys, _remedy(directory))
 
@@ -295,21 +299,28 @@ def check_files(directory: Path, metadata: dict[str, Any]) -> None:
     """Refuses a dataset that lacks a shard or has one of another size than was written."""
     options = metadata["options"]
     shard_rows = options["block_rows"] * options["blocks_per_shard"]
-    for name, rows in metadata["rows"].items():
-        # Preparations of earlier versions did not note sizes.
-        sizes = metadata.get("shard_bytes", {}).get(name, [None] * -(-rows // shard_rows))
-        for index, size in enumerate(sizes):
-            check_shard(directory, name, index, size, layout_of(metadata))
+    # Preparations of earlier versions did not note sizes.
+    sizes = {name: [None] * -(-rows // shard_rows) for name, rows in metadata["rows"].items()}
+    check_shards(directory, metadata.get("shard_bytes", sizes), layout_of(metadata))
 
 
-def check_shard(directory: Path, name: str, index: int, size: int | None, layout: Layout = CRITEO) -> None:
-    """Refuses a shard that is missing, or of another size in bytes than the one given."""
-    path = _shard_path(directory, name, index, layout)
-    if not path.exists():
-        raise ValueError(f"{path} is missing. {_remedy(directory)}")
-    found = path.stat().st_size
-    if size not in (None, found):
-        raise ValueError(f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}")
+def check_shards(directory: Path, sizes: Mapping[str, Sequence[int | None]], layout: Layout) -> None:
+    """Refuses shards that are missing, or of other sizes in bytes than those given for each split."""
+    for name, of_split in sizes.items():
+        for index, size in enumerate(of_split):
+            path = _shard_path(directory, name, index, layout)
+            if not path.exists():
+                raise ValueError(f"{path} is missing. {_remedy(directory)}")
+            found = path.stat().st_size
+            if size not in (None, found):
+                raise ValueError(
+                    f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}"
+                )
+
+
+def shard_bytes(state: dict[str, Any]) -> dict[str, list[int]]:
+    """{split: the size of each of its shards}, as the notes of a preparation say."""
+    return {name: [shard["bytes"] for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
 
 
 def tfds_module():

@@ -8,9 +8,7 @@ has to be read again to know that it is the same.
 """
 
 import collections
-import filecmp
 import gzip
-import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +19,7 @@ from jaxrec.files import local_path
 CHUNK_BYTES = 16 << 20  # read at once: it bounds the memory of a preparation
 _HEAD_BYTES = 1 << 20
 _STAMPS = ("mtime_ns", "ctime_ns")
-_GZIP = b"\x1f\x8b"
-_PACKED = {b"PK\x03\x04": "a zip archive", b"BZh": "packed by bzip2", b"\xfd7zXZ": "packed by xz"}
-_PACKED |= {b"\x28\xb5\x2f\xfd": "packed by zstd", b"7z\xbc\xaf": "packed by 7-Zip", b"PAR1": "a Parquet file"}
-_UTF_8, _UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Seen(NamedTuple):
@@ -32,7 +27,7 @@ class Seen(NamedTuple):
 
     bytes: int
     crc32: int
-    lines: int  # that are whole
+    lines: int  # that are whole, or rows of a table
     ended: bool  # the file ends here
 
 
@@ -44,12 +39,12 @@ class Chunk(NamedTuple):
     first_line: int  # in the file, from 1
     first_row: int  # in all files together, from 0, every line counted
     text: bytes  # ends with a newline
-    lines: int
+    rows: int  # its lines
     seen: Seen  # of the file, this chunk included
 
 
-def local_files(sources: Sequence[str | Path], kind: str = "raw Criteo") -> list[Path]:
-    """Absolute paths of raw files; their kind is for errors.
+def local_files(sources: Sequence[str | Path]) -> list[Path]:
+    """Absolute paths of raw files.
 
     Raises:
       ValueError: none is given, a single path instead of several, or what is no file on this
@@ -59,11 +54,26 @@ def local_files(sources: Sequence[str | Path], kind: str = "raw Criteo") -> list
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
     paths = [local_path(source) for source in sources]
     if not paths:
-        raise ValueError(f"sources is empty: give at least one {kind} file.")
+        raise ValueError("sources is empty: give at least one raw file.")
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is no file: give {kind} files, or a prepared directory where one is wanted.")
+            raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is wanted.")
     return paths
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether a file is packed by gzip, as its first bytes say."""
+    return _first_bytes(path, 2) == b"\x1f\x8b"
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet, as its first bytes say."""
+    return _first_bytes(path, 4) == b"PAR1"
+
+
+def _first_bytes(path, number):
+    with open(path, "rb") as file:
+        return file.read(number)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -77,8 +87,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def same_stamps(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether nobody wrote to a file between two fingerprints; the ctime is there for who sets the
-    mtime back."""
+    """Whether a file was left alone between two fingerprints; the ctime tells it if the mtime was set back."""
     return all(a[stamp] == b[stamp] for stamp in _STAMPS)
 
 
@@ -88,7 +97,7 @@ def same_head(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
-    """Refuses files that somebody wrote to since their fingerprints were taken."""
+    """Refuses files that were written to since their fingerprints were taken."""
     for path, before in zip(paths, fingerprints, strict=True):
         now = fingerprint(path) if path.is_file() else None
         if now is None or not (same_head(now, before) and same_stamps(now, before)):
@@ -98,31 +107,18 @@ def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]
             )
 
 
-def check_distinct(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
-    """Refuses a file that is given twice, also under two names: its train rows would be test rows
-    as well."""
-    pairs = itertools.combinations(zip(paths, fingerprints, strict=True), 2)
-    for (a, of_a), (b, of_b) in pairs:
-        alike = of_a["size_bytes"] == of_b["size_bytes"] and of_a["head_crc32"] == of_b["head_crc32"]
-        if alike and (a.samefile(b) or filecmp.cmp(a, b, shallow=False)):
-            raise _same_rows(a, b)
-
-
 def check_distinct_texts(paths: Sequence[Path], texts: Sequence[Seen]) -> None:
-    """Refuses two files with one text, such as a file and its .gz."""
+    """Refuses two files with one text, such as a file and its .gz: train rows of one would be test rows of
+    the other."""
     first: dict[tuple[int, int], Path] = {}
     for path, text in zip(paths, texts, strict=True):
         other = first.setdefault((text.bytes, text.crc32), path)
         if other is not path:
-            raise _same_rows(other, path)
-
-
-def _same_rows(a: Path, b: Path) -> ValueError:
-    return ValueError(f"{a} and {b} hold the same rows, which would train and test: give each file once.")
+            raise ValueError(f"{other} and {path} hold the same rows, which would train and test: give each file once.")
 
 
 def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> Iterator[Chunk]:
-    """Streams files, plain or .gz, as chunks of whole lines in bounded memory.
+    """Streams files, plain or packed by gzip, as chunks of whole lines in bounded memory.
 
     Args:
       paths: of the files.
@@ -130,7 +126,7 @@ def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> 
 
     Raises:
       ValueError: a file is empty, is no text, is no longer the text that was seen, or has an
-        endless line; a .gz is truncated or corrupt.
+        endless line; what gzip has packed is truncated or corrupt.
     """
     first_row = 0
     for number, path in enumerate(paths):
@@ -189,10 +185,7 @@ def changed(path: Path) -> ValueError:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as raw:
-        _check_packing(path, raw.read(8))
-    opened = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-    with opened as file:
+    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
         read = 0
         while True:
             try:
@@ -209,26 +202,13 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _check_packing(path: Path, head: bytes) -> None:
-    """Refuses a file that its name says wrong things about."""
-    for magic, kind in _PACKED.items():
-        if head.startswith(magic):
-            raise ValueError(f"{path} is {kind}: unpack it, and give the text or a .gz of it.")
-    if path.suffix == ".gz" and head and not head.startswith(_GZIP):
-        raise ValueError(f"{path} is no gzip file: take the .gz off its name if it is text, or fetch it again.")
-    if path.suffix != ".gz" and head.startswith(_GZIP):
-        raise ValueError(f"{path} is a gzip file: give it a name that ends in .gz (unpack it first if it is a .tgz).")
-
-
 def _check_text(path: Path, block: bytes) -> None:
-    """Refuses text that begins as no click log does."""
-    if block[257:262] == b"ustar":
-        raise ValueError(f"{path} is a tar archive: unpack it (tar xf), and give the files in it, such as train.txt.")
-    if block.startswith((_GZIP, *_PACKED)):
-        raise ValueError(f"{path} was packed twice: unpack it once.")
-    if block.startswith(_UTF_8):
+    if b"\0" in block[:512]:  # as in the head of a tar or zip archive, and in every line of UTF-16
+        raise ValueError(
+            f"{path} is no text, or UTF-16: unpack it if it is an archive, and give the files in it; convert UTF-16 "
+            "(iconv -f UTF-16 -t UTF-8)."
+        )
+    if block.startswith(_BYTE_ORDER_MARK):
         raise ValueError(
             f"{path}, line 1: the file begins with a byte order mark (BOM): remove these three bytes (tail -c +4)."
         )
-    if block.startswith(_UTF_16):
-        raise ValueError(f"{path}, line 1: the file is UTF-16, but a click log is ASCII: convert it (iconv -f UTF-16).")
