@@ -375,37 +375,6 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     assert goes_on(pipeline, stream, batches)
 
 
-def test_an_iterator_that_cannot_be_watched_is_known_again_after_another_run():
-    batches, pipeline = make_batches(12), pipeline_of()
-    stream = map(lambda batch: batch, batches)
-    running = pipeline.run(stream)
-    for _ in range(4):
-        next(running)
-    running.close()
-    list(pipeline.run(batches[:2]))
-    assert len(list(pipeline.run(stream))) == 8
-
-
-def test_a_planner_that_waits_within_a_map_is_known_after_another_run():
-    blocking, pipeline = Blocking(make_batches(12), 7), pipeline_of()
-    stream = map(lambda batch: batch, blocking)
-    running = pipeline.run(stream)
-    for _ in range(4):
-        next(running)
-    assert blocking.blocked.wait(60)
-    running.close()
-    list(pipeline.run(make_batches(2)))
-    pipeline.patience_seconds = 0.05
-    try:
-        with pytest.raises(ValueError, match="still waits inside this iterator"):
-            pipeline.run(stream)
-    finally:
-        blocking.let_go.set()
-        for thread in workers("oac-plan"):
-            thread.join(60)
-    assert len(list(pipeline.run(stream))) == 8
-
-
 def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
     blocking, left = Blocking(make_batches(12), 7), threading.Event()
 
@@ -424,16 +393,6 @@ def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
     running.close()
     left.set()
     assert len(list(pipeline.run(blocking))) == 8
-
-
-def test_a_stream_whose_iter_raises_keeps_its_cause():
-    class Torn:
-        def __iter__(self):
-            return iter(sorted([1, "a"]))
-
-    with pytest.raises(ValueError, match="Torn") as raised:
-        pipeline_of().run(Torn())
-    assert "'<' not supported" in str(raised.value.__cause__)
 
 
 # ---- O7: what lags says so

@@ -131,12 +131,6 @@ def _(directory):
     train_stretch(STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)])
 
 
-@situation("one batch for the stream of free trainers", ValueError, "was given one Batch")
-def _(directory):
-    with free() as engine:
-        engine.run(next(stream(1)))
-
-
 @situation("a run of free trainers within another", ValueError, "are running: exhaust or close")
 def _(directory):
     with free(stretch_steps=2) as engine:

@@ -66,11 +66,6 @@ def look_at(act):
 # ---- what it is made of
 
 
-@situation("tables in place of a state", ValueError, "state is a HostTables, but a TrainState")
-def _(directory):
-    pipeline_of(HostTables.create(SPEC, ROWS))
-
-
 @situation("a state that was donated", ValueError, "was donated to an earlier step")
 def _(directory):
     state = state_of()
@@ -165,11 +160,6 @@ def _(directory):
         running = pipeline.run(batches_of())
         next(running)
         pipeline.exclusive(lambda tables: next(running))
-
-
-@situation("a cut without a function", ValueError, r"wants a whole number and a function")
-def _(directory):
-    pipeline_of().cut(4, None)
 
 
 def reset(tables, shards=(0,)):
