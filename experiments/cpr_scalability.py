@@ -43,21 +43,13 @@ import numpy as np
 from main.cli import Flags, Run, command_line, grid, plot
 from scipy.special import gammaincc
 from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
+from studies.failure_nodes import independent_mtbf, linear_mtbf, mtbf_by_cause, of_nodes, share_of_worst_nodes
 from studies.failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
 from studies.failure_traces import load_infinitehbd, load_lanl
 from tqdm import tqdm
 
 from jaxrec.cpr import schedule
-from jaxrec.cpr.failure import (
-    Failures,
-    draw_failures,
-    independent_mtbf,
-    interruptions,
-    linear_mtbf,
-    mtbf_by_cause,
-    of_nodes,
-    share_of_worst_nodes,
-)
+from jaxrec.cpr.failure import Failures, draw_failures, interruptions
 
 SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
 MODES: tuple[schedule.Mode, ...] = ("full", "partial")

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from studies import failure_nodes
 from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
+from studies.failure_nodes import of_nodes
 from studies.failure_traces import load_infinitehbd, load_lanl
 
-from jaxrec.cpr import failure
-from jaxrec.cpr.failure import Failures, draw_failures, interruptions, of_nodes, place_failures
+from jaxrec.cpr.failure import Failures, draw_failures, interruptions, place_failures
 
 SHAPES = st.floats(0.3, 5)
 
@@ -112,20 +113,20 @@ def test_failures_of_the_same_time_are_one_and_nodes_can_be_chosen():
 
 def test_rates_by_cause_and_by_node():
     failures = some_failures([1.0, 2, 3, 4, 5], [0, 0, 0, 0, 1], [1, 1, 0, 1, 1])
-    assert failure.mtbf_by_cause(failures) == {"cable": 2.5, "disk": 10}
-    assert failure.share_of_worst_nodes(failures, 0.25) == 0.8
-    assert failure.share_of_worst_nodes(failures, 1.0) == 1.0
+    assert failure_nodes.mtbf_by_cause(failures) == {"cable": 2.5, "disk": 10}
+    assert failure_nodes.share_of_worst_nodes(failures, 0.25) == 0.8
+    assert failure_nodes.share_of_worst_nodes(failures, 1.0) == 1.0
     even = draw_failures(1, 10_000, 10, 0)
-    assert failure.share_of_worst_nodes(even, 0.5) == pytest.approx(0.5, abs=0.03)
+    assert failure_nodes.share_of_worst_nodes(even, 0.5) == pytest.approx(0.5, abs=0.03)
 
 
 @given(nodes=st.integers(1, 1000), chance=st.floats(1e-6, 0.5))
 def test_mtbf_over_nodes(nodes, chance):
-    alone = failure.independent_mtbf(chance, 1)
-    assert alone == pytest.approx(1 / chance) and failure.linear_mtbf(alone, 1) == alone
-    many = failure.independent_mtbf(chance, nodes)
+    alone = failure_nodes.independent_mtbf(chance, 1)
+    assert alone == pytest.approx(1 / chance) and failure_nodes.linear_mtbf(alone, 1) == alone
+    many = failure_nodes.independent_mtbf(chance, nodes)
     assert many == pytest.approx(1 / (1 - (1 - chance) ** nodes), rel=1e-6)
-    assert many >= max(1, failure.linear_mtbf(alone, nodes)) * (1 - 1e-9)
+    assert many >= max(1, failure_nodes.linear_mtbf(alone, nodes)) * (1 - 1e-9)
 
 
 def events_of(number, seed=0):
@@ -309,9 +310,9 @@ def test_the_experiment_says_what_is_modelled_and_what_emulated(tmp_path):
         (lambda: of_nodes(some_failures([1.0], [0]), np.array([1, 1])), "2 chosen nodes"),
         (lambda: of_nodes(some_failures([1.0], [0]), np.array([4])), "from 0 to 3"),
         (lambda: of_nodes(some_failures([1.0], [0]), np.array([], int)), "0 chosen nodes"),
-        (lambda: failure.share_of_worst_nodes(some_failures([1.0], [0]), 0), "portion=0"),
-        (lambda: failure.linear_mtbf(-1, 2), "node_mtbf_hours=-1"),
-        (lambda: failure.independent_mtbf(1, 2), "chance_per_hour=1"),
+        (lambda: failure_nodes.share_of_worst_nodes(some_failures([1.0], [0]), 0), "portion=0"),
+        (lambda: failure_nodes.linear_mtbf(-1, 2), "node_mtbf_hours=-1"),
+        (lambda: failure_nodes.independent_mtbf(1, 2), "chance_per_hour=1"),
         (lambda: fit_gamma([1.0]), "1 gaps"),
         (lambda: fit_exponential([]), "0 gaps"),
         (lambda: fit_gamma([1.0, 0.0]), "the smallest 0.0"),

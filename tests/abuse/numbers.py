@@ -19,7 +19,7 @@ MISTAKES = {
     "a sample of every half batch": ("every=0.5 must be a whole number .*2 every second one", lambda at: ssu(0.5)),
     "a fraction as text": ("fraction='0.1' must be above 0 and at most 1", lambda at: budget_rows(100, "0.1")),
     "half a failure": ("number=0.5 must be a whole", lambda at: failure.place_failures(0.5, 56, 8, 0)),
-    "half a node": ("nodes=8.5 must be a whole", lambda at: failure.linear_mtbf(28, 8.5)),
+    "half a node": ("nodes=8.5 must be a whole", lambda at: failure.draw_failures(28, 56, 8.5, 0)),
     "hours as text": ("mtbf_hours='28' must be above 0", lambda at: failure.draw_failures("28", 56, 8, 0)),
     "a target as text": ("target_pls='0.1' must", lambda at: plan_recovery(schedule.SETTING_A, "0.1")),
     "a scale as text": ("scale='1' must be 0 or more", lambda at: Table(4, 2, scale="1")),
