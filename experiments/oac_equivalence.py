@@ -257,7 +257,7 @@ class HeldBack:
     is stale.
 
     `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of
-    `number` has ended. For pipelines whose flow is `Numbered`.
+    `number` has ended. For pipelines whose scheduler is `Numbered`.
     """
 
     def __init__(self, window: int, number: int):

@@ -52,7 +52,7 @@ from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.models.dlrm import DLRM
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
-from jaxrec.shadowsync.hogwild import make_events
+from jaxrec.shadowsync.emulation import make_events
 from jaxrec.step import make_eval_step
 from jaxrec.types import Batch
 

@@ -21,14 +21,14 @@ from jaxrec.bounds import whole_number
 from jaxrec.embedding import EmbeddingSpec, Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Streams
+from jaxrec.prefetch import PlanPrefetcher, Streams, in_pairs
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, ShardsLost, TrainState
 from jaxrec.validate import check_not_donated
 
 
 class Engine(Protocol):
-    """What trains over tables in some home: `Serial`, and `oac.Pipeline`, whose results are the same bits.
+    """What trains over tables in some home: `Serial`; `oac.Pipeline`, with the same bits; `shadowsync.FreeTrainers`.
 
     At each step the order is: commit, hooks in their order, shards that their home has lost, the cut of the step if one
     is announced, and then what hooks have lost. A step that is committed keeps its cut though a hook of it has failed.
@@ -321,6 +321,10 @@ class EngineBase:
         else:
             self._cuts.warn(self.step)
 
+    def withdraw(self, step: int) -> None:
+        """The cut of a step is not wanted any more; no harm if it was taken, or there is none."""
+        self._cuts.withdraw(step)
+
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enters a context manager, which is left when the `with` block of this engine ends.
 
@@ -510,7 +514,7 @@ class Serial(EngineBase):
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
-        return self._hold(self._over_pairs(pairs, self._check_run(hooks), check_every_steps))
+        return self._hold(self._over_pairs(in_pairs(pairs), self._check_run(hooks), check_every_steps))
 
     def _check_run(self, hooks):
         if self.running:
@@ -521,12 +525,12 @@ class Serial(EngineBase):
         with PlanPrefetcher(stream, self.tables.spec, self._capacity) as ahead:
             yield from self._over_pairs(ahead, hooks, check_every_steps, ahead.forget)
 
-    def _over_pairs(self, pairs, hooks, check_every_steps, tell=lambda: None):
+    def _over_pairs(self, pairs, hooks, check_every_steps, forget=lambda: None):
         whole_number("check_every_steps", check_every_steps)
         try:
             self._settle()  # what a run before this one was left with
             for batch, plans in pairs:
-                metrics = self._train(plans, batch, hooks, tell)
+                metrics = self._train(plans, batch, hooks, forget)
                 yield self._state, metrics
                 self._losses.check(check_every_steps)
         finally:
@@ -537,22 +541,23 @@ class Serial(EngineBase):
         self._losses.check()
         self._cuts.warn(self.step)
 
-    def _train(self, plans, batch, hooks, tell):
-        metrics = None
-        while metrics is None:
+    def _train(self, plans, batch, hooks, forget):
+        while True:
             # A step donates the state that it is given: between its call and the assignment there would be none.
             with uninterrupted(again=False) as asked:
-                metrics = self._commit(plans, batch, tell)
+                metrics = self._commit(plans, batch, forget)
             try:
-                for hook in () if metrics is None else hooks:
-                    self._run_hook(hook, plans, metrics)
+                if metrics is not None:
+                    for hook in hooks:
+                        self._run_hook(hook, plans, metrics)
                 self._settle()
             finally:
                 raise_again(asked)
-        return metrics
+            if metrics is not None:
+                return metrics
 
-    def _commit(self, plans, batch, tell):
-        """The metrics of a step; None if its rows cannot be read: it comes again when they are back."""
+    def _commit(self, plans, batch, forget):
+        """The metrics of a step; None if its rows could not be read: it is tried again when they are back."""
         try:
             done = self._train_step(self._state, plans, batch)
         except ShardsLost as lost:
@@ -561,19 +566,19 @@ class Serial(EngineBase):
                 return None
             done = lost.done
         except BaseException:
-            tell()  # a batch that the step refuses does not come again
+            forget()  # a batch that the step refuses does not come again
             raise
-        tell()
+        forget()
         self._state, metrics = done
         self.step += 1
         self._losses.note(self.step, metrics)
         return metrics
 
     def _settle(self):
-        """What belongs to a step behind its hooks."""
+        """What belongs to a step after its hooks."""
         self._recover_gone()
         self._save_cut()
-        # Behind the cut: whoever recovers finds it saved.
+        # After the cut: a recovery finds it saved.
         lost, self._lost = self._lost, set()
         self._recover(lost)
 
@@ -658,10 +663,6 @@ class Serial(EngineBase):
           ValueError: the step is committed, or has a cut already.
         """
         self._cuts.announce(step, self.step, Cut(save, unreached))
-
-    def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken."""
-        self._cuts.withdraw(step)
 
     def lose(self, shards: Sequence[int]) -> None:
         """Says in a hook that shards are lost; they are recovered after the step and its cut.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrec import metrics
 from jaxrec.bounds import whole_number
 from jaxrec.engine import Engine, Serial
-from jaxrec.prefetch import planned
+from jaxrec.prefetch import in_pairs, planned
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
@@ -44,7 +44,7 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
     """Trains an engine to the end of a stream, from wherever it stands.
 
     Args:
-      engine: `Serial` or `oac.Pipeline`.
+      engine: `Serial`, `oac.Pipeline` or `shadowsync.FreeTrainers`.
       stream: step -> the batches from there on; called again, with an earlier step, when all is
         rolled back.
       hooks: (state, step, plans, metrics) -> state, called in order after every step.
@@ -124,7 +124,7 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
     """
     # Sums that merge, no list of logits: an evaluation needs as much memory as one batch.
     total = metrics.empty_evaluation()
-    for number, (batch, plans) in enumerate(batches):
+    for number, (batch, plans) in enumerate(in_pairs(batches)):
         logit = np.asarray(eval_step(state, plans, batch))
         try:
             total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))

@@ -4,7 +4,7 @@
     loss(params, activations, batch, *, rng)         likewise, of a step that was made with a seed
 
 The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed
-run, for both homes of the rows and in every mode of `oac`. Each device of the mesh, and so each
+run, for every home of the rows and in every mode of `oac`. Each device of the mesh, and so each
 replica, has its own: another number of devices draws other numbers.
 
 Figures are a dict, whose values go to the metrics as f32[]:
@@ -187,6 +187,11 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
 
 
 def _check_figures(figures, size):
+    if not isinstance(figures, dict):
+        raise ValueError(
+            f"the loss returned a {type(figures).__name__} beside its numbers: a dict of figures is wanted there, "
+            "(f32[B], {'name': f32[B]})."
+        )
     if taken := [name for name in RESERVED if name in figures]:
         raise ValueError(f"the loss returned figures named {taken}, which are the step's own: choose other names.")
     for name, value in figures.items():

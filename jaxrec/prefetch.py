@@ -115,6 +115,17 @@ def _plan_each(spec, batches, capacity):
         yield batch, plans
 
 
+def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
+    """The pairs of an iterable; batches without their plans are refused by name."""
+    for pair in batches:
+        if isinstance(pair, Batch) or len(pair) != 2:
+            raise ValueError(
+                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
+                "planned(spec, batches)."
+            )
+        yield pair
+
+
 class PlanPrefetcher:
     """The batches of a stream with their plans, made in a thread; leaving it never waits for the stream.
 
@@ -137,9 +148,13 @@ class PlanPrefetcher:
         self._lock = threading.RLock()  # the collector may leave a run at any line, also of the thread itself
         for _ in range(_AHEAD):
             self._room.put(None)
-        stream.free.clear()
         self._thread = threading.Thread(target=self._plan_all, name="plan", daemon=True)
-        self._thread.start()
+        stream.free.clear()
+        try:
+            self._thread.start()
+        except BaseException:
+            stream.free.set()
+            raise
 
     def __iter__(self) -> Iterator[tuple]:
         """Yields (Batch, {stack: Plan}); raises what the stream or a plan raised, in its place."""

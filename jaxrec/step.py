@@ -248,7 +248,7 @@ def init_state(
     Args:
       params: dense parameters, any pytree.
       optimizer: optax.GradientTransformation.
-      tables: DeviceTables or HostTables.
+      tables: DeviceTables, HostTables or RemoteTables.
       mesh: from `make_mesh`; one device if None.
 
     Returns:
@@ -324,7 +324,7 @@ def make_update(
     # looked at once for each compiled shape.
     def checked(dense, rows, plans, batch):
         validate.check_batch(spec, plans, batch, mesh.size)
-        validate.check_replicas(dense, mesh.shape[REPLICA])
+        validate.check_dense(dense, optimizer, mesh.shape[REPLICA])
         validate.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plans, batch)
 
@@ -341,7 +341,7 @@ def make_train_step(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Makes the train step of both homes, (state, plans, batch) -> state', metrics; it donates.
+    """Makes the train step of every home, (state, plans, batch) -> state', metrics; it donates.
 
     A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a
     seed it is called with `rng=key` as well, the key of this seed, step and device. It may return
@@ -492,7 +492,7 @@ def check_step(
 def make_eval_step(
     spec: EmbeddingSpec, predict: Callable, mesh: jax.sharding.Mesh | None = None, replica: int = 0
 ) -> Callable:
-    """Makes the evaluation step of both homes: (state, plans, batch) -> f32[B]; it changes nothing.
+    """Makes the evaluation step of every home: (state, plans, batch) -> f32[B]; it changes nothing.
 
     Args:
       spec: the tables and lookups.

@@ -61,10 +61,11 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> N
     _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
-            if leaf.shape[:1] != batch.weight.shape or leaf.dtype.kind in "OUSMm":
+            dtype = getattr(leaf, "dtype", np.dtype(object))  # of a list, whose leaves are Python's numbers
+            if np.shape(leaf)[:1] != batch.weight.shape or dtype.kind in "OUSMm":
                 raise ValueError(
-                    f"{name} has shape {tuple(leaf.shape)}, but the weights are of {len(batch.weight)} examples: give "
-                    f"one row of numbers each, not of {leaf.dtype}."
+                    f"{name} has shape {np.shape(leaf)}, but the weights are of {len(batch.weight)} examples: give an "
+                    f"array with one row of numbers each, not of {dtype}."
                 )
     spec.check_ids(batch.ids)
     for array in (batch.weight, *batch.ids.values()):
@@ -124,11 +125,13 @@ def _check_host_plan(spec, name, plan, ids):
         )
 
 
-def check_replicas(dense, replicas: int) -> None:
-    """Refuses a dense state of another number of replicas, of which the step would use the first ones.
+def check_dense(dense, optimizer, replicas: int) -> None:
+    """Refuses a dense state of another number of replicas, of which the step would use the first ones, or of another
+    optimizer, whose moments would pass for others.
 
     Args:
       dense: DenseState with a leading axis of R replicas; of tracers, too.
+      optimizer: optax.GradientTransformation of the step.
       replicas: R of the step's mesh.
     """
     found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves((dense.params, dense.opt_state))} - {(replicas,)}
@@ -136,6 +139,13 @@ def check_replicas(dense, replicas: int) -> None:
         raise ValueError(
             f"leaves of the dense state have a first axis of {sorted(found)}, but the step's mesh "
             f"has {replicas} replicas: give the same mesh to `init_state` and to the step."
+        )
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dense.params)
+    wanted, found = (jax.tree.structure(tree) for tree in (jax.eval_shape(optimizer.init, one), dense.opt_state))
+    if found != wanted:  # by structure, as named tuples of several kinds are equal to each other
+        raise ValueError(
+            f"the optimizer state is {found!s:.300}, but the step's optimizer wants {wanted!s:.300}: give the same "
+            "optax transformation to `init_state` and to the step."
         )
 
 

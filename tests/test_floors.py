@@ -149,7 +149,7 @@ def test_the_design_shows_these_levels():
         ("loop.py", "from jaxrec.oac import Pipeline"),
         ("oac/pipeline.py", "from jaxrec.shadowsync import Shadow"),
         ("shadowsync/rules.py", "import threading"),
-        ("shadowsync/hogwild.py", "import time"),
+        ("shadowsync/emulation.py", "import time"),
         ("cpr/priority.py", "import time"),
         ("cpr/schedule.py", "from jaxrec.cpr.recovery import Recovery"),
         ("cpr/recovery.py", "from jaxrec.oac import Pipeline"),

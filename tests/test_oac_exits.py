@@ -153,7 +153,7 @@ def refuses_everything(pipeline, dense_step, table_steps):
         "save": lambda: snapshot(pipeline.state),
     }
     for ask, act in asks.items():
-        with pytest.raises(BrokenPipeline, match="make a new Pipeline") as raised:
+        with pytest.raises(BrokenPipeline, match="give it to `reset` or to a new Pipeline") as raised:
             act()
         broken = raised.value
         assert (broken.dense_step, broken.table_steps) == (dense_step, table_steps), ask
@@ -989,3 +989,46 @@ def test_ctrl_c_ends_the_wait_for_what_hangs_once_it_was_said_and_a_later_call_t
     pipeline.patience_seconds = 60
     pipeline.close()
     assert no_threads_left() and equal(pipeline.state, states_of(batches)[pipeline.step])
+
+
+def test_the_last_state_refuses_when_its_rows_were_put_by_hand_since():
+    pipeline, batches = pipeline_of(), make_batches(3)
+    *_, (last, _) = pipeline.run(batches)
+    plans = jaxrec.plan(SPEC, batches[0].ids)
+    last.tables.read(plans)
+    pipeline.tables.put(plans, pipeline.tables.read(plans))
+    with pytest.raises(ValueError, match="lag behind the dense state or have gone on"):
+        last.tables.read(plans)
+
+
+def test_a_state_of_before_a_reset_stays_stale_at_the_same_step():
+    pipeline, batches = pipeline_of(), make_batches(6)
+    begin = states_of(batches)[0].dense
+    *_, (last, _) = pipeline.run(batches[:3])
+    pipeline.reset(jaxrec.TrainState(begin, pipeline.tables))
+    *_, (again, _) = pipeline.run(batches[3:])
+    again.tables.read({})
+    with pytest.raises(ValueError, match="lag behind the dense state or have gone on"):
+        last.tables.read({})
+
+
+def test_close_in_another_thread_is_refused_and_harms_nothing():
+    batches, said, pipeline = make_batches(6), [], pipeline_of()
+
+    def close():
+        try:
+            pipeline.close()
+        except ValueError as error:
+            said.append(str(error))
+
+    def elsewhere():
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(60)
+
+    with pipeline:
+        for number, _ in enumerate(pipeline.run(batches, [at_step(4, lambda state: elsewhere())]), 1):
+            if number == 2:
+                elsewhere()
+    assert len(said) == 2 and all("another thread" in text for text in said)
+    assert equal(pipeline.state, states_of(batches)[6])

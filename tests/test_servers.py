@@ -203,3 +203,8 @@ def test_a_layout_from_another_process_is_equal_and_hashes_as_one_made_here():
 def test_shards_are_dealt_in_turn():
     assert deal(4, 1) == [[0, 1, 2, 3]] and deal(4, 4) == [[0], [1], [2], [3]]
     assert sorted(shard for mine in deal(7, 3) for shard in mine) == list(range(7))
+
+
+def test_a_shard_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match="names one twice"):
+        ShardServer(SPEC, LAYOUT, shards=[1, 1])

@@ -63,11 +63,15 @@ def run_child(
         asked.held(),
         subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True) as child,
     ):
-        while (code := child.poll()) is None:
-            if asked.signal is not None and not told:
-                child.send_signal(asked.signal)
-                told = True
-            time.sleep(0.05)
+        before = signal.signal(signal.SIGQUIT, lambda *_: child.kill())  # Ctrl-\, which is not of its session either
+        try:
+            while (code := child.poll()) is None:
+                if asked.signal is not None and not told:
+                    child.send_signal(asked.signal)
+                    told = True
+                time.sleep(0.05)
+        finally:
+            signal.signal(signal.SIGQUIT, before)
     asked.check()
     if code:
         where = "see above" if output is None else f"see {output.name}"

@@ -11,7 +11,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 import functools
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +31,11 @@ def is_remote(tables: Tables) -> bool:
     return getattr(tables, "remote_rows", False)
 
 
-def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], directory: Path) -> dict[str, list[int]]:
+def write_there(tables: Tables, directory: Path) -> dict[str, list[int]]:
     """Has all shards written into the directory of an image by the servers that have them.
 
     Args:
       tables: whose rows live elsewhere.
-      leaf_name: (stack, shard, part) -> name of a leaf.
       directory: of the image.
 
     Returns:
@@ -50,13 +49,13 @@ def write_there(tables: Tables, leaf_name: Callable[[str, int, str], str], direc
     token, probe = uuid.uuid4().hex[:12], directory / _PROBE
     probe.write_text(token)
     files: dict[str, list[int]] = {}
-    for written in tables.on_shards(_write_shard, str(directory.resolve()), token, leaf_name).values():
+    for written in tables.on_shards(_write_shard, str(directory.resolve()), token).values():
         files |= written
     probe.unlink()
     return files
 
 
-def _write_shard(stack, shard, parts, directory, token, leaf_name):
+def _write_shard(stack, shard, parts, directory, token):
     """Runs where the rows are."""
     probe = Path(directory) / _PROBE
     if not probe.is_file() or probe.read_text() != token:
@@ -87,7 +86,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy and is_remote(state.tables):
-        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_there, state.tables, leaf_name))
+        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_there, state.tables))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:

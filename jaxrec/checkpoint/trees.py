@@ -181,6 +181,9 @@ def _take(leaf, ids: np.ndarray) -> np.ndarray:
     """A copy of some rows, from one shard after the other: a gather would want to know where its result lies."""
     if not isinstance(leaf, jax.Array):
         return np.array(leaf[ids])
+    if not leaf.is_fully_addressable:
+        raise ValueError("a leaf lies on devices of other processes, too: give `jax.experimental.multihost_utils."
+                         "process_allgather(leaf)`.")  # fmt: skip
     taken = np.empty((len(ids), *leaf.shape[1:]), leaf.dtype)
     for shard in leaf.addressable_shards:
         first, end, _ = shard.index[0].indices(leaf.shape[0])

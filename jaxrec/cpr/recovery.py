@@ -160,7 +160,8 @@ class Recovery:
         whole_number("pick_ahead_steps", pick_ahead_steps, 0)
         budget_rows(1, fraction)  # which refuses what is no fraction
         check_scheme(self.spec, mode, scheme, whole)
-        for shards in (failures or {}).values():
+        for step, shards in (failures or {}).items():
+            whole_number("a step of failures", step)
             check_shards(self.spec, shards)
         self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
@@ -314,8 +315,8 @@ class Recovery:
         """Announces the cut of the next step, if a save is due then: an engine takes it right after that step."""
         self._announced = 0
         if self._clock.due(step + 1):
-            self._announced = step + 1
             self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
+            self._announced = step + 1
 
     def _withdraw(self):
         """Takes back what is announced."""

@@ -77,7 +77,7 @@ class Saves:
         self._deltas: Any = None  # the saver of rows, where there is a watch
         self._picked: dict[str, Any] = {}  # of the save that is being written
         self._coming = 0  # step of the regular save that is being written, or `regular`
-        self._base_wanted = False  # the chain is damaged: a whole image goes before more deltas
+        self._base_wanted = False  # a damaged chain, untracked steps: a whole image goes before more deltas
         self.regular, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0.0
 
     def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:

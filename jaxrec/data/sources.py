@@ -58,6 +58,7 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is wanted.")
+    _check_distinct(paths, [(path.stat().st_dev, path.stat().st_ino) for path in paths])
     return paths
 
 
@@ -110,9 +111,13 @@ def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]
 def check_distinct_texts(paths: Sequence[Path], texts: Sequence[Seen]) -> None:
     """Refuses two files with one text, such as a file and its .gz: train rows of one would be test rows of
     the other."""
+    _check_distinct(paths, [(text.bytes, text.crc32) for text in texts])
+
+
+def _check_distinct(paths, keys):
     first: dict[tuple[int, int], Path] = {}
-    for path, text in zip(paths, texts, strict=True):
-        other = first.setdefault((text.bytes, text.crc32), path)
+    for path, key in zip(paths, keys, strict=True):
+        other = first.setdefault(key, path)
         if other is not path:
             raise ValueError(f"{other} and {path} hold the same rows, which would train and test: give each file once.")
 

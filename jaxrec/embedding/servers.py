@@ -137,6 +137,8 @@ class ShardServer:
     def __init__(self, spec: EmbeddingSpec, layout: Layout, shards: Sequence[int], incarnation: int = 1):
         for shard in shards:
             check_shard(spec, shard)
+        if len({*shards}) != len(shards):
+            raise ValueError(f"shards={list(shards)} names one twice, whose rows would be added to twice.")
         self.incarnation = whole_number("incarnation", incarnation)
         self.spec, self.layout, self.shards = spec, layout, tuple(int(shard) for shard in shards)
         self._parts: dict[tuple[str, int], Parts] = {

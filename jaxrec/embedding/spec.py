@@ -221,10 +221,11 @@ class EmbeddingSpec:
             raise ValueError(f"ids for {sorted(ids)}, but the spec has lookups {sorted(self.lookups)}.")
         for name, lookup in self.lookups.items():
             array = ids[name]
-            lookup.check(name, array.shape)
-            if not np.issubdtype(array.dtype, np.integer):
+            lookup.check(name, np.shape(array))
+            dtype = getattr(array, "dtype", type(array))
+            if not np.issubdtype(dtype, np.integer):
                 raise ValueError(
-                    f"ids[{name!r}] are {array.dtype}, but ids are integers: cast them, and pad bags of several "
+                    f"ids[{name!r}] are {dtype}, but ids are arrays of integers: cast them, and pad bags of several "
                     "lengths with -1."
                 )
 

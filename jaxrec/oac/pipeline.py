@@ -16,6 +16,7 @@ Legend: W window.
 import atexit
 import collections
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -411,10 +412,6 @@ class Pipeline(EngineBase):
         self._refuse_unsaved()
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
-    def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken."""
-        self._cuts.withdraw(step)
-
     def reset(self, state: TrainState) -> None:
         """Goes on from another state: an image that was restored, after an error or before the next
         run.
@@ -443,7 +440,8 @@ class Pipeline(EngineBase):
         self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
-        self.tables = self._view = self._stages.tables = self._progress.tables = state.tables
+        self.tables = self._view = self._stages.tables = state.tables
+        self._progress = TableProgress(state.tables, self._progress.counted)  # states of before stay stale
         self._steps.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
@@ -533,6 +531,12 @@ class Pipeline(EngineBase):
 
     def _end(self):
         self._refuse_worker()
+        iterating = self._iterating
+        if not self._left and iterating is not threading.current_thread() and iterating and iterating.is_alive():
+            raise ValueError(
+                f"close was called in another thread than {iterating.name!r}, which iterates over the run and "
+                "would take its stream for ended: leave the loop there."
+            )
         generator, self._within = self._generator(), self._within + 1
         try:
             with uninterrupted() as asked:
@@ -545,6 +549,12 @@ class Pipeline(EngineBase):
         finally:
             self._within -= 1
         return self._take_untold()
+
+    def leave_at_exit(self) -> None:
+        """Leaves a run that the end of the process has come upon, whichever thread iterates."""
+        self._leave()
+        if failures := self._take_untold():
+            raise first(failures)
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
@@ -634,8 +644,12 @@ _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all():
-    """Python's end stops threads in the middle: what is committed is written first."""
+def _leave_all():
+    """Python's end stops threads in the middle: what is committed is written first, and what went wrong is raised."""
     with contextlib.ExitStack() as stack:
         for pipeline in list(_pipelines):
-            stack.callback(pipeline.close)
+            stack.callback(pipeline.leave_at_exit)
+
+
+# The threads of a run are not in a fork: it has nothing to wait for.
+os.register_at_fork(after_in_child=_pipelines.clear)

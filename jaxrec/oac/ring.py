@@ -266,7 +266,7 @@ def written_since(sources: dict[str, np.ndarray], number: int, window: int, floo
     return {name: newer(where) for name, where in sources.items()}
 
 
-def found(sources: dict):
+def count_found(sources: dict):
     """How many rows have a place in the ring: an i32[] of numpy or of JAX, as the sources are; 0
     without any."""
     return sum((where >= 0).sum() for where in sources.values())

@@ -33,7 +33,7 @@ from jaxrec.embedding.lookup import without_gaps
 from jaxrec.engine import Losses
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
-from jaxrec.oac.ring import LastWriters, Ring, found, mark_rewritten, newest_rows, written_since
+from jaxrec.oac.ring import LastWriters, Ring, count_found, mark_rewritten, newest_rows, written_since
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.types import Array, Batch, DenseState, Plan, Rows, ShardsLost
@@ -216,7 +216,7 @@ class DeviceStep:
             self._append(planned, inputs, new)
             # The device has found what the gather could not see, and no more.
             if not self.options.plans_sources:
-                stale = patched = found(source)
+                stale = patched = count_found(source)
             metrics = {**metrics, "stale_rows": stale, "patched_rows": patched}
         return Committed(new, stale, patched, loaded.read, loaded.keep), metrics
 
@@ -303,7 +303,7 @@ class Stages:
     """The stages over one set of tables, and the batches that are between them.
 
     Args:
-      tables: HostTables.
+      tables: HostTables or RemoteTables.
       options: how the batches are run.
       steps: on the device.
       devices: how many share a batch.
@@ -392,9 +392,9 @@ class Stages:
         keep = as_bits(planned.keep) if scheduler.planned > number + window else {}
         whole = self._rows_bytes(planned.plans) + nbytes(source)
         rows, source_there, keep_there = self._send_counted((read, source, keep), "rows", whole)
-        stale = found(written_since(source, number, window, max(watermark, floor)))
+        stale = count_found(written_since(source, number, window, max(watermark, floor)))
         before = read if self.options.adds else {}
-        return Loaded(rows, source_there, keep_there, watermark, stale, found(source), before)
+        return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
         """Fetches the rows of a batch, or those of them that no later batch will write.

@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
+
 from jaxrec.embedding import HostTables
 
 
@@ -33,7 +35,7 @@ class BrokenPipeline(RuntimeError):
         super().__init__(
             f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
             f"{gone if dense_step is None else 'stands ' + _at(dense_step)}, {tables:.400}. Restore the last image, "
-            "into `pipeline.tables` or new tables, and make a new Pipeline."
+            "into `pipeline.tables` or new tables, and give it to `reset` or to a new Pipeline."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
 
@@ -71,6 +73,10 @@ class TableProgress:
         self.settled: int | None = self.step  # None if another run has begun over them since
         self.puts = self.tables.steps[:, 1].copy()
 
+    def untouched(self) -> bool:
+        """Whether the rows are those of `settle`, or changed by the one that `exclusive` has given them to."""
+        return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
+
     def begin_run(self) -> None:
         """A run begins: to all other pipelines over these tables they have gone on.
 
@@ -95,7 +101,7 @@ class TableProgress:
             )
 
     def _others(self, tables):
-        return [other for other in _all if other is not self and _same_rows(other.tables, tables)]
+        return [other for other in list(_all) if other is not self and _same_rows(other.tables, tables)]
 
     def refuse_broken(self) -> None:
         """Raises BrokenPipeline, from what broke it, if rows were lost."""
@@ -147,7 +153,7 @@ class StaleTables:
           ValueError: they do not stand at the step of the state.
         """
         self._progress.refuse_broken()
-        if not self._step == self._progress.step == self._progress.settled:
+        if not (self._step == self._progress.step == self._progress.settled and self._progress.untouched()):
             raise ValueError(
                 f"these tables stood at step {self._step}, and lag behind the dense state or have gone on: use the "
                 "newest state, and call pipeline.drain() before reading, evaluating or saving. (`exclusive`, the save "

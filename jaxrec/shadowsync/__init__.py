@@ -13,9 +13,9 @@ the equations, then `synchroniser`. `Shadow` and `Foreground` are what a group h
 `AllToAll`, a `Centre`, or a transport of your own.
 """
 
+from jaxrec.shadowsync.emulation import ALL_REDUCE, Emulation, Script
 from jaxrec.shadowsync.free import FreeTrainers
 from jaxrec.shadowsync.group import SyncGroup
-from jaxrec.shadowsync.hogwild import ALL_REDUCE, Emulation, Script
 from jaxrec.shadowsync.params import replica_spread, with_mean_replica
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.synchroniser import Foreground, Shadow

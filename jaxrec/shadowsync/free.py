@@ -83,7 +83,11 @@ class FreeTrainers(EngineBase):
         self._streams, self._in_hook, self._failure = Streams(), False, ""
         self._cuts = CutSchedule()  # of which there are none
         self._take_state(state)
-        self._figures = past or _no_figures(self._replicas)
+        self._figures = none = _no_figures(self._replicas)
+        if past is not None:
+            if past.keys() != none.keys() or len(past["steps"]) != self._replicas:
+                raise ValueError(f"past={past!r:.200} is not what `figures` of {self._replicas} trainers has given.")
+            self._figures = past
 
     def _take_state(self, state):
         mesh = _mesh_of(state, self._free_step)
@@ -258,9 +262,6 @@ class FreeTrainers(EngineBase):
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
         """Refused: no trainer is at rest after a step."""
         raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
-
-    def withdraw(self, step: int) -> None:
-        """There is no cut."""
 
     def lose(self, shards: Sequence[int]) -> None:
         """Refused: a shard is brought back to a step, and free trainers have none in common."""

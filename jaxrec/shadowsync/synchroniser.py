@@ -71,7 +71,7 @@ class Synchroniser:
 
     @property
     def on_failure(self) -> str:
-        """What becomes of the others when this trainer leaves early: 'raise' or 'drop'."""
+        """What becomes of the others when this trainer leaves early: 'raise', 'drop' or 'replace'."""
         return self._transport.on_failure
 
     @property

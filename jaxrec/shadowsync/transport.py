@@ -43,7 +43,8 @@ class Transport(Protocol):
       rule: by which trainers are synchronised.
       template: of the parameters of one replica.
       timeout_s: the longest that it waits for a trainer.
-      on_failure: 'drop' if it goes on with the others when a trainer leaves early.
+      on_failure: when a trainer leaves early it raises in the others ('raise'), goes on without it ('drop'), or waits
+        for its successor ('replace').
       last_round: whether it brings trainers together at the end; if not, what `meet` returns with the last time is
         not used.
     """

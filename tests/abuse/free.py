@@ -80,6 +80,14 @@ def _(directory):
     FreeTrainers(state_of(), STEP, every_steps=3)
 
 
+@situation("figures of another number of trainers", ValueError, "is not what `figures` of 2 trainers has given")
+def _(directory):
+    with free(trainers=1) as engine:
+        past = engine.figures()
+    with free(past=past):
+        pass
+
+
 @situation("stretches of no steps", ValueError, "stretch_steps=0 must be a whole number from 1")
 def _(directory):
     FreeTrainers(state_of(), STEP, stretch_steps=0)

@@ -188,6 +188,11 @@ def _(directory):
     _returns({"patched_rows": 1.0, "stale_rows": 2.0})
 
 
+@situation("logits where figures belong", ValueError, r"beside its numbers: a dict of figures is wanted there")
+def _(directory):
+    _returns(jnp.zeros(8))
+
+
 @situation("figures by task", ValueError, r"figure 'tasks' has shape \(8, 3\).*give each column a name of its own")
 def _(directory):
     _returns({"tasks": jnp.zeros((8, 3))})

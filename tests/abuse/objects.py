@@ -103,12 +103,12 @@ def _(directory):
     train(pair_batch(dense=np.ones((3, 2), np.float32)))
 
 
-@situation("ragged ids", ValueError, "are object, but ids are integers.*pad bags of several lengths with -1")
+@situation("ragged ids", ValueError, "are object, but ids are arrays of integers.*pad bags of several lengths with -1")
 def _(directory):
     jaxrec.plan(SPEC, {"pair": np.array([[[1, 2], [3]]], dtype=object)})
 
 
-@situation("float ids, as a CSV reader gives them", ValueError, "are float64, but ids are integers")
+@situation("float ids, as a CSV reader gives them", ValueError, "are float64, but ids are arrays of integers")
 def _(directory):
     jaxrec.plan(SPEC, {"pair": np.array([[1.0, 2.0]])})
 
@@ -209,6 +209,36 @@ def _(directory):
 
 
 # ---- a state of other parts than the step
+
+
+@situation("labels as a list", ValueError, r"label has shape \(\), but the weights are of 8 examples")
+def _(directory):
+    train(pair_batch(label=[0.0, 1.0] * 4))
+
+
+@situation("ids as a list", ValueError, r"ids\['pair'\] are <class 'list'>, but ids are arrays of integers")
+def _(directory):
+    jaxrec.plan(SPEC, {"pair": [[1, 2], [3, 4]]})
+
+
+@situation("another optax chain", ValueError, "optimizer state is .*ScaleByRssState.*wants .*ScaleByAdamState")
+def _(directory):
+    train(state=state_of(dense=optax.adagrad(0.1)))
+
+
+@situation("another optax chain of equal tuples", ValueError, "optimizer state is .*wants .*ScaleByBeliefState")
+def _(directory):
+    train(state=state_of(dense=optax.adam(0.1)), step=train_step(dense=optax.adabelief(0.1)))
+
+
+@situation("fit on batches without plans", ValueError, r"pair is wanted, got a Batch: iterate over planned\(spec")
+def _(directory):
+    loop.fit(state_of(), [pair_batch()], train_step())
+
+
+@situation("evaluate on batches without plans", ValueError, "pair is wanted, got a Batch")
+def _(directory):
+    loop.evaluate(state_of(), [pair_batch()], eval_step())
 
 
 @situation("tables of another row optimizer", ValueError, "the tables have slots .*'accumulator': 4.*wants .*1")
