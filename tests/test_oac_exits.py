@@ -973,6 +973,7 @@ class Said(BatchScheduler):
         super().wait_for_threads(enough)
 
 
+@pytest.mark.realtime  # the loop has to be in its body after the transfer has begun to hang
 @pytest.mark.parametrize("stage", ["send", "fetch"])
 def test_ctrl_c_ends_the_wait_for_what_hangs_once_it_was_said_and_a_later_call_takes_it_up(stage, ctrl_c):
     """Two real signals: one leaves the loop, the other, after the warning, the wait."""

@@ -95,7 +95,7 @@ def test_ids_outside_their_table_are_refused(bad, home):
         ({}, "but the spec has lookups"),
         ({"pair": np.zeros((3, 3), int)}, "has shape"),
         ({"pair": np.zeros((2,), int)}, "has shape"),
-        ({"pair": np.zeros((3, 2), np.float32)}, "ids are integers"),
+        ({"pair": np.zeros((3, 2), np.float32)}, "ids are arrays of integers"),
     ],
 )
 def test_ids_that_do_not_fit_are_refused(ids, message):

@@ -72,9 +72,10 @@ class Asked:
         with contextlib.suppress(OSError):
             # Not print: the signal may have come in the middle of one.
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
-        self.signal = self.signal or number
-        if not self._held:  # each time: a callback of the collector may have swallowed the exception before
-            self.check()
+        if self.signal is None:
+            self.signal = number
+            if not self._held:
+                self.check()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from jaxrec.data.blocks import (
 )
 from jaxrec.data.sources import (
     Seen,
+    check_distinct_files,
     check_distinct_texts,
     check_untouched,
     fingerprint,
@@ -122,6 +123,7 @@ def prepare_files(
             heads = [fingerprint(path) for path in paths]
             options = options | {"gathered": sorted([h["name"], h["size_bytes"], h["head_crc32"]] for h in heads)}
             paths = list(gather(paths, directory))
+        check_distinct_files(paths)
         wanted = {"options": options, "sources": [fingerprint(path) for path in paths], **(notes or {})}
         if (directory / DONE).exists():
             return _finished(directory, paths, wanted, read)

@@ -58,7 +58,6 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is wanted.")
-    _check_distinct(paths, [(path.stat().st_dev, path.stat().st_ino) for path in paths])
     return paths
 
 
@@ -106,6 +105,11 @@ def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]
                 f"{path} was written to or replaced while it was prepared: wait until it is whole, then run the "
                 "preparation again. It goes on where it was if the text is the same."
             )
+
+
+def check_distinct_files(paths: Sequence[Path]) -> None:
+    """Refuses a file that is given twice, before anything is written."""
+    _check_distinct(paths, [(path.stat().st_dev, path.stat().st_ino) for path in paths])
 
 
 def check_distinct_texts(paths: Sequence[Path], texts: Sequence[Seen]) -> None:
