@@ -12,6 +12,7 @@ training rows in batches of 2,048, in the order of the file and shuffled.
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -87,7 +88,7 @@ def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
         "loader_examples_per_s": _read_rate(Loader(split, 2048)),
         "shuffled_loader_examples_per_s": _read_rate(Loader(split, 2048, shuffle_seed=0)),
     }
-    subprocess.run(["rm", "-r", directory], check=True)
+    shutil.rmtree(directory)
     return found
 
 
