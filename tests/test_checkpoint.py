@@ -280,8 +280,8 @@ def kill_often(tmp_path, instants):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_kill_9_at_40_instants(tmp_path):
-    kill_often(tmp_path, np.random.default_rng(0).integers(1, 250, 40).tolist())
+def test_kill_9_at_20_instants(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(0).integers(1, 250, 20).tolist())
 
 
 def test_images_are_kept_replaced_and_never_overwritten(tmp_path):

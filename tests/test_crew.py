@@ -83,9 +83,8 @@ def gone(processes, seconds=20):
 @pytest.mark.parametrize(
     ("rule", "number", "kinds"),
     [
-        ("easgd", signal.SIGKILL, ["place"]),
         ("ma", signal.SIGSTOP, ["trainer"]),
-        ("ma", signal.SIGKILL, ["trainer", "place", "server"]),
+        ("easgd", signal.SIGKILL, ["trainer", "place", "server"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
 )

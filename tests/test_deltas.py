@@ -396,5 +396,5 @@ def kill_often(directory, instants):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_kill_9_at_40_instants(tmp_path):
-    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 40).tolist())
+def test_kill_9_at_20_instants(tmp_path):
+    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 20).tolist())

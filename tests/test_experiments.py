@@ -121,15 +121,15 @@ def assert_equal_runs(a, b):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("home", "name", "code"),
-    [("host", "SIGTERM", 143), ("device", "SIGHUP", 129), ("mapped", "SIGINT", 130), ("requeued", "SIGTERM", 75)],
+    ("way", "name", "code"),
+    [("mapped", "SIGINT", 130), ("requeued", "SIGTERM", 75)],
 )
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, home, name, code):
-    of_home = {"host": ("--tables", "host"), "mapped": ("--tables", "host", "--table-directory", tmp_path / "tables")}
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, way, name, code):
     flags = [*SMALL, "--steps", 60, "--evaluations", 6]
     whole = run("train", *flags, "--workdir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    flags += [*of_home.get(home, ()), "--resume", *(["--requeue"] if home == "requeued" else [])]
+    flags += {"mapped": ["--tables", "host", "--table-directory", tmp_path / "tables"], "requeued": ["--requeue"]}[way]
+    flags += ["--resume"]
     child = start(tmp_path / "cut", *flags)
     read_until(child.stdout, "step ")
     child.send_signal(signal.Signals[name])
@@ -323,7 +323,7 @@ def test_the_emulated_link_counts_what_passes_and_takes_its_time():
 
 @pytest.mark.slow
 def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
-    """What is behind the last counted batch is never trained, and the next turn goes on."""
+    """What is after the last counted batch is never trained, and the next turn goes on."""
     work = Work(Job(rows=2000, batch_size=32), number=12, window=4)
     for mode in ("sync", "oac", "oac_skip_rewritten"):
         pipeline = work.pipeline(mode, tables=work.create())
@@ -348,7 +348,7 @@ def test_a_turn_never_comes_to_the_end_of_its_stream():
     """Else its last batches are trained with nothing to plan, gather and send beside them."""
     pipeline = PlanPrefetcher()
     assert turn(pipeline, list(range(9)), 6) > 0 and pipeline.closed
-    with pytest.raises(ValueError, match="7 batches leave none to count behind the first 6: give 8"):
+    with pytest.raises(ValueError, match="7 batches leave none to count after the first 6: give 8"):
         turn(pipeline, list(range(7)), 6)
 
 
