@@ -70,7 +70,7 @@ def literal(lines: list[str]) -> list[str]:
         elif line and not line.startswith(" "):
             section = False
         if line.startswith("- ") and before and not before.startswith(("- ", " ")):
-            shown.append("")  # a list begins behind an empty line
+            shown.append("")  # a list begins after an empty line
         if line.startswith("    ") and not before.strip() and not section and not _in_literal(shown):
             shown += ["::", ""]
         quoted = line.startswith("    ") and not section

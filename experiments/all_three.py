@@ -74,7 +74,7 @@ class Side:
             self.hooks = [*self.hooks, self.engine.enter(recovery).hook]
 
     def turn(self, skip: int, counted: int) -> float:
-        """Seconds per batch in the steady state of one run: `counted` batches behind the first `skip`."""
+        """Seconds per batch in the steady state of one run: `counted` batches after the first `skip`."""
         start = end = 0.0
         for index, (_, metrics) in enumerate(self.engine.run(itertools.cycle(self.batches), self.hooks), 1):
             if index in (skip, skip + counted):

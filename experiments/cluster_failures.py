@@ -16,7 +16,7 @@ disk of a cluster are others.
 next step's hook. Its parts: noticing the death; starting the successor; restoring its shards; then
 resuming, as batches in flight are gathered anew; and, of full recovery, repeating what was lost.
 `saving` is how long saves held training or its writes. What is spent on comparing the rows of
-survivors before and behind a recovery (`survivors_bit_identical`) is left out. An overhead is the
+survivors before and after a recovery (`survivors_bit_identical`) is left out. An overhead is the
 time of an arm over that of `none`, less one, from the first step to the last write; `cpr_overhead_percent`
 is that of mfu. `equal_to_serial`: rows, slots and dense state of each partial arm are bitwise those
 of `Serial` over tables in this process that loses the same shards at the same steps, and full
@@ -83,8 +83,8 @@ def sized(config: Config) -> Config:
 def kills_of(config: Config) -> dict[int, int]:
     """{step: server} of the kills of all arms, by the seed.
 
-    The gaps between them, and before the first and behind the last, are drawn or taken from the trace from a place on
-    that the seed draws; then they are scaled so that all of them fill the run behind its first eighth.
+    The gaps between them, and before the first and after the last, are drawn or taken from the trace from a place on
+    that the seed draws; then they are scaled so that all of them fill the run after its first eighth.
 
     Args:
       config: sized.

@@ -34,7 +34,7 @@ The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not t
 job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds
 were added until the intervals were narrow; those of the Criteo sample share one test set. Rows of
 small tables are the most used; with --watched 7 they are saved at regular saves only. In the last
-line a row is used 650 times on average: there rows behind the most used eighth matter too, hardly
+line a row is used 650 times on average: there rows after the most used eighth matter too, hardly
 any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on Criteo
 and 45 to 60 on 5M examples, on one core.
 """

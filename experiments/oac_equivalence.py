@@ -335,7 +335,7 @@ class RingOfOne(NumberedPipeline):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._steps.depth = 1
+        self._device_step.depth = 1
         self._stages.last = LastWriters(self.tables.spec, self.window, 1)
 
 

@@ -79,7 +79,7 @@ def window_rows(batches: list[np.ndarray], window: int) -> int:
 def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
     """Rows that travel both ways if a cache knows all future ids and keeps those needed soonest.
 
-    A batch's own rows are there while it is trained; behind it the cache keeps `capacity` rows. All
+    A batch's own rows are there while it is trained; after it the cache keeps `capacity` rows. All
     rows are changed: what leaves the cache is fetched, and so is what is left at the end.
 
     Args:

@@ -18,7 +18,7 @@ measures the balanced one.
 All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a
 round. Given are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and
 the least and most. Rates are of the steady state: the first W + 2 batches of a turn are not
-counted, and behind the last one the stream goes on. `sync`, `async` and `semisync` run without ring
+counted, and after the last one the stream goes on. `sync`, `async` and `semisync` run without ring
 and replay; `oac_device` finds stale rows on the device, as the abstract says, where `oac` plans them
 on the host. The way that moves the fewest rows is timed over the link-bound link only.
 

@@ -77,7 +77,7 @@ def main() -> int:
 
 def _prepared() -> str:
     """What to print."""
-    # The imports take seconds and stand here, behind the handler of signals.
+    # The imports take seconds and stand here, after the handler of signals.
     import tyro
     from main.table_summary import Bars
 

@@ -177,7 +177,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
 
 
 def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dict) -> dict:
-    """Writes and shows the results; fails behind that, if the last state is not saved."""
+    """Writes and shows the results; fails after that, if the last state is not saved."""
     results = recorder.results() | tested | saves.results() | {"last_state_saved": unsaved is None}
     draw(run.directory / "curves.png", recorder.history, results, recorder.watched, recorder.failures)
     if results["saves_failed"]:

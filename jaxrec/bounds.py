@@ -18,7 +18,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, 
       name: of the argument.
       value: what was given.
       least, most: the bounds, both allowed.
-      why: what the error says behind the rule, with its own ", " or ": ".
+      why: what the error says after the rule, with its own ", " or ": ".
 
     >>> whole_number("window", np.int64(3), least=0)
     3

@@ -1,7 +1,7 @@
 """Engines take a state from batch to batch: what techniques rely on, and the serial engine, in any home of the rows.
 
 `Engine` is what hooks and techniques see; `EngineBase` is what every engine does alike: one run at a time, a `with`
-block, who watches it, and `CutSchedule`, at which steps its state is to be saved. `Serial` runs one batch after the
+block, its watchers, and `CutSchedule`, at which steps its state is to be saved. `Serial` runs one batch after the
 other, `jaxrec.oac.Pipeline` several at once, with the same bits.
 
 Legend: B batch, U padded unique rows per shard.
@@ -69,13 +69,13 @@ class Engine(Protocol):
         """The cut of a step is not wanted any more."""
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Says that shards are lost; after the step and its cut whoever was entered and can `recover` does so."""
+        """Says that shards are lost; after the step and its cut the watchers that can `recover` do so."""
 
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, between two runs; watchers that have `restarted(state)` are told before."""
 
     def enter(self, watcher: AbstractContextManager) -> Any:
-        """Enters a context manager that is left when this one is, and behind it."""
+        """Enters a context manager that is left when this one is, and after it."""
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
         """Has the watchers before one recover shards that were lost while that one restores all rows."""
@@ -154,7 +154,7 @@ class CutSchedule:
         self._to_come.pop(step, None)
 
     def _wanted(self):
-        """Steps of the cuts that somebody is to be told of if they are not taken."""
+        """Steps of the cuts to warn of if they are not taken."""
         return sorted(step for step, cut in self._to_come.items() if cut.unreached == "warn")
 
     def forget(self, now: int) -> None:
@@ -269,9 +269,9 @@ class EngineBase:
     step: int
 
     def __init__(self):
-        # Weak: who drops the iterator of a run has left it.
+        # Weak: a caller that drops the iterator of a run has left it.
         self._generator: Callable = lambda: None
-        self._untold: list[BaseException] = []  # what went wrong in a run, until somebody is told
+        self._untold: list[BaseException] = []  # what went wrong in a run, until it is raised
         self._tries = Tries()
         self._watchers: list[Any] = []  # in the order in which they were entered
         self._entered = contextlib.ExitStack()  # what leaves them
@@ -294,7 +294,7 @@ class EngineBase:
         return failures
 
     def _end(self) -> list[BaseException]:
-        """Ends the run, if one goes on; what went wrong in it that nobody was told. Engines say how."""
+        """Ends the run, if one goes on; what went wrong in it and was not raised yet. Engines say how."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class EngineBase:
 
         Raises:
           Whatever went wrong in it, unless it was raised before; FloatingPointError for a loss that
-            nobody has looked at yet.
+            was not looked at yet.
         """
         if failures := self._end():
             raise first(failures)
@@ -331,7 +331,7 @@ class EngineBase:
             with engine:
                 recovery = engine.enter(Recovery(engine, ...))
 
-        It is left behind the run: when that is closed, and its cuts are saved. Of several the last
+        It is left after the run: when that is closed, and its cuts are saved. Of several the last
         is left first. If it has `recover(shards)`, that is called when shards are lost: see `lose`.
 
         Args:
@@ -375,7 +375,7 @@ class EngineBase:
             self._recover_met(lost)
 
     def _changed(self, change: Callable) -> tuple[Any, Collection[int]]:
-        """What `_or_lost` finds, with nobody else at the tables. Engines say how."""
+        """What `_or_lost` finds, alone with the tables. Engines say how."""
         raise NotImplementedError
 
     def _recover_met(self, shards: Collection[int]) -> None:
@@ -408,10 +408,10 @@ class EngineBase:
           step: that the engine has committed.
           shards: the lost ones.
           again: what is said when they are lost at one step again and again.
-          otherwise: what is said behind the remedy when there is nobody.
+          otherwise: what is said after the remedy when there is no such watcher.
 
         Raises:
-          ShardsLost: there is nobody, or it is one time too many.
+          ShardsLost: there is no such watcher, or it is one time too many.
         """
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
@@ -426,10 +426,10 @@ class EngineBase:
 
         Args:
           shards: the lost ones.
-          but: the watcher that restores; those behind it are not asked.
+          but: the watcher that restores; those after it are not asked.
 
         Raises:
-          ShardsLost: nobody is before it, or it is one time too many at this step.
+          ShardsLost: no watcher is before it, or it is one time too many at this step.
         """
         watchers = self._who_recovers(self.step, shards, "the servers that restore them die")
         before = watchers[: watchers.index(but)] if but in watchers else watchers
@@ -474,7 +474,8 @@ class Serial(EngineBase):
         self._state, self._train_step, self._capacity = state, train_step, capacity
         self._streams, self._cuts = Streams(), CutSchedule()
         self._losses, self._in_hook, self._alone = Losses(), False, False
-        self._gone, self._lost = set[int](), set[int]()  # shards: of their home, and by the wish of a hook
+        self._lost_shards = set[int]()  # that their home has lost, and that are not back yet
+        self._to_lose = set[int]()  # after the cut of this step, by the wish of a hook
         self.step = int(state.dense.step)
 
     @property
@@ -504,7 +505,7 @@ class Serial(EngineBase):
 
         Raises:
           FloatingPointError: a loss is not finite; names the step.
-          ShardsLost: shards were lost, and nobody who was entered can recover them.
+          ShardsLost: shards were lost, and no watcher can recover them.
           ValueError: a run goes on; as the step.
         """
         hooks, stream = self._check_run(hooks), self._streams.of(batches, patience_seconds=10.0)
@@ -528,14 +529,14 @@ class Serial(EngineBase):
     def _over_pairs(self, pairs, hooks, check_every_steps, forget=lambda: None):
         whole_number("check_every_steps", check_every_steps)
         try:
-            self._settle()  # what a run before this one was left with
+            self._finish_step()  # what a run before this one was left with
             for batch, plans in pairs:
                 metrics = self._train(plans, batch, hooks, forget)
                 yield self._state, metrics
                 self._losses.check(check_every_steps)
         finally:
             # A step that is committed keeps its cut, though its hooks failed or were interrupted.
-            if not self._gone:
+            if not self._lost_shards:
                 with uninterrupted():
                     self._save_cut()
         self._losses.check()
@@ -550,7 +551,7 @@ class Serial(EngineBase):
                 if metrics is not None:
                     for hook in hooks:
                         self._run_hook(hook, plans, metrics)
-                self._settle()
+                self._finish_step()
             finally:
                 raise_again(asked)
             if metrics is not None:
@@ -561,7 +562,7 @@ class Serial(EngineBase):
         try:
             done = self._train_step(self._state, plans, batch)
         except ShardsLost as lost:
-            self._gone.update(lost.shards)
+            self._lost_shards.update(lost.shards)
             if lost.done is None:
                 return None
             done = lost.done
@@ -574,43 +575,43 @@ class Serial(EngineBase):
         self._losses.note(self.step, metrics)
         return metrics
 
-    def _settle(self):
+    def _finish_step(self):
         """What belongs to a step after its hooks."""
-        self._recover_gone()
+        self._recover(self._lost_shards)
         self._save_cut()
         # After the cut: a recovery finds it saved.
-        lost, self._lost = self._lost, set()
-        self._recover(lost)
+        wanted, self._to_lose = self._to_lose, set()
+        self._recover(wanted)
 
     def _recover(self, shards):
-        watchers = self._who_recovers(self.step, shards, "what brings them back does not") if shards else ()
+        if not shards:
+            return
+        watchers = self._who_recovers(self.step, shards, "what brings them back does not")
         try:
             self._bring_back(watchers, shards)
         except ShardsLost as lost:  # while they came back: all come back once more
-            self._gone.update(lost.shards)
+            self._lost_shards.update(lost.shards)
             self._recover({*shards, *lost.shards})
-            self._gone.difference_update(lost.shards)
+            return
+        # Only now: if no watcher brings them back, the next run begins with them.
+        self._lost_shards = self._lost_shards.difference(shards)
 
     def _save_cut(self):
         while save := self._cuts.at(self.step):
-            self._recover_gone()
+            self._recover(self._lost_shards)
             try:
                 save(self._state)
             except ShardsLost as lost:  # it comes again when they are back
-                self._gone.update(lost.shards)
+                self._lost_shards.update(lost.shards)
             finally:
-                if not self._gone:
+                if not self._lost_shards:
                     self._cuts.tell_begun(self.step)
 
-    def _recover_gone(self):
-        self._recover(self._gone)
-        self._gone = set()  # only now: if nobody brings them back, the next run begins with them
-
     def _recover_met(self, shards):
-        self._gone.update(shards)
+        self._lost_shards.update(shards)
         in_hook, self._in_hook = self._in_hook, False  # what recovers asks for the state
         try:
-            self._recover_gone()
+            self._recover(self._lost_shards)
         finally:
             self._in_hook = in_hook
 
@@ -629,11 +630,11 @@ class Serial(EngineBase):
 
         Args:
           change: (tables) -> tables, of the same spec; device tables that are donated on the way are gone. It is called
-            again if it meets lost shards, when those who were entered have brought them back.
+            again if it meets lost shards, when watchers have brought them back.
 
         Raises:
           ValueError: it returns no such tables, which changes nothing; one is at work already.
-          ShardsLost: shards were lost, and nobody who was entered can recover them.
+          ShardsLost: shards were lost, and no watcher can recover them.
         """
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
@@ -641,8 +642,8 @@ class Serial(EngineBase):
         if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
-        if not self.running:  # whoever changes them then answers for their shards
-            self._gone = set()
+        if not self.running:  # a change outside of a run answers for their shards
+            self._lost_shards = set()
 
     def _changed(self, change):
         self._alone = True
@@ -670,7 +671,7 @@ class Serial(EngineBase):
         Raises:
           ValueError: there is no such shard; nothing runs.
         """
-        self._lost |= checked_shards(self.tables.spec, shards, self.running)
+        self._to_lose |= checked_shards(self.tables.spec, shards, self.running)
 
     def reset(self, state: TrainState) -> None:
         """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
@@ -684,7 +685,7 @@ class Serial(EngineBase):
             raise ValueError("reset to tables of another spec: make a new engine for them.")
         notify_restarted(self._watchers, state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
-        self._losses, self._gone, self._lost = Losses(), set(), set()
+        self._losses, self._lost_shards, self._to_lose = Losses(), set(), set()
         self._cuts.forget(before)  # last, as it may warn
 
     def _end(self):

@@ -115,10 +115,10 @@ class Lock:
 
     Args:
       path: of the file, made if it does not exist and never removed.
-      what: is being done, for the error of who comes second: "writing images in runs/a".
+      what: is being done, for the error of the second: "writing images in runs/a".
 
     Raises:
-      ValueError: somebody holds it, in this process or another one.
+      ValueError: it is held, in this process or another one.
       OSError: the file cannot be made, or its file system knows no locks.
     """
 

@@ -71,14 +71,14 @@ def raise_again(asked: Sequence[int]) -> None:
 def wait(
     changed: threading.Condition, over: Callable[[], bool], seconds: float = math.inf, by_the_clock: bool = False
 ) -> bool:
-    """Waits for a condition, whose lock nobody holds, until something is over; Ctrl-C ends it with
+    """Waits for a condition, whose lock is free, until something is over; Ctrl-C ends it with
     the lock free.
 
     Args:
       changed: notified when `over` may have become true.
       over: looked at under the lock.
       seconds: the longest wait.
-      by_the_clock: whether it may be over without anybody's notice, so that every thread looks now
+      by_the_clock: whether it may be over without a notification, so that every thread looks now
         and then.
 
     Returns:

@@ -20,7 +20,7 @@ END = object()  # what `take` returns when the stream has ended
 
 
 class _Raised(NamedTuple):
-    """What a stream raised when nobody listened any more, in its place among the batches."""
+    """What a stream raised when the run had left it, in its place among the batches."""
 
     error: BaseException
 
@@ -47,7 +47,7 @@ class Stream:
 
     def give_back(self, taken: Any, first: bool = False) -> None:
         """What was taken and is not wanted any more, a batch or an error that the stream raised:
-        behind what waits already, or in front of it."""
+        after what waits already, or in front of it."""
         if taken is not END:
             put = self.waiting.appendleft if first else self.waiting.append
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
@@ -129,7 +129,7 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
 class PlanPrefetcher:
     """The batches of a stream with their plans, made in a thread; leaving it never waits for the stream.
 
-    What was taken from the stream and not trained goes back to it, in its place, errors too: to whoever goes on
+    What was taken from the stream and not trained goes back to it, in its place, errors too: to the run that goes on
     with the same iterator nothing was read ahead.
 
     Args:
@@ -144,7 +144,7 @@ class PlanPrefetcher:
         # Both are of C, and hold no lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) of what is taken, in order
         self._room: queue.SimpleQueue = queue.SimpleQueue()  # a token for each batch that may be taken
-        self._inside = self._left = False  # whether the thread is in the stream; whether nobody wants more
+        self._inside = self._left = False  # whether the thread is in the stream; whether no more is wanted
         self._lock = threading.RLock()  # the collector may leave a run at any line, also of the thread itself
         for _ in range(_AHEAD):
             self._room.put(None)
@@ -209,7 +209,7 @@ class PlanPrefetcher:
             return self._inside
 
     def _take(self):
-        """The next batch, kept until it is trained; END if there is none, or nobody wants it any more."""
+        """The next batch, kept until it is trained; END if there is none, or it is not wanted any more."""
         try:
             taken = self._stream.take()
         except BaseException as error:

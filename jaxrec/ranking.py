@@ -149,7 +149,7 @@ def auc_interval(
 
 
 def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """At which place each query's relevant item is among all items, 0 for the first; behind all its equals, so that
+    """At which place each query's relevant item is among all items, 0 for the first; after all its equals, so that
     a constant score earns nothing.
 
     Args:

@@ -111,7 +111,7 @@ def gradients(
     sharded: bool = False,
     rng: jax.Array | None = None,
 ) -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The first half of `update`: the gradients of a batch, for those who apply them later
+    """The first half of `update`: the gradients of a batch, for callers that apply them later
     (Hogwild).
 
     Args:
@@ -156,7 +156,7 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     # for the dense parameters, over all devices for the rows. A psum here would count them twice.
     differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
     (value, (weight, figures, variables)), (gradient, row_gradients) = differentiate(params, values)
-    # Behind autodiff: what is only looked at, or kept as it is, has no gradient.
+    # Outside autodiff: what is only looked at, or kept as it is, has no gradient.
     figures = mean_figures(figures, batch, weight, sharded)
     variables = mean_variables(variables, params, batch, weight, sharded) if variables else {}
     if sharded:
@@ -368,7 +368,7 @@ def make_train_step(
       ValueError: as `make_update`. The step itself: a state that was donated before, weights that
         are negative or not finite, a plan of another batch, objects that do not fit each other,
         results of the loss that are none of the above; the state is as it was.
-      ShardsLost: the step itself, if the home of the rows has lost some. Behind the write, when the
+      ShardsLost: the step itself, if the home of the rows has lost some. After the write, when the
         step is done, the error has what it would have returned as `done`.
 
     A step around a loss of one's own:

@@ -80,7 +80,7 @@ class ShardsLost(Exception):
     """The rows of some shards are gone.
 
     A home of rows raises it from `read`, `put` and `add`, and from what a save reads them with
-    (`take`, `parts`). What was to be written to all other shards is written then: whoever catches
+    (`take`, `parts`). What was to be written to all other shards is written then: a caller that catches
     it writes nothing again.
 
     Args:
@@ -89,7 +89,7 @@ class ShardsLost(Exception):
 
     Attributes:
       shards: tuple of ints, in order, each once.
-      done: what a train step would have returned, if it raises this behind its write: that step counts.
+      done: what a train step would have returned, if it raises this after its write: that step counts.
 
     >>> ShardsLost([3, 1, 3]).shards
     (1, 3)

@@ -1,7 +1,7 @@
 """Two faults of XLA on CPUs that `import jaxrec` steers around, and the look at whether it has.
 
 From jaxlib 0.11.0 on, and in 0.10.2, XLA:CPU fuses a product and the sum over it in its YNNPACK path, and the fused
-program reads memory that nobody has written: `((E @ W) * E).sum()` with E f32[512, 8, 32] is NaN or 1e30, another value
+program reads memory that was never written: `((E @ W) * E).sum()` with E f32[512, 8, 32] is NaN or 1e30, another value
 in each run, without a word. The flag keeps that one fusion off, and fast products on.
 
 A collective over virtual devices holds a thread of XLA's pool for each device until the last has come. The pool has no

@@ -23,8 +23,8 @@ class InProcess:
     Args:
       server: that answers.
       fate: (verb, number) -> what becomes of the number-th message of this verb, from 0: '' if it arrives once;
-        'twice'; 'late', behind the message that is sent next; 'twice, once late'; 'drop'; 'die', when the server ends
-        before it looks at the message, or 'answer and die', when it ends behind it, and no answer comes.
+        'twice'; 'late', after the message that is sent next; 'twice, once late'; 'drop'; 'die', when the server ends
+        before it looks at the message, or 'answer and die', when it ends after it, and no answer comes.
     """
 
     def __init__(self, server: ShardServer, fate: Callable[[str, int], str] = lambda verb, number: ""):

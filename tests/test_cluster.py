@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore:shards .* has taken its place:UserWarning"),
 ]
-OF_STOPPED_S = 2.0  # a server that is stopped has died behind so many
+OF_STOPPED_S = 2.0  # a server that is stopped has died after so many
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ if "google.colab" in sys.modules and importlib.util.find_spec("jaxrec") is None:
 
 
 def written(path: Path, address: str) -> str:
-    """A notebook with the cell that installs behind its title, in place of one that it has."""
+    """A notebook with the cell that installs after its title, in place of one that it has."""
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.id != INSTALL]
     cell = nbformat.v4.new_code_cell(install_cell(address), id=INSTALL)

@@ -45,7 +45,7 @@ def dotted(picture):
 @pytest.mark.slow
 def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_all(tmp_path, pictures):
     train.main(dataclasses.replace(FAILING, pipeline="oac", workdir=tmp_path))
-    # A failure comes behind the row of its step.
+    # A failure comes after the row of its step.
     assert {row["step"]: row["failures"] for row in rows_of(tmp_path)} == {3: [], 6: LOST[:1], 9: LOST[1:], 12: []}
     places, words = dotted(pictures[-1])
     assert len(places) >= 4 and all(where == [192, 512, 768] for where in places)

@@ -49,7 +49,7 @@ class Mortal(HostTables):
 
     def read(self, plans):
         rows = super().read(plans)
-        self.refuse()  # behind the read, in the middle of which the shard may have died
+        self.refuse()  # after the read, in the middle of which the shard may have died
         return rows
 
     def put(self, plans, rows, shards=None):

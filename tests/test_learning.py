@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def rates(steps=STEPS, **flags):
-    """The rates of dense parameters and of rows at each step of a run and one behind it, each over its flag."""
+    """The rates of dense parameters and of rows at each step of a run and one after it, each over its flag."""
     dense, rows = optimizers(
         LearningFlags(optimizer="sgd", row_optimizer="sgd", learning_rate=0.5, row_learning_rate=2.0, **flags), steps
     )

@@ -58,7 +58,7 @@ class MortalTables(HostTables):
     def read(self, plans):
         self.count("read")
         rows = super().read(plans)
-        # Behind the read: a shard may die in the middle of it, and its rows are half gone then.
+        # After the read: a shard may die in the middle of it, and its rows are half gone then.
         if lost := [s for s in self.dead if any(p.count[s] for p in plans.values())]:
             self.count("refused read")
             raise ShardsLost(lost, "the test killed them")
@@ -191,14 +191,14 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
     class Late(Numbered):
         def mark_lost(self, shards):
             if threading.current_thread().name == "oac-load":
-                self.wait_until(lambda: self.epoch > 0 and not self.gone, seconds=5)
+                self.wait_until(lambda: self.epoch > 0 and not self.lost_shards, seconds=5)
             super().mark_lost(shards)
 
     def fetch(tree):
         assert Numbered.mine.batch != 4 or pipeline.tables.begun.wait(60)
         return jax.tree.map(np.asarray, tree)
 
-    gone = lambda scheduler: scheduler.wait_until(lambda: scheduler.gone, seconds=60)
+    gone = lambda scheduler: scheduler.wait_until(lambda: scheduler.lost_shards, seconds=60)
     with pipeline_over_waiting(("write", 4, 1), gone, Late, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -210,7 +210,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     def fetch(tree):
         scheduler = pipeline.scheduler
         if Numbered.mine.batch >= 5:  # committed by then, and written only when the loss is known
-            assert scheduler.wait_until(lambda: scheduler.gone or watcher.lost, seconds=60)
+            assert scheduler.wait_until(lambda: scheduler.lost_shards or watcher.lost, seconds=60)
         return jax.tree.map(np.asarray, tree)
 
     reached = lambda scheduler: (

@@ -98,7 +98,7 @@ def all_notes(error):
 
 
 def chain(error):
-    """An error, and all that are behind it."""
+    """An error, and all that are after it."""
     found = []
     while error is not None:
         found.append(error)
@@ -106,7 +106,7 @@ def chain(error):
     return found
 
 
-# ---- O1: a failure behind the commit reaches who leaves, and the pipeline says that it is broken
+# ---- O1: a failure after the commit reaches who leaves, and the pipeline says that it is broken
 
 
 @pytest.mark.parametrize("way", ["break", "close", "body", "hook", "ctrl-c", "exhausted"])
@@ -330,7 +330,7 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
                 if way == "break":
                     break
                 pipeline.close()
-    done = 6 if way == "load" else last  # all before the batch that failed: no batch behind it is waited for
+    done = 6 if way == "load" else last  # all before the batch that failed: no batch after it is waited for
     assert pipeline.step == done and equal(pipeline.state, states_of(batches)[done])
     send.mend()
     let_go(stream)

@@ -16,7 +16,7 @@ def as_arrays(batches):
 
 
 def moved(batches, keep):
-    """Rows both ways of a cache which holds `keep(number, held)` behind each batch; it is emptied at the end."""
+    """Rows both ways of a cache which holds `keep(number, held)` after each batch; it is emptied at the end."""
     held, total = set(), 0
     for number, rows in enumerate(batches):
         total += len(rows - held)

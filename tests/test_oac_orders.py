@@ -54,7 +54,7 @@ def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
 
 @pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
 def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(options):
-    """The stream is late: the batches of the window behind the change are planned when it has been made."""
+    """The stream is late: the batches of the window after the change are planned when it has been made."""
     batches, changed = make_batches(16), threading.Event()
 
     def stream():
@@ -174,7 +174,7 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
 
 
 def delayed_loop_with_reset(batches, at):
-    """Batch t reads rows as they were after batch t - 2; the one behind the change reads what the change left."""
+    """Batch t reads rows as they were after batch t - 2; the one after the change reads what the change left."""
     update, (dense, tables), losses, capacity = jax.jit(update_of(SPEC), donate_argnums=0), make_state(), [], None
     past = copied(tables)
     for step, batch in enumerate(batches, 1):

@@ -397,7 +397,7 @@ def assert_equal_states(found, wanted):
     for name, mine in wanted.tables.shards.items():
         used = wanted.tables.spec.stacks[name].offsets[-1]
         for shard, parts in enumerate(mine):
-            rows = len(range(shard, used, wanted.tables.spec.shards))  # behind them is no table
+            rows = len(range(shard, used, wanted.tables.spec.shards))  # after them is no table
             for part, array in parts.items():
                 equal(found.tables.shards[name][shard][part][:rows], array[:rows])
 

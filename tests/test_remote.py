@@ -537,7 +537,7 @@ def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
     fate = lambda *message: "die" if message in deaths else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
-        engine.enter(fleet)  # behind it: too late
+        engine.enter(fleet)  # after it: too late
         with pytest.raises(ShardsLost, match=r"while all were restored: engine.enter\(...\) what replaces them first"):
             train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
         assert recovery.failed == 0

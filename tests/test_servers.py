@@ -75,7 +75,7 @@ def test_a_write_that_comes_again_is_done_once(verb):
 def test_an_old_put_is_refused_for_its_shard_and_an_old_add_is_done():
     server = server_of()
     write(server, "put", 3, [1], 30.0)
-    with pytest.raises(OldWrite, match=r"put number 2 came behind newer writes, .shard: number. .1: 3."):
+    with pytest.raises(OldWrite, match=r"put number 2 came after newer writes, .shard: number. .1: 3."):
         write(server, "put", 2, [1, 3], 20.0)
     assert value_of(server, 1, 2) == 30 and value_of(server, 3, 2) != 20
     write(server, "put", 2, [3], 20.0)  # nobody has written there

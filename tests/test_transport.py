@@ -101,7 +101,7 @@ def test_servers_share_the_tensors_and_their_bandwidth():
     tree = {"a": np.zeros((1, 100), np.float32), "b": np.zeros((1, 100), np.float32)}
 
     def seconds(servers):
-        """Two trainers at one instant, the second behind the first; a tensor takes 0.1 s to and fro."""
+        """Two trainers at one instant, the second after the first; a tensor takes 0.1 s to and fro."""
         initial = jax.tree.map(lambda x: x[0], tree)
         centre = joined(Centre(easgd(), initial, 2, servers=servers, bytes_per_s=8000.0), 0, 1)
         start = time.monotonic()

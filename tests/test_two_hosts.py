@@ -57,7 +57,7 @@ def found(hosts, tmp_path_factory):
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as driver:
         try:
             for returns in (True, False):
-                assert "at\n" in driver.stdout  # behind what Ray says
+                assert "at\n" in driver.stdout  # after what Ray says
                 second.kill()
                 driver.stdin.write("its power is gone\n")
                 if returns:

@@ -60,7 +60,7 @@ def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int
     Args:
       ways: {name: function without arguments}.
       until, end: times of `time.monotonic`. No round begins that would, being as long as the last
-        one, end behind `until`; but LEAST_ROUNDS are run, if they do not end behind `end`, and one
+        one, end after `until`; but LEAST_ROUNDS are run, if they do not end after `end`, and one
         in any case.
       rounds: the most.
 

@@ -184,7 +184,7 @@ class LearningFlags(Flags):
     row_clip_norm: float | None = None
     """Clip the gradient of each row to this norm."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Of both learning rates, behind the warm-up: as they are, or falling to 0 at the end of the run."""
+    """Of both learning rates, after the warm-up: as they are, or falling to 0 at the end of the run."""
     warmup_steps: int = 0
     """Over so many steps both learning rates rise from 0, in a straight line."""
 

@@ -24,7 +24,7 @@ _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _STROKES = ("-", "--", "-.", ":")
 # Apart in lightness, not in hue alone.
 FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb")
-_HATCHES = ("", "////", "xxxx")  # of those that come behind the last fill
+_HATCHES = ("", "////", "xxxx")  # of those that come after the last fill
 
 MOST_WORDS = 5  # of marks, beside each other
 
@@ -297,7 +297,7 @@ def _say_value(axis, value, end, place):
 
 def _finish_bars(axis, x_label, legend, below_words):
     axis.invert_yaxis()
-    axis.margins(x=0.16)  # for the values behind the bars
+    axis.margins(x=0.16)  # for the values after the bars
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_xlabel(x_label)
     _shorten(axis)

@@ -53,13 +53,13 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past
     state, image = restore(directory, state)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
-    # Rows behind the image would be logged a second time when their steps are trained again.
+    # Rows after the image would be logged a second time when their steps are trained again.
     kept = [row for row in history if row["step"] <= image.step]
     again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
     run.rewrite_metrics(kept)
     say(f"going on from {image.path}, step {image.step}{again}")
     if is_delta(image.path.name):
-        # Also at a regular save, behind which nothing counts as lost: a scheme has not picked every row until then.
+        # Also at a regular save, after which nothing counts as lost: a scheme has not picked every row until then.
         lost = image.step - image.extra["cpr"]["regular"]
         say(
             "rows that no scheme has picked since they changed are older than the image, which counts as "
@@ -77,7 +77,7 @@ def check_seeds(run: Run, seeds: int) -> None:
 
 
 class Failures:
-    """Watcher of an engine that notes which shards were lost, and when; what recovers is entered behind it.
+    """Watcher of an engine that notes which shards were lost, and when; what recovers is entered after it.
 
     Args:
       engine: that tells of them; only with a recovery, as an engine takes who is told for who recovers.

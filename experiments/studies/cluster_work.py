@@ -65,8 +65,8 @@ class Killer:
       plan: {step: server} of the kills; one that is due while another is not over waits for that.
 
     Attributes:
-      kills: those so far. times: (seconds, step) behind every step that was committed.
-      survivors_changed: how often rows of survivors were others behind a recovery than before.
+      kills: those so far. times: (seconds, step) after every step that was committed.
+      survivors_changed: how often rows of survivors were others after a recovery than before.
     """
 
     def __init__(self, engine: Any, servers: Supervisor, plan: Mapping[int, int]):
@@ -102,7 +102,7 @@ class Killer:
         self._due.pop(0)
 
     def started(self, partial: bool) -> Watcher:
-        """A watcher behind the supervisor and before the recovery."""
+        """A watcher after the supervisor and before the recovery."""
         return _Calling(self.engine, lambda shards: self._tell_started(shards, partial))
 
     def _tell_started(self, shards, partial):
@@ -116,7 +116,7 @@ class Killer:
             kill.checking_s += time.monotonic() - now
 
     def restored(self) -> Watcher:
-        """A watcher behind the recovery."""
+        """A watcher after the recovery."""
         return _Calling(self.engine, self._tell_restored, self._notify_restarted)
 
     def _tell_restored(self, shards):
@@ -138,7 +138,7 @@ class Killer:
             found.update(tables.on_shards(digest_rows))
             return tables
 
-        self.engine.exclusive(look)  # behind the writes that are under way
+        self.engine.exclusive(look)  # after the writes that are under way
         return {place: digest for place, digest in found.items() if place[1] not in shards}
 
 

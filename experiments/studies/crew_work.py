@@ -86,7 +86,7 @@ def measured_processes(job: Job, ways: tuple[str, ...], rounds: int, steps: int,
 
     Args:
       job: the reference work.
-      ways: beside none: s_easgd, s_ma, or one of them with _paced behind it.
+      ways: beside none: s_easgd, s_ma, or one of them with _paced after it.
       rounds: turns of each.
       steps: of each trainer that count.
       pace: seconds, of what is _paced.

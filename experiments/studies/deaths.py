@@ -79,7 +79,7 @@ class Log(Watcher):
 
 
 class Late(Watcher):
-    """Makes, behind the recovery, the saves that lost shards have kept from being made."""
+    """Makes, after the recovery, the saves that lost shards have kept from being made."""
 
     def recover(self, shards: Sequence[int]) -> None:
         """As that of a watcher."""
@@ -101,8 +101,8 @@ class Dying(HostTables):
 def of_losses(losses: Losses, tables: HostTables) -> tuple[HostTables, tuple[int, ...], dict[int, Sequence[int]]]:
     """What a run of `Serial` is told instead of deaths that have really been.
 
-    That is `failures=`, but where a real loss has kept saves from being made: these are made behind the recovery, and
-    one of the very step comes behind it, too.
+    That is `failures=`, but where a real loss has kept saves from being made: these are made after the recovery, and
+    one of the very step comes after it, too.
 
     Args:
       losses: as `Log` has noted them.

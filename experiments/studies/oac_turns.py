@@ -20,7 +20,7 @@ from jaxrec.types import TrainState
 from studies.oac_work import Work, turn
 from studies.reference import Job, ratio
 
-COMPARED = 12  # batches, behind which two trainings must have the same bits
+COMPARED = 12  # batches, after which two trainings must have the same bits
 TIMEOUT_S = 120.0
 
 
@@ -75,7 +75,7 @@ def in_turns(
       rounds: turns of each.
       counted: batches of a turn whose time counts; the W + 2 before them fill the pipeline.
       words: for the bar that shows how far it is.
-      between: called behind each round.
+      between: called after each round.
 
     Returns:
       {name: seconds per batch f64[rounds]}.
@@ -176,7 +176,7 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
 
 
 def trained(work: Work, mode: str, number: int) -> list[np.ndarray]:
-    """The bits of dense state and rows behind some batches in a mode, from initial rows on, and all losses."""
+    """The bits of dense state and rows after some batches in a mode, from initial rows on, and all losses."""
     pipeline = work.pipeline(mode, tables=with_initial_rows(work.tables))
     batches = itertools.islice(itertools.cycle(work.batches), number)
     losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]

@@ -98,7 +98,7 @@ class Work:
 def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
     """Seconds per batch in the steady state of one run: from batch `skip` to the last one.
 
-    Behind the last one the stream goes on, and what is in flight then is dropped: else the last
+    After the last one the stream goes on, and what is in flight then is dropped: else the last
     batches would be trained while nothing is planned, gathered or sent, which flatters the modes
     that do so ahead.
 
@@ -106,7 +106,7 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
       ValueError: no batch is left to count.
     """
     if len(batches) < skip + 2:
-        raise ValueError(f"{len(batches)} batches leave none to count behind the first {skip}: give {skip + 2}.")
+        raise ValueError(f"{len(batches)} batches leave none to count after the first {skip}: give {skip + 2}.")
     start = end = 0.0
     for index, (_, metrics) in enumerate(pipeline.run(itertools.cycle(batches))):
         if index == skip:
@@ -133,7 +133,7 @@ class EmulatedLink:
         self.passed = {"send": 0, "fetch": 0}
 
     def pass_time(self, direction: str, tree) -> None:
-        """Waits until these bytes would be through, behind all that went this way before."""
+        """Waits until these bytes would be through, after all that went this way before."""
         size = nbytes(tree)
         with self.lock:
             self.passed[direction] += size

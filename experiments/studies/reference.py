@@ -4,7 +4,7 @@ jaxrec's own packages.
 DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top
 512-256-1, row-wise Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent
 1.05. DCNv2 over the same rows: three full cross layers beside a tower 512-256; or MLPerf's: bottom
-13-512-256-E, three cross layers of rank 4 E (512 at its width 128), behind them a tower
+13-512-256-E, three cross layers of rank 4 E (512 at its width 128), after them a tower
 1024-1024-512-256. Bags of MLPerf's sizes (`hots`): a lookup with sum pooling for each field.
 """
 

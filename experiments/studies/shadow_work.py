@@ -164,7 +164,7 @@ class Trainers:
         """Counts from when the last trainer has seen all batches once (nothing compiles then) for
         so many steps.
 
-        A way is none, or s_RULE[-FORM], back to back, or at the pace with _paced behind it.
+        A way is none, or s_RULE[-FORM], back to back, or at the pace with _paced after it.
         """
         way, steps = way_and_steps
         spec, loss, params, optimizer, row_optimizer = self.work

@@ -117,7 +117,7 @@ class TorchDCNv2(nn.Module):
 
 
 class TorchMLPerf(nn.Module):
-    """DLRM-DCNv2 of MLPerf Training: bottom MLP, three cross layers of rank 4 E, a tower behind them."""
+    """DLRM-DCNv2 of MLPerf Training: bottom MLP, three cross layers of rank 4 E, a tower after them."""
 
     def __init__(self, fields: int, width: int):
         super().__init__()
@@ -136,7 +136,7 @@ class TorchMLPerf(nn.Module):
 
 
 def mlp(sizes, last_relu):
-    """Linear layers with ReLU between them, and behind the last one if asked."""
+    """Linear layers with ReLU between them, and after the last one if asked."""
     layers: list[nn.Module] = []
     for n, (a, b) in enumerate(itertools.pairwise(sizes)):
         layers.append(nn.Linear(a, b))

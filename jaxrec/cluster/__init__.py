@@ -1,4 +1,4 @@
-"""Rows in other processes and on other machines, on Ray: servers for `RemoteTables`, and who starts successors.
+"""Rows in other processes and on other machines, on Ray: servers for `RemoteTables`, and their supervisor.
 
     with Cluster() as cluster:                                       # Ray on this machine, or Cluster("auto")
         servers = Supervisor(cluster, spec, row_optimizer, servers=2)

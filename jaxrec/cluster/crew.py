@@ -1,4 +1,4 @@
-"""Trainers in processes, and who sees to it that they train on: one call for a laptop and for a cluster.
+"""Trainers in processes, and the crew that keeps them training: one call for a laptop and for a cluster.
 
     with Cluster() as cluster:
         servers = Supervisor(cluster, spec, row_optimizer, servers=2)
@@ -6,10 +6,11 @@
             params, figures = crew.run()
 
 Each trainer is a process with a JAX of its own, that reads its batches itself, trains on rows at the servers and meets
-the others at places (`places`), in the background or every so many steps. Who dies is replaced, and nobody rolls back:
+the others at places (`places`), in the background or every so many steps. What dies is replaced, and nothing rolls
+back:
 
 - a trainer: its successor begins with the parameters of the others and a fresh optimizer state, at the last position
-  that the crew has heard of; what was trained behind it is trained once more;
+  that the crew has heard of; what was trained after it is trained once more;
 - a server: its successor has its rows from the newest image, or initial ones; trainers that need them wait;
 - a place: its successor begins with what a trainer has brought to it last; training does not wait;
 - the driver: all end.
@@ -50,14 +51,14 @@ class Crew:
 
     Args:
       cluster: that was entered.
-      servers: of the rows; nobody else may use it meanwhile.
+      servers: of the rows; for this crew alone meanwhile.
       work: what each trainer does.
       trainers: n.
       places: over how many processes the tensors of a centre are packed; one for other rules.
       cores: for each trainer the cores that its threads are held to, as [[0], [1]]; all cores for all if None.
       directory: of images, from the newest of which the rows of a dead server come; initial rows if None.
       save_every_seconds: an image of all rows so often, into the directory; none if None.
-      timeout_s: who says nothing for so long is dead.
+      timeout_s: a process that says nothing for so long is dead.
       most_deaths: of one trainer; one more, and it is given up.
       resources: of Ray that each trainer needs, to choose its machine, as {'trainer': 1}; none if None.
 
@@ -107,7 +108,7 @@ class Crew:
         return list(self._reached)
 
     def __enter__(self) -> "Crew":
-        self._servers.__enter__()  # from here on somebody brings rows back
+        self._servers.__enter__()  # from here on rows are brought back
         self._begun = time.monotonic()
         self._places.begin()
         self._crew = [self._started(number, None) for number in range(len(self._reached))]
@@ -120,7 +121,7 @@ class Crew:
         self._rows.close()
 
     def run(self, look: Callable[["Crew"], None] | None = None) -> tuple[list[PyTree], CrewFigures]:
-        """Waits until all trainers are done or given up, and replaces who dies.
+        """Waits until all trainers are done or given up, and replaces those that die.
 
         Args:
           look: called some times a second, with the crew.
@@ -155,8 +156,8 @@ class Crew:
     # ---- trainers
 
     def _started(self, number, leaves):
-        who = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = Process(TrainerProcess, 4, self._resources, who)
+        name = f"trainer {number} (incarnation {self._incarnations[number]})"
+        one = Process(TrainerProcess, 4, self._resources, name)
         cores = None if self._cores is None else list(self._cores[number])
         one.way.call(
             "begin", self._packed, number, len(self._reached), self._incarnations[number],
@@ -182,7 +183,7 @@ class Crew:
         elif found.state == "failed":
             if not found.why.startswith(_OF_OTHERS):
                 raise RuntimeError(f"trainer {number} has failed: {found.why}")
-            self._succeed(number, f"{one.who} could not go on: {found.why}")
+            self._succeed(number, f"{one.name} could not go on: {found.why}")
 
     def _end(self, number, one):
         try:
@@ -240,7 +241,7 @@ class Crew:
         self.falls.append(Fall(kind, number, why, time.monotonic() - self._begun))
 
     def _lost(self):
-        """Examples of trainers that were given up, behind what they have trained."""
+        """Examples of trainers that were given up, after what they had trained."""
         streams = [self._work.batches(n, len(self._crew))(self._reached[n].position) for n in self._given_up]
         return sum(examples_in(batch) for stream in streams for batch in stream)
 

@@ -1,4 +1,4 @@
-"""What a crew has done, and who of it has died."""
+"""What a crew has done, and which of it have died."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -81,7 +81,7 @@ def figures_of(
 
     Args:
       reached: of each trainer, of all its incarnations.
-      lost: examples that nobody trains.
+      lost: examples that no trainer trains.
       seconds: of the run.
       ended: parameters of those that are done, leaves [1, ...].
       falls: deaths.

@@ -1,4 +1,4 @@
-"""The places of a crew: processes in which its trainers meet, and who replaces those that die."""
+"""The places of a crew: processes in which its trainers meet, and successors of those that die."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ class CrewPlaces:
       initial: floating leaves of one replica.
       trainers: n.
       places: over how many processes the leaves of a centre are packed.
-      timeout_s: who says nothing for so long is dead.
+      timeout_s: a process that says nothing for so long is dead.
 
     Raises:
       ValueError: more places than the rule can have.

@@ -35,7 +35,7 @@ class CrewRows:
     ):
         self._servers, self._every, self._params = servers, save_every_seconds or math.inf, params
         self._directory = None if directory is None else local_path(directory)
-        # Opened now: who else saves there is known before anything is trained.
+        # Opened now: if another saves there, that is known before anything is trained.
         self._saver: Checkpointer | None = None
         if self._directory is not None and save_every_seconds is not None:
             self._saver = Checkpointer(self._directory, copy="shards")
@@ -50,7 +50,7 @@ class CrewRows:
     def hear_of(self, lost: Sequence[int]) -> None:
         """A trainer waits in vain for some shards."""
         for server in self._servers.in_use:
-            # Who has a successor that answers is lost to a trainer only that has not heard of it.
+            # A server with a successor that answers is lost only to a trainer that has not heard of it.
             if set(server.shards) & set(lost) and not self._answers(server):
                 self._servers.tables.mark_lost(server.shards, "a trainer waits for it in vain")
 

@@ -85,7 +85,7 @@ class MeetingPlace:
         with self._lock:
             self._check(trainer, incarnation)
             if self._incarnations[trainer] not in (0, incarnation):
-                self._transport.leave(trainer)  # before anybody knew that it was dead
+                self._transport.leave(trainer)  # before its death was known
             self._transport.join(trainer)
             self._incarnations[trainer] = incarnation
 
@@ -113,7 +113,7 @@ class MeetingPlace:
             self._transport.leave(trainer, RuntimeError(why) if why else None)
 
     def give_up(self, trainer: int) -> None:
-        """Nobody will come in its place."""
+        """No successor will take its place."""
         self._transport.give_up(trainer)
 
     def leaves(self) -> list[np.ndarray]:
@@ -160,7 +160,7 @@ class Visit:
         self.waited_s = 0.0
 
     def join(self, trainer: int) -> None:
-        """Nothing yet: who has not made a step would keep the others waiting. The first `meet` joins."""
+        """Nothing yet: a trainer that has not made a step would keep the others waiting. The first `meet` joins."""
 
     def alive(self, trainer: int) -> None:
         """Its trainer is heard of; the places are told now and then."""

@@ -22,22 +22,22 @@ class Ask(NamedTuple):
     """A way to an object in a process of its own; pickled, it leads there too."""
 
     actor: Any
-    who: str
+    name: str
 
     def call(self, method: str, *args: Any) -> RayAnswer:
         """Calls a method there, and returns at once."""
-        return RayAnswer(getattr(self.actor, method).remote(*args), self.who)
+        return RayAnswer(getattr(self.actor, method).remote(*args), self.name)
 
 
 class ServerWay(NamedTuple):
     """A way to a shard server, see `jaxrec.embedding.servers.Server`."""
 
     actor: Any
-    who: str
+    name: str
 
     def call(self, verb: str, sender: Sender, *args: Any) -> RayAnswer:
         """Sends a message, and returns at once."""
-        return RayAnswer(self.actor.answer.remote(verb, sender, *args), self.who)
+        return RayAnswer(self.actor.answer.remote(verb, sender, *args), self.name)
 
 
 class Process:
@@ -47,15 +47,15 @@ class Process:
       kind: the class of the object.
       threads: that answer there.
       resources: of Ray that it needs, to choose its machine; none if None.
-      who: it is, in words.
+      name: of it, in words.
       args: of the class.
     """
 
-    def __init__(self, kind: type, threads: int, resources: dict[str, float] | None, who: str, *args: Any):
+    def __init__(self, kind: type, threads: int, resources: dict[str, float] | None, name: str, *args: Any):
         options = ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
         made = import_ray().remote(**options)(_with_life(kind))
-        self.who, self.actor = who, made.remote(*args)
-        self.way = Ask(self.actor, who)
+        self.name, self.actor = name, made.remote(*args)
+        self.way = Ask(self.actor, name)
         self.life = self.actor.life.options(concurrency_group="life").remote()
         self._number = self.way.call("process")
         self._asked: RayAnswer | None = None
@@ -70,23 +70,23 @@ class Process:
             return None
 
     def why_dead(self, timeout_s: float) -> str:
-        """Why it is dead, '' if it lives; who has been silent for too long is.
+        """Why it is dead, '' if it lives; one that has been silent for too long is.
 
         Args:
           timeout_s: seconds; a process that has not begun gets `START_TIMEOUT_S` instead.
         """
         now = time.monotonic()
         if self._heard_at == -math.inf and now - self._made_at > max(START_TIMEOUT_S, timeout_s):
-            return f"{self.who} has not begun within {max(START_TIMEOUT_S, timeout_s):g} s"
+            return f"{self.name} has not begun within {max(START_TIMEOUT_S, timeout_s):g} s"
         if now - self._heard_at > timeout_s and self._heard_at > -math.inf:
-            return f"{self.who} has said nothing for {timeout_s:g} s"
+            return f"{self.name} has said nothing for {timeout_s:g} s"
         try:
-            RayAnswer(self.life, self.who).result(0)
+            RayAnswer(self.life, self.name).result(0)
         except TimeoutError:
             return ""
         except Exception as error:
             return str(error)
-        return f"{self.who} has ended"
+        return f"{self.name} has ended"
 
     def kill(self) -> None:
         """Ends it."""
@@ -114,7 +114,7 @@ def packed(*what: Any) -> tuple[list[str], bytes]:
 
 
 def unpacked(paths: Sequence[str], pickled: bytes) -> tuple:
-    """What was `packed` in another process, whose modules are looked for behind those of this one."""
+    """What was `packed` in another process, whose modules are looked for after those of this one."""
     sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
     return pickle.loads(pickled)
 

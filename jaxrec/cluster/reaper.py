@@ -29,7 +29,7 @@ def marked(directory: str) -> list[int]:
     """The processes of this machine that belong to a directory, by their number."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
             if _has_mark(int(name), directory) or _writes_below(int(name), directory):
                 found.append(int(name))
     return found

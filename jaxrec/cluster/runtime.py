@@ -48,7 +48,7 @@ def import_ray() -> Any:
     Raises:
       ModuleNotFoundError: it is not installed; names the extra.
     """
-    # Else a call behind the end of a cluster would start another one, without a word.
+    # Else a call after the end of a cluster would start another one, without a word.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         return importlib.import_module("ray")
@@ -146,7 +146,7 @@ class Cluster:
         return {"address": self.address}, {"RAY_AUTH_MODE": "token"}
 
     def _local(self, opened):
-        """How Ray is started here, with who ends it if this process cannot: options, and variables."""
+        """How Ray is started here, and what ends it if this process cannot: options, and variables."""
         above = tempfile.gettempdir()
         short = len(above) <= _LONGEST_DIRECTORY - len("/jaxrec-12345678")
         directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
@@ -186,7 +186,7 @@ def _check_reachable(address):
 
 
 def check_authentication(environment: Mapping[str, str]) -> None:
-    """Refuses to begin where authentication is switched off: who reaches a port of Ray can run any code.
+    """Refuses to begin where authentication is switched off: whoever reaches a port of Ray can run any code.
 
     Args:
       environment: of this process.

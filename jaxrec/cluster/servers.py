@@ -33,7 +33,7 @@ class Served(NamedTuple):
     Attributes:
       spec, layout: of the tables.
       directory: where the run saves, which a server must see; None if it need not.
-      probe: the name of a file there; '' behind the beginning of a run.
+      probe: the name of a file there; '' after the beginning of a run.
     """
 
     spec: EmbeddingSpec
@@ -80,7 +80,7 @@ class Actor:
         return self._server.answer(verb, sender, *args)
 
     def life(self) -> None:
-        """Never returns: who waits for it is told of the end of this process, at once."""
+        """Never returns: the end of this process ends the wait for it, at once."""
         threading.Event().wait()
 
 
@@ -89,11 +89,11 @@ class RayAnswer:
 
     Args:
       reference: of Ray, to what comes.
-      who: gives it, in words.
+      name: of the process that gives it, in words.
     """
 
-    def __init__(self, reference: Any, who: str = "the process"):
-        self._reference, self._who = reference, who
+    def __init__(self, reference: Any, name: str = "the process"):
+        self._reference, self._name = reference, name
 
     def result(self, timeout: float | None = None) -> Any:
         """As `Answer`."""
@@ -105,9 +105,9 @@ class RayAnswer:
         except ray.exceptions.RayTaskError as error:
             raise error.cause or RuntimeError(_short(error)) from None
         except ray.exceptions.ActorDiedError:  # which says in ten lines where Ray keeps its logs
-            raise ServerGone(f"{self._who} has ended") from None
+            raise ServerGone(f"{self._name} has ended") from None
         except ray.exceptions.RayError as error:
-            raise ServerGone(f"{self._who} is not to be reached: {_short(error)}") from None
+            raise ServerGone(f"{self._name} is not to be reached: {_short(error)}") from None
 
 
 class Process:
@@ -180,7 +180,7 @@ class RayServer:
         return self._actor
 
     @property
-    def _who(self):
+    def _name(self):
         return "its process" if self.process is None else f"its process {self.process} on {self.address}"
 
     def wait(self, timeout_s: float) -> None:
@@ -199,11 +199,11 @@ class RayServer:
 
     def call(self, verb: str, sender: Sender, *args) -> RayAnswer:
         """Sends a message, as `Server`."""
-        return RayAnswer(self._actor.answer.remote(verb, sender, *args), self._who)
+        return RayAnswer(self._actor.answer.remote(verb, sender, *args), self._name)
 
     def why(self) -> str:
         """Why it has ended; '' if it lives."""
-        return _why(self.life, self._who)
+        return _why(self.life, self._name)
 
     def kill(self) -> None:
         """Ends the process, some seconds later if it is stopped; its rows are gone."""
@@ -211,7 +211,7 @@ class RayServer:
 
     def _awaited(self, reference, timeout_s, what):
         try:
-            return RayAnswer(reference, self._who).result(timeout_s)
+            return RayAnswer(reference, self._name).result(timeout_s)
         except TimeoutError:
             raise TimeoutError(f"{self} {what}, after {timeout_s:g} s.") from None
         except ServerGone as gone:
@@ -228,15 +228,15 @@ class RayServer:
             )
 
 
-def _why(life, who):
+def _why(life, name):
     """Why a process has ended; '' if it has not."""
     try:
-        RayAnswer(life, who).result(0)
+        RayAnswer(life, name).result(0)
     except TimeoutError:
         return ""
     except Exception as error:
         return str(error)
-    return f"{who} has ended"
+    return f"{name} has ended"
 
 
 def _short(error):

@@ -1,8 +1,8 @@
-"""Who starts the servers of some tables, notices their deaths, and starts the successors of the dead.
+"""Starts the servers of some tables, notices their deaths, and starts the successors of the dead.
 
-A death is noticed by the call that it makes fail, or, while nobody calls, by a thread that waits for the end of each
+A death is noticed by the call that it makes fail, or, between calls, by a thread that waits for the end of each
 process. The thread begins the successor at once, so that it is there when the engine asks for it; and it tells the
-tables, whose next call raises `ShardsLost`. A successor begins with initial rows, and nobody reads one of them before
+tables, whose next call raises `ShardsLost`. A successor begins with initial rows, and none of them is read before
 the recovery, which the engine calls next, has brought its shards back where they are.
 
 Legend: S shards, P servers.
@@ -55,7 +55,7 @@ class Death(NamedTuple):
 class Supervisor:
     """The servers of some tables on Ray, and a watcher of the engine over them, to be entered before the recovery.
 
-    Without a recovery behind it do not enter it: rows of the dead would be initial ones. Then the run ends with
+    Without a recovery after it do not enter it: rows of the dead would be initial ones. Then the run ends with
     `ShardsLost`, and goes on from its last save.
 
     Args:
@@ -68,7 +68,7 @@ class Supervisor:
       start_timeout_s: seconds in which a process has to be there, and then its rows.
       most_deaths: of all servers together within `within_minutes`; one more ends the run.
       within_minutes: as it says.
-      client: who this is for the servers, the id of the run; a name of its own if None.
+      client: the name of this client for the servers, as the id of the run; a name of its own if None.
       resources: of Ray that each server needs, to choose its machine, as {'rows': 1}; none if None.
       spares: processes that wait, so that a successor need not be started first; each has about 300 MB.
 
@@ -152,7 +152,7 @@ class Supervisor:
     # ---- the watcher
 
     def recover(self, shards: Sequence[int]) -> None:
-        """Puts successors in the place of dead servers; the recovery behind this one brings their rows back.
+        """Puts successors in the place of dead servers; the recovery after this one brings their rows back.
 
         Args:
           shards: that an engine has lost; those of servers that live are none of this one's business.
@@ -176,11 +176,11 @@ class Supervisor:
         return ""
 
     def __enter__(self) -> "Supervisor":
-        self._entered = True  # from here on somebody brings rows back
+        self._entered = True  # from here on rows are brought back
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """The servers go on, as tables are looked at behind a run: `close`, or the end of the cluster, ends them."""
+        """The servers go on, as tables are looked at after a run: `close`, or the end of the cluster, ends them."""
 
     def close(self) -> None:
         """Ends the servers; their rows are gone."""
@@ -260,7 +260,7 @@ class Supervisor:
     # ---- the thread
 
     def _watch(self):
-        """Waits for the ends of processes while nobody calls them."""
+        """Waits for the ends of processes while there are no calls."""
         ray, seen = import_ray(), set[RayServer]()
         while not self._closed.is_set():
             living = {server.life: server for server in self._servers if server not in seen}
@@ -279,7 +279,7 @@ class Supervisor:
     def _tell(self, server):
         with self._lock:
             if self._closed.is_set() or self._servers[server.place] is not server:
-                return  # somebody knows already
+                return  # it is known already
             why = server.why()
             if self._in_use[server.place] is server:
                 self.tables.mark_lost(server.shards, why)

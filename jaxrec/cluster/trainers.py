@@ -155,7 +155,7 @@ class PatientTables(RemoteTables):
     def take_over(self, server: Server, shards: Sequence[int], why: str) -> None:
         """Takes the successor of a server whose rows are back."""
         self.mark_lost(shards, why)
-        try:  # who replaces must have heard of the loss
+        try:  # the tables must have heard of the loss before
             self.take({(next(iter(self.spec.stacks)), shards[0]): np.zeros(0, np.int32)})
         except ShardsLost:
             pass
@@ -194,11 +194,11 @@ class TrainerProcess:
           params: floating leaves to begin with; the initial ones of the work if None.
           servers: of the rows.
           places: where it is synchronised.
-          client: who it is for the servers.
+          client: its name for the servers.
           timeout_s: of the servers and of the places.
           cores: of the machine, that its threads are held to; all if None.
         """
-        self._stream = Stream(iter(()), start)  # who dies while it begins has come no less far than the one before
+        self._stream = Stream(iter(()), start)  # one that dies while it begins has come no less far than the one before
         self._state = "begins"
         mine = (work, number, trainers, incarnation, start, params, servers, places, client, timeout_s)
         threading.Thread(target=self._run, args=(cores, *mine), name="free-trainer", daemon=True).start()

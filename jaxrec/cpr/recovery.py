@@ -352,7 +352,7 @@ class Recovery:
         self._engine.exclusive(lambda tables: self._save_all(at_step(TrainState(dense, tables), step)))
 
     def _save_all(self, state):
-        self._settle(int(state.dense.step))
+        self._end_save(int(state.dense.step))
         self._saves.save_base(state, tell=True)
         return state.tables
 
@@ -365,7 +365,7 @@ class Recovery:
         """
         if self._rolling_back or self.closed:
             return
-        self._settle(self._seen)
+        self._end_save(self._seen)
         self._withdraw()
         self._saves.save_base(state, tell=True)
         self._seen = int(state.dense.step)
@@ -400,7 +400,7 @@ class Recovery:
         dense, step = self._engine.state.dense, self._engine.step
         self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards))
 
-    def _settle(self, step):
+    def _end_save(self, step):
         """Ends what is being picked and saved; a save that failed does not keep a shard from coming
         back."""
         try:
@@ -414,7 +414,7 @@ class Recovery:
     def _recovered(self, state, step, shards) -> Tables:
         """The tables with lost shards from the newest images of each; nothing is picked or saved meanwhile."""
         # First: a save that was being written is among the sources then, or has failed.
-        self._settle(step)
+        self._end_save(step)
         known: Verified = {}
         every, tables = self._saves.sources(), state.tables
         # All is read and verified before the first row changes.
@@ -440,7 +440,7 @@ class Recovery:
     def _roll_back(self, lost):
         """All goes back to the newest whole image; the engine's run has ended by now."""
         step, image = self._engine.step, None
-        self._settle(step)
+        self._end_save(step)
         while image is None:
             try:
                 state, image = restore(self.directory, self._engine.state)

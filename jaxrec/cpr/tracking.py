@@ -176,7 +176,7 @@ class RowTracker:
         """Ends the thread."""
         for step in list(self._cuts):  # they will never be saved
             self.end_cut(step)
-        # Behind the cuts, for which a pick may wait.
+        # After the cuts, for which a pick may wait.
         self._picker.shutdown()
 
 

@@ -57,7 +57,7 @@ def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tup
     complete.
 
     Raises:
-      ValueError: the directory holds tables already, or somebody is making some there.
+      ValueError: the directory holds tables already, or another process is making some there.
       OSError: there is no room, or no right to write; what was begun is removed.
     """
     make_directory(directory)
@@ -195,7 +195,7 @@ def _map(path, size, create):
 
 
 def _arrays(mapped, stack: Stack, parts: dict[str, Part]):
-    """One shard's arrays, one behind the other in its file."""
+    """One shard's arrays, one after the other in its file."""
     arrays, start, rows = {}, 0, stack.rows_per_shard
     for name, part in parts.items():
         arrays[name] = np.frombuffer(mapped, part.dtype, rows * part.width, start).reshape(rows, part.width)
@@ -221,7 +221,7 @@ class HostTables:
     that after a kill -9 `attach` finds torn tables and refuses them. `add` does not count: its
     writers come from several processes without a lock, no row of theirs belongs to a step, and each
     sum is whole by itself. A power cut is another matter, as pages reach the disk in any order:
-    after one, only tables that nobody has changed since `flush` are what they say.
+    after one, only tables that have not changed since `flush` are what they say.
 
     Attributes:
       spec: the tables.

@@ -107,7 +107,7 @@ def outside(unique, count, rows):
 
 @_compiled
 def gather(table, rows, shards, count, out):
-    """out[u] = table[rows[u] // S] for u < count, 0 behind; table f32[V / S, C], rows i32[U], out
+    """out[u] = table[rows[u] // S] for u < count, 0 after; table f32[V / S, C], rows i32[U], out
     f32[U, C]."""
     width = table.shape[1]
     for u in range(count):

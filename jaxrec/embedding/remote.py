@@ -40,14 +40,14 @@ _LOST = (ServerGone, OtherIncarnation, TimeoutError)
 
 
 class Connection:
-    """One server as its client knows it; the place is None of who is to take one."""
+    """One server as its client knows it; the place is None for a successor."""
 
     def __init__(self, place: int | None, server: Server):
         self.place, self.server, self.numbers = place, server, itertools.count(1)
         self.shards: tuple[int, ...] = ()
         self.incarnation = ANY
         self.lost = ""  # why
-        self.told = False  # somebody knows by ShardsLost
+        self.told = False  # a caller knows, by ShardsLost
 
     def __str__(self) -> str:
         return "the successor" if self.place is None else f"server {self.place} (incarnation {self.incarnation})"
@@ -117,8 +117,9 @@ class RemoteTables:
       servers: ways to P servers, which have each shard once between them.
       timeout_s: seconds in which a server has to answer a call; a longer silence counts as its death. More than it
         takes to save or to restore what it has.
-      client: who this is, for the servers; a name of its own if None. Who goes on with the run of a process that is
-        gone gives the same name and a higher incarnation: then no late write of that process changes a row.
+      client: the name of this client, for the servers; one of its own if None. What goes on with the run of a
+        process that is gone gives the same name and a higher incarnation: then no late write of that process
+        changes a row.
       incarnation: of the client.
       tries: how often a message is sent within `timeout_s` while no answer comes, for ways that may lose one.
 
@@ -126,8 +127,8 @@ class RemoteTables:
       steps: i64[S, 2], for each shard the puts begun and the puts done, as those of `HostTables`.
 
     Raises:
-      ValueError: a server of another spec or row optimizer; shards that nobody has, or two; a number out of range;
-        another object is this client already.
+      ValueError: a server of another spec or row optimizer; shards that no server has, or two have; a number out of
+        range; another object is this client already.
       Superseded: the client has a successor.
       ServerGone, TimeoutError: a server does not answer.
 
@@ -253,7 +254,7 @@ class RemoteTables:
         return self
 
     def _messages(self, shards, work):
-        """{link: (shards, {stack: Piece})} of {stack: (unique, count, parts)}; only for who has rows among them."""
+        """{link: (shards, {stack: Piece})} of {stack: (unique, count, parts)}; for links with rows among them."""
         found, wanted = {}, set(shards)
         for link in self._links:
             mine = [shard for shard in link.shards if shard in wanted]
@@ -339,7 +340,7 @@ class RemoteTables:
 
         Raises:
           ValueError: it is of other shards, or of an incarnation that was seen before; the one before it is not lost,
-            or no call has raised `ShardsLost` for it yet: then rows would be set back without anybody's knowledge.
+            or no call has raised `ShardsLost` for it yet: then rows would be set back in silence.
           ServerGone, TimeoutError: it does not answer.
         """
         self._refuse_closed()
@@ -358,7 +359,7 @@ class RemoteTables:
         if link.incarnation <= before.incarnation:
             raise ValueError(
                 f"the successor of {before} has incarnation {link.incarnation}: start it with a higher one, so "
-                "that nobody takes the one for the other."
+                "that the one is not taken for the other."
             )
         link.place = before.place
         self._links = [link if old is before else old for old in self._links]

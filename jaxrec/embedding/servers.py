@@ -1,6 +1,6 @@
 """Servers of shards: rows that live in other threads, processes or machines, and how they are asked for.
 
-A server has some shards of a spec and answers messages: verb, sender, arguments. Who sends says who it is and which
+A server has some shards of a spec and answers messages: verb, sender, arguments. The sender says who it is and which
 server it believes to talk to. So a server refuses what was meant for the one whose place it has taken (its rows are
 other ones), and what a client sends that another has taken the place of; it does each write once, however often the
 message comes, and none that is older than what it has written, which would roll rows back. Nothing in here knows how
@@ -23,14 +23,14 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import Parts, RowIds, check_parts, check_shard, empty_parts, fill_initial
 from jaxrec.types import Array
 
-ANY = 0  # in place of an incarnation, by who says hello and does not know it yet
+ANY = 0  # in place of an incarnation, in a hello, whose sender does not know it yet
 
 
 class Sender(NamedTuple):
-    """Who sends a message, and to whom."""
+    """The sender of a message, and its receiver."""
 
     client: str
-    incarnation: int  # of the client: whoever takes its place has a higher one
+    incarnation: int  # of the client: its successor has a higher one
     server: int  # the incarnation of the server that the client believes in; `ANY` for a first hello
     number: int = 0  # of a write: 1, 2, ... for each server; a message that is sent again keeps it
 
@@ -65,7 +65,7 @@ class Superseded(Exception):
 
 
 class OldWrite(ValueError):
-    """A write came behind a newer one to the same shard, and would have rolled rows back."""
+    """A write came after a newer one to the same shard, and would have rolled rows back."""
 
 
 class Answer(Protocol):
@@ -120,7 +120,7 @@ class ShardServer:
       shards: numbers of those that it has; only they take memory.
       incarnation: 1, or one more than that of the server whose place it takes.
 
-    All rows are initial ones at first. Who takes a place may fill them before the first message, as
+    All rows are initial ones at first. A successor may fill them before the first message, as
     `restore_shard(path, server, shard)` does, which asks for no more of tables than is here.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
@@ -157,7 +157,7 @@ class ShardServer:
         Args:
           verb: `hello`, which every client says first; `read`, `take`, `shard` and `on_shards`, which change nothing;
             `put`, `add`, `with_shard`, `reset_shard` and `change`.
-          sender: who sends it.
+          sender: of the message.
           args: of the verb.
 
         Raises:
@@ -178,10 +178,10 @@ class ShardServer:
         if verb in READS:
             self._client(verb, sender)
             return getattr(self, "_" + verb)(*args)
-        with self._lock:  # behind it: a successor may have said hello while this one waited
+        with self._lock:  # after it: a successor may have said hello while this one waited
             self._write(verb, sender.number, self._client(verb, sender), args)
 
-    # ---- who may do what
+    # ---- clients and their writes
 
     def _hello(self, sender: Sender, token: str) -> ServerInfo:
         """What this server is; `token` is of the object that says hello, which may have to say it again."""
@@ -223,8 +223,8 @@ class ShardServer:
         newer = {shard: at for shard in shards if (at := client.newest.get(shard, 0)) > number}
         if newer and verb in IN_ORDER:
             raise OldWrite(
-                f"{verb} number {number} came behind newer writes, {{shard: number}} {newer}, and would roll rows "
-                "back: a shard has one writer at a time, who waits for the answer to one write before the next."
+                f"{verb} number {number} came after newer writes, {{shard: number}} {newer}, and would roll rows "
+                "back: a shard has one writer at a time, which waits for the answer to one write before the next."
             )
         getattr(self, verb if verb in ("with_shard", "reset_shard") else "_" + verb)(*args)
         client.tell_done(number, shards if verb in IN_ORDER else ())
@@ -290,7 +290,7 @@ class ShardServer:
         """Runs function(this server, shard, *args), which may change all rows of that shard."""
         function(self, shard, *args)
 
-    # ---- whole shards, also for who brings them back where they are, before the first message
+    # ---- whole shards, also for a successor that restores them before the first message
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "ShardServer":
         """Overwrites the first rows of a shard, as many as are given; as that of `Tables`."""
@@ -347,7 +347,7 @@ class _Client:
     def __init__(self, incarnation: int, token: str):
         self.incarnation, self.token = incarnation, token
         self.newest: dict[int, int] = {}
-        self._below, self._above = 0, set[int]()  # all up to the one are done, and these behind it
+        self._below, self._above = 0, set[int]()  # all up to the one are done, and these after it
 
     def done(self, number: int) -> bool:
         """Whether a write was done before."""

@@ -277,7 +277,7 @@ def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
 
 
 def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
-    """The stack that holds a table, and its first row there and that behind its last."""
+    """The stack that holds a table, and its first row there and that after its last."""
     if not isinstance(table, str) or table not in spec.tables:
         known = list(spec.tables)
         raise ValueError(f"table {table!r:.80} is none of the {len(known)} of the spec: {str(known)[:300]}.")

@@ -133,22 +133,22 @@ class Pipeline(EngineBase):
         self.tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_for(mesh, state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._steps = self.device_step_type(update, options, self.tables, mesh, state.dense)
+        self._device_step = self.device_step_type(update, options, self.tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
-        self._stages = Stages(self.tables, options, self._steps, mesh.size, *transfers, capacity)
+        self._stages = Stages(self.tables, options, self._device_step, mesh.size, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
-        self._cuts, self._streams = CutSaver(self._stages, self._steps), Streams()
+        self._cuts, self._streams = CutSaver(self._stages, self._device_step), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
         # The tables of the state: they refuse while they lag.
         self._view: HostTables | StaleTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
 
-    def _new_scheduler(self, number, stream, gone=()):
+    def _new_scheduler(self, number, stream, lost=()):
         ahead = self._threads.ahead + self._options.lookahead
         self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
-        self.scheduler.mark_lost(gone)
-        self._progress.begin(self.scheduler, int(self._steps.dense.step))
+        self.scheduler.mark_lost(lost)
+        self._progress.begin(self.scheduler, int(self._device_step.dense.step))
         self._workers = Workers(self.scheduler, self._stages, stream, self._threads, self._progress)
 
     @property
@@ -171,7 +171,7 @@ class Pipeline(EngineBase):
         return self._state()
 
     def _state(self):
-        return TrainState(self._steps.dense, self._view)
+        return TrainState(self._device_step.dense, self._view)
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -215,13 +215,13 @@ class Pipeline(EngineBase):
     def _iterate(self, stream, hooks, check_every_steps):
         try:
             self._begin_run(stream)
-            # What a hook has lost in a run that a hook behind it has ended.
+            # What a hook has lost in a run that a hook after it has ended.
             self._recover_emulated()
             while (number := self._next_number()) is not None:
                 metrics = self._train(number, hooks)
-                self._steps.losses.check(check_every_steps)
+                self._device_step.losses.check(check_every_steps)
                 yield self._state(), metrics
-            self._steps.losses.check()
+            self._device_step.losses.check()
             self._leave(recovers=True)
             # The last rows may have met lost shards on their way back, when no thread was left to
             # gather anew.
@@ -244,10 +244,10 @@ class Pipeline(EngineBase):
         with uninterrupted():
             self._refuse()
             self._left, self._iterating = False, threading.current_thread()
-            self._compiled_before = self._steps.compiled()
-            # Numbers go on behind everything planned before, so that no row of an earlier run
+            self._compiled_before = self._device_step.compiled()
+            # Numbers go on after everything planned before, so that no row of an earlier run
             # counts as in flight.
-            self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.gone)
+            self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.lost_shards)
             self._progress.begin_run()
             self._workers.start_all()
 
@@ -271,9 +271,9 @@ class Pipeline(EngineBase):
                 self._run_hooks(hooks, plans, metrics)
                 # Before the cut, which could not save rows that are really gone.
                 self._recover_lost()
-                # Behind the hooks: what they made of the dense state belongs to the step.
+                # After the hooks: what they made of the dense state belongs to the step.
                 self._cuts.begin(self.step, self._workers)
-                # Behind the cut: an emulated failure finds what was saved at its step.
+                # After the cut: an emulated failure finds what was saved at its step.
                 self._recover_emulated()
             finally:
                 raise_again(asked)
@@ -284,23 +284,23 @@ class Pipeline(EngineBase):
 
     def _commit(self, number):
         """The step of one batch, whole or not at all: the caller puts signals off."""
-        item, before = self._stages.items[number], self._steps.dense
+        item, before = self._stages.items[number], self._device_step.dense
         try:
-            item.committed, metrics = self._steps.commit(item, self.scheduler.floor)
+            item.committed, metrics = self._device_step.commit(item, self.scheduler.floor)
         except BaseException as error:
-            if self._steps.dense is not before:  # the step is done, and its rows are gone
+            if self._device_step.dense is not before:  # the step is done, and its rows are gone
                 self.scheduler.mark_committed(number)
-                self.scheduler.fail_behind(number, error)
-            elif self._steps.dense_is_gone():
-                self.scheduler.mark_dense_gone()
-                self.scheduler.fail_behind(number, error)
+                self.scheduler.fail_after_commit(number, error)
+            elif self._device_step.dense_is_lost():
+                self.scheduler.mark_dense_lost()
+                self.scheduler.fail_after_commit(number, error)
             raise
         # Dropped before another batch may take their place in memory.
         item.loaded = item.inputs = None
         self._view = StaleTables(self._progress, self.step + 1)
         # Last: from here on a fetcher may have the rows, and the step counts.
         self.scheduler.mark_committed(number)
-        self._steps.losses.note(self.step, metrics)
+        self._device_step.losses.note(self.step, metrics)
         return metrics
 
     def _run_hooks(self, hooks, plans, metrics):
@@ -313,7 +313,7 @@ class Pipeline(EngineBase):
                     raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
                 check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
                 # After each: the next one may raise, and an earlier state may be donated by then.
-                self._steps.dense = state.dense
+                self._device_step.dense = state.dense
         finally:
             self._in_hooks = False
 
@@ -341,8 +341,8 @@ class Pipeline(EngineBase):
         with uninterrupted():
             # Else it was written, and others may have trained over the tables since.
             if not self._left:
-                self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
-                self._progress.settle()
+                self._stages.write_rest(self._device_step.whole_ring(), self.scheduler)
+                self._progress.mark_current()
         return self.tables
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
@@ -367,7 +367,7 @@ class Pipeline(EngineBase):
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)
         if not self.running:  # a change outside of a run answers for their shards
-            self.scheduler.mark_recovered(self.scheduler.gone)
+            self.scheduler.mark_recovered(self.scheduler.lost_shards)
         if changed is not self.tables:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: tables in host memory are changed in place, so "
@@ -387,7 +387,7 @@ class Pipeline(EngineBase):
                 # Before the restart: a loader that gathers anew may look at the tables at once. What the ring
                 # and the last writers say of earlier batches is forgotten, or a later batch would
                 # undo the change.
-                self._progress.settle()
+                self._progress.mark_current()
                 self.scheduler.restart(self._stages.void)
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
@@ -435,19 +435,19 @@ class Pipeline(EngineBase):
         state = state_itself(state)
         if state.tables.spec.digest != self.tables.spec.digest:
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
-        check_same_shapes(self._steps.dense, state.dense, "reset to a dense state of other shapes")
-        mesh_for(self._mesh, state, self._steps.update)
+        check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
+        mesh_for(self._mesh, state, self._device_step.update)
         self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
         self.tables = self._view = self._stages.tables = state.tables
         self._progress = TableProgress(state.tables, self._progress.counted)  # states of before stay stale
-        self._steps.dense = state.dense
+        self._device_step.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Has lost shards brought back behind the cut of this step, by `recover(shards)` of all
+        """Has lost shards brought back after the cut of this step, by `recover(shards)` of all
         watchers that have it.
 
         For a hook that emulates a failure. A home whose shards are really lost says so by
@@ -469,18 +469,18 @@ class Pipeline(EngineBase):
         self.scheduler.mark_lost(shards)
         in_hooks, self._in_hooks = self._in_hooks, False  # what recovers asks for the state
         try:
-            self._recover(self.scheduler.gone, begin_cut=not in_hooks)
+            self._recover(self.scheduler.lost_shards, begin_cut=not in_hooks)
         finally:
             self._in_hooks = in_hooks
 
     def _recover_lost(self):
         """Has watchers bring back what homes have lost, until nothing is."""
         while self._some_to_recover():
-            self._recover(self.scheduler.gone)
+            self._recover(self.scheduler.lost_shards)
 
     def _some_to_recover(self):
         # A run that has failed otherwise tells of that, and the next one begins with what is lost.
-        return bool(self.scheduler.gone) and not self.scheduler.broken and self.scheduler.unsaved is None
+        return bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.cut_error is None
 
     def _recover_emulated(self):
         """Has watchers bring back what hooks want lost."""
@@ -493,7 +493,7 @@ class Pipeline(EngineBase):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
         # The cut of this step belongs before the failure: the recovery finds it saved.
         self.scheduler.wait_for_cut()
-        # Behind the wait: a save tells of the loss before it says that it was missed.
+        # After the wait: a save tells of the loss before it says that it was missed.
         self._cuts.count_recovery(shards, REMEDY)
         before = self.scheduler.epoch
         try:
@@ -590,28 +590,29 @@ class Pipeline(EngineBase):
     def _end_run(self, failed, recovers):
         """What is left to do when the threads have ended."""
         scheduler = self.scheduler
-        if not scheduler.broken:
-            # Behind the threads, so that nothing older comes after it.
+        if not scheduler.rows_lost:
+            # After the threads, so that nothing older comes after it.
             self._write_rest()
-        elif isinstance(caught(lambda: jax.block_until_ready(self._steps.dense)), BaseException):
-            scheduler.mark_dense_gone()
+        elif isinstance(caught(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
+            scheduler.mark_dense_lost()
         # The tables are free for others only when all is written.
         self._progress.running = False
-        self.compilations += self._steps.compiled() - self._compiled_before
+        self.compilations += self._device_step.compiled() - self._compiled_before
         self._left = True
-        unrecovered = ShardsLost(scheduler.gone, REMEDY) if scheduler.gone and not recovers else None
-        checked = caught(self._steps.losses.check)
-        failures = (scheduler.lost, scheduler.unsaved, scheduler.failure, failed, checked, unrecovered)
+        unrecovered = ShardsLost(scheduler.lost_shards, REMEDY) if scheduler.lost_shards and not recovers else None
+        checked = caught(self._device_step.losses.check)
+        told = (scheduler.error_after_commit, scheduler.cut_error, scheduler.error_before_commit)
+        failures = (*told, failed, checked, unrecovered)
         self._untold += [failure for failure in failures if failure is not None]
 
     def _write_rest(self):
         try:
-            self._stages.write_rest(self._steps.whole_ring(), self.scheduler)
+            self._stages.write_rest(self._device_step.whole_ring(), self.scheduler)
         except Exception as error:
             error.add_note("in the last write of a run of the pipeline")
-            self.scheduler.fail_behind(self.scheduler.committed, error)
+            self.scheduler.fail_after_commit(self.scheduler.committed, error)
         else:
-            self._progress.settle()
+            self._progress.mark_current()
             self._view = self.tables
 
     def _refuse(self):
@@ -630,8 +631,8 @@ class Pipeline(EngineBase):
             raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
 
     def _refuse_unsaved(self):
-        if not self._left and self.scheduler.unsaved is not None:
-            raise self.scheduler.unsaved
+        if not self._left and self.scheduler.cut_error is not None:
+            raise self.scheduler.cut_error
 
     def _refuse_elsewhere(self):
         # A step in another thread may donate the dense state that this call would look at.

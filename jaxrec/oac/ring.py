@@ -36,7 +36,7 @@ class Ring(NamedTuple):
     """The last W batches' rows after their update."""
 
     version: Array  # i32[S, W] the batch in each slot, -1 where there is none yet
-    # {stack: i32[S, W, U]} its rows, V behind them; {} where nobody looks for them on the device.
+    # {stack: i32[S, W, U]} its rows, V after them; {} where the device does not look for them.
     unique: dict[str, Array]
     rows: dict[str, Rows]  # {stack: f32[S, W, U, E] and slots f32[S, W, U, K]}, post-update
 
@@ -204,7 +204,7 @@ def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) ->
       size: {stack: C}, at least as many as there are in any shard; all rows stay where they are if it is U.
 
     Returns:
-      {stack: Rows}, f32[S, C, E]; what is behind the kept ones is anything.
+      {stack: Rows}, f32[S, C, E]; what is after the kept ones is anything.
     """
 
     def some(name):

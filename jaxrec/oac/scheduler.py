@@ -1,4 +1,4 @@
-"""Who may do what when: the order of a pipeline's batches, without the batches.
+"""Which thread may do what when: the order of a pipeline's batches, without the batches.
 
 Every batch is planned, loaded (inputs sent, admitted, gathered, rows sent), committed, fetched and
 written. Threads ask here for their next batch and say here what is done. One lock guards a few
@@ -10,9 +10,9 @@ number that may be behind, never ahead.
     order: a writer writes batch by batch
     watermark: the first batch that some writer has not written
 
-Failures: ahead of the commit nothing is lost, so the batches before the one that failed are
-committed and then it is told; behind the commit rows are lost, and only the batches before that one
-are still written. While shards are gone nothing is committed or gathered, and the rows of all others
+Failures: before the commit nothing is lost, so the batches before the one that failed are committed
+and then its error is raised; after the commit rows are lost, and only the batches before that one
+are still written. While shards are lost nothing is committed or gathered, and the rows of all others
 are written; `restart` has everything gathered anew.
 
 Legend: W window.
@@ -40,18 +40,17 @@ class BatchScheduler:
     def __init__(self, window: int, ahead: int, writers: int, first: int, one_stale: bool = False):
         self._changed = threading.Condition()
         self.alive: collections.Counter = collections.Counter()  # stage -> threads at work
-        # Number behind the last batch to commit: of the stream, or of one that failed.
+        # Number after the last batch to commit: of the stream, or of one that failed.
         self.end: int | None = None
         self.stopped = self.finished = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
-        self.failure: BaseException | None = None  # ahead of the commit, of batch `end`
-        # Behind the commit: rows are gone, of batches from `lost_from` on.
-        self.lost: BaseException | None = None
-        self.lost_from = 2**63
-        self.dense_gone = False
-        self.unsaved: BaseException | None = None  # of a cut
+        self.error_before_commit: BaseException | None = None  # of batch `end`
+        self.error_after_commit: BaseException | None = None  # rows are lost, of batches from `first_lost_batch` on
+        self.first_lost_batch = 2**63
+        self.dense_lost = False
+        self.cut_error: BaseException | None = None  # of the first cut that was not saved
         # Shards that their home has lost, and that are not back yet.
-        self.gone: frozenset[int] = frozenset()
+        self.lost_shards: frozenset[int] = frozenset()
         self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
         self.planned = self.claimed = self.committed = self.fetching = first
         self.floor = first  # what batches before it left in the ring is void
@@ -63,9 +62,9 @@ class BatchScheduler:
         self.gathering, self.epoch, self.paused = 0, 0, False
 
     @property
-    def broken(self) -> bool:
+    def rows_lost(self) -> bool:
         """Whether rows that were committed are lost."""
-        return self.lost is not None
+        return self.error_after_commit is not None
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Waits, on the committing thread, until something holds that only this thread can undo;
@@ -84,7 +83,7 @@ class BatchScheduler:
         """All batches before it are written, by all writers."""
         return min(self.written)
 
-    # Ahead of the commit: give up when the run stops.
+    # Before the commit: threads give up when the run stops.
 
     def wait_to_plan(self) -> bool:
         """Waits until one more batch may be taken from the stream; False if none is wanted."""
@@ -141,7 +140,7 @@ class BatchScheduler:
             return self.watermark()
 
     def _may_gather(self):
-        return not self.paused and not self.gone
+        return not self.paused and not self.lost_shards
 
     def mark_gathered(self, number: int) -> None:
         """The tables have been read."""
@@ -158,25 +157,25 @@ class BatchScheduler:
                 self.loaded.add(number)
             self._changed.notify_all()
 
-    def mark_not_loaded(self, gone: Collection[int] = ()) -> None:
-        """The gather or the way to the device failed; if shards are gone, it comes again."""
+    def mark_not_loaded(self, lost: Collection[int] = ()) -> None:
+        """The gather or the way to the device failed; if shards are lost, it comes again."""
         with self._changed:
             # In one breath: what brings shards back waits until no gather goes on, and must know of
             # all by then.
-            self.gone |= frozenset(gone)
+            self.lost_shards |= frozenset(lost)
             self.gathering -= 1
             self._changed.notify_all()
 
     def wait_to_commit(self, lookahead: int) -> int | None:
         """The next batch, when it is loaded and `lookahead` more are planned; None at the end or
-        after a failure, and while shards are gone."""
+        after a failure, and while shards are lost."""
         number = self.committed
         known = lambda: self.end is not None or self.planned > number + lookahead
-        over = lambda: self.broken or self.unsaved is not None or number == self.end or bool(self.gone)
+        over = lambda: self.rows_lost or self.cut_error is not None or number == self.end or bool(self.lost_shards)
         self.wait(lambda: over() or (number in self.loaded and known()))
         return None if over() else number
 
-    # Behind the commit: what is committed is written, whatever happens, unless rows were lost.
+    # After the commit: what is committed is written, whatever happens, unless rows were lost.
 
     def mark_committed(self, number: int) -> None:
         """The step of a batch is done, and its rows wait to be fetched."""
@@ -206,9 +205,9 @@ class BatchScheduler:
 
         def ready():
             read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
-            # The batch behind it cannot be gathered, and will be gathered anew.
-            read = read or bool(self.gone)
-            # A batch behind the hold belongs to no cut: its rows are newer than its dense state.
+            # The batch after it cannot be gathered, and will be gathered anew.
+            read = read or bool(self.lost_shards)
+            # A batch after the hold belongs to no cut: its rows are newer than its dense state.
             return number in self.fetched and read and (self.hold is None or number < self.hold)
 
         with self._changed:
@@ -228,22 +227,22 @@ class BatchScheduler:
         self.written[writer] = number + 1
 
     def _wait_for(self, number, ready):
-        gone = lambda: number >= self.lost_from or (self.finished and number >= self.committed)
-        self._changed.wait_for(lambda: gone() or ready())
-        return number < self.lost_from and ready()
+        never = lambda: number >= self.first_lost_batch or (self.finished and number >= self.committed)
+        self._changed.wait_for(lambda: never() or ready())
+        return number < self.first_lost_batch and ready()
 
     # For the committing thread. Ctrl-C ends its waits, and never finds it within the lock.
 
     def drain(self) -> None:
         """Waits until all that is committed, and not lost, is written."""
-        self.wait(lambda: self.watermark() >= min(self.committed, self.lost_from))
+        self.wait(lambda: self.watermark() >= min(self.committed, self.first_lost_batch))
 
     def pause(self) -> None:
         """Stops gathering, and waits until no gather goes on."""
         with uninterrupted(), self._changed:
-            # Under the lock: a gather was admitted before, and is waited for, or comes behind it.
+            # Under the lock: a gather was admitted before, and is waited for, or comes after it.
             self.paused = True
-        self.wait(lambda: self.broken or not self.gathering)
+        self.wait(lambda: self.rows_lost or not self.gathering)
 
     def restart(self, void: Callable[[int], None]) -> None:
         """Goes on after `pause`: everything not committed is loaded again, after `void(floor)` has
@@ -260,12 +259,12 @@ class BatchScheduler:
 
     def wait_for_release(self) -> None:
         """Waits until no cut holds the writes."""
-        self.wait(lambda: self.broken or self.hold is None)
+        self.wait(lambda: self.rows_lost or self.hold is None)
 
     def hold_writes(self) -> int:
         """Lets writers go up to what is committed now, and no further; after `wait_for_release`."""
         with uninterrupted(), self._changed:
-            # What is committed by now is part of the cut, and nothing behind it.
+            # What is committed by now is part of the cut, and nothing after it.
             self.hold = self.committed
             return self.hold
 
@@ -274,8 +273,8 @@ class BatchScheduler:
         whole there."""
         with self._changed:
             hold = self.committed if self.hold is None else self.hold
-            self._changed.wait_for(lambda: self.gone or self.watermark() >= min(hold, self.lost_from))
-            return hold <= self.lost_from and not self.gone
+            self._changed.wait_for(lambda: self.lost_shards or self.watermark() >= min(hold, self.first_lost_batch))
+            return hold <= self.first_lost_batch and not self.lost_shards
 
     def release_writes(self) -> None:
         """Ends the hold."""
@@ -294,45 +293,44 @@ class BatchScheduler:
         """A home has lost shards: what was to be written there is lost with them, what was to be
         read waits."""
         with self._changed:
-            self.gone |= frozenset(shards)
+            self.lost_shards |= frozenset(shards)
             self._changed.notify_all()
 
     def mark_recovered(self, shards: Collection[int]) -> None:
         """Shards are back, and everything that is not committed will be gathered anew."""
         with self._changed:
-            self.gone -= frozenset(shards)
+            self.lost_shards -= frozenset(shards)
             self._changed.notify_all()
 
     # Failures.
 
-    def mark_dense_gone(self) -> None:
-        """The dense state died with an update that failed."""
-        self.dense_gone = True
+    def fail_before_commit(self, number: int, error: BaseException, epoch: int | None = None) -> None:
+        """A batch will never be committed, nor those after it; of several the first counts."""
+        with self._changed:
+            void = epoch is not None and epoch != self.epoch  # it is loaded again
+            if not void and (self.end is None or number < self.end):
+                self.end, self.error_before_commit = number, error
+                self._changed.notify_all()
 
-    def fail_behind(self, number: int, error: BaseException) -> None:
+    def mark_dense_lost(self) -> None:
+        """The dense state died with an update that failed."""
+        self.dense_lost = True
+
+    def fail_after_commit(self, number: int, error: BaseException) -> None:
         """Rows of a committed batch are lost: only what is before it is still written. The first
         error counts."""
         with self._changed:
             # The earliest batch, whatever the order in which threads find that they have failed.
-            self.lost, self.lost_from = self.lost or error, min(self.lost_from, number)
+            self.error_after_commit = self.error_after_commit or error
+            self.first_lost_batch = min(self.first_lost_batch, number)
             self.stopped = True
             self._changed.notify_all()
 
     def fail_cut(self, error: BaseException) -> None:
         """A cut was not saved; no further batch is committed."""
         with self._changed:
-            self.unsaved = self.unsaved or error
+            self.cut_error = self.cut_error or error
             self._changed.notify_all()
-
-    # The end of a run.
-
-    def fail_ahead(self, number: int, error: BaseException, epoch: int | None = None) -> None:
-        """A batch will never be committed, nor those behind it; of several the first counts."""
-        with self._changed:
-            void = epoch is not None and epoch != self.epoch  # it is loaded again
-            if not void and (self.end is None or number < self.end):
-                self.end, self.failure = number, error
-                self._changed.notify_all()
 
     # Threads.
 

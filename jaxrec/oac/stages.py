@@ -92,7 +92,7 @@ class Fetched(NamedTuple):
 
 @dataclasses.dataclass
 class Item:
-    """One batch on its way: each part comes from one stage, and goes when the stage behind it is
+    """One batch on its way: each part comes from one stage, and goes when the stage after it is
     done."""
 
     planned: Planned
@@ -211,7 +211,7 @@ class DeviceStep:
         self.dense, new, metrics = self.update(self.dense, rows, *inputs)
         stale, patched = loaded.stale, loaded.patched
         if self.options.repairs:
-            # Behind the update, whose rows are the final ones: the next batch may be repaired from
+            # After the update, whose rows are the final ones: the next batch may be repaired from
             # them.
             self._append(planned, inputs, new)
             # The device has found what the gather could not see, and no more.
@@ -252,7 +252,7 @@ class DeviceStep:
         """The ring with its row numbers, if there is one and they are looked at."""
         return self.ring and self.ring._replace(unique=self.numbers or self.ring.unique)
 
-    def dense_is_gone(self) -> bool:
+    def dense_is_lost(self) -> bool:
         """Whether the dense state died with an update that failed."""
         leaves = jax.tree.leaves(self.dense)
         return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
@@ -305,7 +305,7 @@ class Stages:
     Args:
       tables: HostTables or RemoteTables.
       options: how the batches are run.
-      steps: on the device.
+      device_step: what is done on the device.
       devices: how many share a batch.
       send: (tree of arrays, tree of shardings) -> tree on the device.
       fetch: (tree on the device) -> tree of numpy arrays.
@@ -314,7 +314,7 @@ class Stages:
     """
 
     def __init__(
-        self, tables: HostTables, options: PipelineOptions, steps: DeviceStep, devices: int, send: Callable,
+        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, devices: int, send: Callable,
         fetch: Callable, placement: Mapping, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.options, self.devices = tables, options, devices
@@ -322,7 +322,7 @@ class Stages:
         self.capacity = capacity  # U of each stack; it only grows
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
-        self._steps, self._send, self._fetch, self._placement = steps, send, fetch, placement
+        self._device_step, self._send, self._fetch, self._placement = device_step, send, fetch, placement
         self._lock = threading.Lock()  # of the counters, and of `reads`
 
     def plan(self, batch: Any, number: int) -> Planned:
@@ -367,7 +367,7 @@ class Stages:
         """Sends of plans and batch, which nothing can make stale, what is read on the device."""
         inputs = Inputs(planned.plans, planned.batch)
         with self._lock:  # the first of several loaders traces the step, the others wait for what it finds
-            reads = self._steps.reads(planned)
+            reads = self._device_step.reads(planned)
         read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
         sent = self._send_counted(tuple(read), "inputs")
         # The rest is an argument of the step all the same, which drops it before anything is sent.
@@ -401,7 +401,7 @@ class Stages:
 
         Args:
           item: a batch that is committed.
-          end: number behind the last batch of the run, if it is known.
+          end: number after the last batch of the run, if it is known.
         """
         planned, committed = item.planned, item.committed
         assert committed is not None
@@ -410,7 +410,7 @@ class Stages:
         if self.options.skip_writes and (end is None or planned.number + self.options.window < end):
             plans = self._without_gaps(plans, planned.keep)
             keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
-            rows = self._steps.kept(rows, keep, capacity_of(plans))
+            rows = self._device_step.kept(rows, keep, capacity_of(plans))
         self._count_bytes("bytes_fetched", nbytes(rows), whole)
         rows = self._fetch(rows)
         self._count(planned, committed)
@@ -421,7 +421,7 @@ class Stages:
         goes nothing."""
         fetched = item.fetched
         assert fetched is not None
-        there = [shard for shard in shards if shard not in scheduler.gone] if scheduler.gone else shards
+        there = [shard for shard in shards if shard not in scheduler.lost_shards] if scheduler.lost_shards else shards
         # What is lost is told before the write counts, or a batch that waits for it might be
         # gathered without.
         with telling_lost(scheduler):
@@ -434,7 +434,7 @@ class Stages:
         """Writes what was not written back because a later batch would."""
         if not self.options.skip_writes or ring is None:
             return
-        there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.gone]
+        there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
         step = int(self.tables.steps[:, 1].max())  # it is no step of its own
         with self.tables.overwriting(there, step), telling_lost(scheduler):
             self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.floor), there)

@@ -61,20 +61,20 @@ class TableProgress:
     def begin(self, scheduler, step: int) -> None:
         """Batches are counted anew, from a step at which the tables stand."""
         self.scheduler, self.first_step = scheduler, step
-        self.settle()
+        self.mark_current()
 
     @property
     def step(self) -> int:
         """How many steps the dense state has seen."""
         return self.first_step + self.scheduler.committed - self.scheduler.first
 
-    def settle(self) -> None:
+    def mark_current(self) -> None:
         """The tables stand where the dense state does."""
-        self.settled: int | None = self.step  # None if another run has begun over them since
+        self.current_at: int | None = self.step  # None if another run has begun over them since
         self.puts = self.tables.steps[:, 1].copy()
 
     def untouched(self) -> bool:
-        """Whether the rows are those of `settle`, or changed by the one that `exclusive` has given them to."""
+        """Whether the rows are those of `mark_current`, or changed by the one that `exclusive` has given them to."""
         return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
 
     def begin_run(self) -> None:
@@ -86,7 +86,7 @@ class TableProgress:
         with _lock:
             self.refuse_others(self.tables)
             for other in self._others(self.tables):
-                other.settled = None
+                other.current_at = None
             self.running = True
 
     def refuse_others(self, tables: HostTables) -> None:
@@ -105,16 +105,16 @@ class TableProgress:
 
     def refuse_broken(self) -> None:
         """Raises BrokenPipeline, from what broke it, if rows were lost."""
-        if self.scheduler.lost is not None:
-            dense_step = None if self.scheduler.dense_gone else self.step
-            raise BrokenPipeline(dense_step, self.table_steps(), self.scheduler.lost) from self.scheduler.lost
+        if (error := self.scheduler.error_after_commit) is not None:
+            dense_step = None if self.scheduler.dense_lost else self.step
+            raise BrokenPipeline(dense_step, self.table_steps(), error) from error
 
     def table_steps(self) -> list[int | None]:
         """For each shard the step at which it stands; None where nothing says so."""
-        if not self.counted or self.settled is None:
+        if not self.counted or self.current_at is None:
             return [None] * len(self.puts)
         return [
-            self.settled + int(done - before) if begun == done else None
+            self.current_at + int(done - before) if begun == done else None
             for (begun, done), before in zip(self.tables.steps, self.puts, strict=True)
         ]
 
@@ -153,7 +153,7 @@ class StaleTables:
           ValueError: they do not stand at the step of the state.
         """
         self._progress.refuse_broken()
-        if not (self._step == self._progress.step == self._progress.settled and self._progress.untouched()):
+        if not (self._step == self._progress.step == self._progress.current_at and self._progress.untouched()):
             raise ValueError(
                 f"these tables stood at step {self._step}, and lag behind the dense state or have gone on: use the "
                 "newest state, and call pipeline.drain() before reading, evaluating or saving. (`exclusive`, the save "

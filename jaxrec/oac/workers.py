@@ -102,11 +102,11 @@ class Workers:
     def _fail(self, worker, error, epoch=None):
         error.add_note(self.where(worker.stage, worker.number))
         if worker.stage in ("plan", "load"):
-            self.scheduler.fail_ahead(worker.number, error, epoch)
+            self.scheduler.fail_before_commit(worker.number, error, epoch)
         elif worker.stage == "cut":
             self.scheduler.fail_cut(error)
         else:
-            self.scheduler.fail_behind(worker.number, error)
+            self.scheduler.fail_after_commit(worker.number, error)
 
     # The end of a run.
 
@@ -127,7 +127,7 @@ class Workers:
         for thread in self.threads:
             if not (scheduler.alive["plan"] and thread is self.threads[0]):  # the stream blocks it
                 thread.join()
-        # Behind the joins: no thread plans, and nothing of a batch is in any hand, when its batch
+        # After the joins: no thread plans, and nothing of a batch is in any hand, when its batch
         # is given back.
         left = [self.stages.items[number].planned.batch for number in range(scheduler.committed, scheduler.planned)]
         self.stream.waiting.extendleft(reversed(left))
@@ -162,7 +162,7 @@ class Workers:
             while scheduler.wait_to_plan():
                 worker.number = scheduler.planned
                 taken = caught(stream.take)
-                # Who was blocked in there may wake up in the middle of another run.
+                # A thread that was blocked in there may wake up in the middle of another run.
                 if not scheduler.leave_stream():
                     stream.give_back(taken)
                     return
@@ -256,12 +256,12 @@ class CutSaver(CutSchedule):
     """The cuts of a pipeline, each saved in a thread of its own.
 
     Args:
-      stages, steps: of the pipeline.
+      stages, device_step: of the pipeline.
     """
 
-    def __init__(self, stages: Stages, steps: DeviceStep):
+    def __init__(self, stages: Stages, device_step: DeviceStep):
         super().__init__()
-        self._stages, self._steps = stages, steps
+        self._stages, self._device_step = stages, device_step
         # Those whose saves met lost shards, and come again when the shards are back.
         self._missed: list[Begun] = []
 
@@ -308,9 +308,9 @@ class CutSaver(CutSchedule):
             # will be written.
             number = scheduler.hold_writes()
             try:
-                ring = self._steps.whole_ring() if self._stages.options.skip_writes else None
+                ring = self._device_step.whole_ring() if self._stages.options.skip_writes else None
                 # Now, as the next step takes the dense state for good.
-                dense, ring = jax.tree.map(jnp.copy, (self._steps.dense, ring))
+                dense, ring = jax.tree.map(jnp.copy, (self._device_step.dense, ring))
                 workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, cut))
                 forget()
             except BaseException:
@@ -322,7 +322,7 @@ class CutSaver(CutSchedule):
         try:
             if whole := scheduler.wait_for_hold():
                 self._stages.write_rest(ring, scheduler)
-            if scheduler.gone:  # perhaps only since then
+            if scheduler.lost_shards:  # perhaps only since then
                 self._missed.append(cut)
             elif whole:
                 cut.save(TrainState(dense, self._stages.tables))

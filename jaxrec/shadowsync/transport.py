@@ -141,7 +141,7 @@ class Membership:
             member.given_up = member.state != "finished"
             if member.state not in ("finished", "gone"):
                 self._lose({trainer: f"was given up after its round {member.rounds}"})
-            self._settle()
+            self._end_if_complete()
             self._changed.notify_all()
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
@@ -203,10 +203,10 @@ class Membership:
             all_of_them = ", ".join(f"trainer {trainer} {why}" for trainer, why in whys.items())
             self._failure = f"{all_of_them}. on_failure='drop' would go on with the others."
         # Others may have waited for the lost ones only.
-        self._settle()
+        self._end_if_complete()
         self._changed.notify_all()
 
-    def _settle(self):
+    def _end_if_complete(self):
         """What is due once no trainer is awaited any more."""
         raise NotImplementedError
 
@@ -323,7 +323,7 @@ class AllToAll(Membership):
                 # Checked and brought under one lock: a trainer that is dropped in between brings
                 # nothing.
                 self._brought[trainer] = leaves, done
-                self._settle()
+                self._end_if_complete()
             self._wait(trainer, lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
@@ -335,7 +335,7 @@ class AllToAll(Membership):
         self._count(trainer)
         return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
 
-    def _settle(self):
+    def _end_if_complete(self):
         """Combines what was brought if it is all that is needed."""
         # By the number of the trainer, not in the order of arrival, on which a sum's bits depend.
         brought = [self._brought[i] for i in self._awaited() if i in self._brought]
@@ -435,7 +435,7 @@ class Centre(Membership):
             member = self._taking_part(trainer)
             if done:
                 member.state = "done"
-                self._settle()
+                self._end_if_complete()
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), True
@@ -464,7 +464,7 @@ class Centre(Membership):
     def _now(self):
         return [np.array(leaf) for leaf in self._centre]
 
-    def _settle(self):
+    def _end_if_complete(self):
         if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
             for member in self._members:
                 member.state = "finished" if member.state == "done" else member.state

@@ -263,7 +263,7 @@ train_that(
 train_that("batches that devices cannot share", ValueError, "--batch-size 65 cannot be split", "--batch-size", "65")
 
 
-@situation("a failure behind the end", ValueError, "--fail 7: the run has steps 1 to 6")
+@situation("a failure after the end", ValueError, "--fail 7: the run has steps 1 to 6")
 def _(directory):
     failures_of(parsed(*MFU, "--fail", "7:1"), 6, 3.0)
 

@@ -153,9 +153,7 @@ def _(directory):
         goes_on(engine, 0)
 
 
-@situation(
-    "a dict in the stream of free trainers, behind batches that count", ValueError, "the stream has given a dict"
-)
+@situation("a dict in the stream of free trainers, after batches that count", ValueError, "the stream has given a dict")
 def _(directory):
     steps = []
     with free(easgd()) as engine:

@@ -81,7 +81,7 @@ def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, replica=1)
 
 
-@situation("the last replica counted from behind", ValueError, "replica=-1, but .* holds 1 of them")
+@situation("the last replica counted from the end", ValueError, "replica=-1, but .* holds 1 of them")
 def _(directory):
     saved(directory)
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
@@ -139,7 +139,7 @@ def _(directory):
     matrix("item", [0, -1])
 
 
-@situation("the embedding behind the last", ValueError, "the first is 9: ids run from 0 to 8")
+@situation("the embedding after the last", ValueError, "the first is 9: ids run from 0 to 8")
 def _(directory):
     matrix("item", np.arange(10))
 
@@ -459,7 +459,7 @@ def _(directory):
     out_and_back(directory, prepare_into=another)
 
 
-@situation("an image behind a later one", ValueError, "is whole and of a later step than 1")
+@situation("an image after a later one", ValueError, "is whole and of a later step than 1")
 def _(directory):
     out_and_back(directory, prepare_into=lambda into: saved(into, 2))
 

@@ -110,7 +110,7 @@ def _(directory):
         newer.reset_shard("width_4", 1)
 
 
-@situation("a put of an old number", OldWrite, "put number 1 came behind newer writes")
+@situation("a put of an old number", OldWrite, "put number 1 came after newer writes")
 def _(directory):
     alone = ShardServer(SPEC, SPEC.layout(ROWS), range(4))
     me = Sender("run", 1, 1)
