@@ -37,7 +37,7 @@ from jaxrec.types import RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
 # Where a message of a verb comes up to so often in a run, on each server.
-VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 4}
+VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 1}
 
 
 @dataclasses.dataclass(frozen=True)

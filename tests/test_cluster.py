@@ -162,7 +162,7 @@ def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step
     verb, number = {"read": ("read", 9), "put": ("put", 9), "save": ("take", 2), "restore": ("put", 9)}[death]
     first = killing(servers, verb, number)
     if death == "restore":
-        killing(servers, "change", 1, incarnation=2)
+        killing(servers, "change", incarnation=2)
     # In a save the death is noticed before the next batch is there, so that all know at which step.
     gate = lambda index: (
         index in (EVERY, 3 * EVERY // 2) and death == "save" and first.dead.wait(1 if index == EVERY else 60)

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fleets import remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kills import kill_at_call, was_killed
@@ -24,6 +25,7 @@ from jaxrec.checkpoint import (
     images,
     newest,
     restore_shard,
+    restore_shards,
     save_rows,
     snapshot,
     write_image,
@@ -174,6 +176,42 @@ def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
     assert (parts_of(tables, run.spec)["width_4", "value"][3] == initial(run.spec)["width_4", "value"][3]).all()
 
 
+@pytest.mark.parametrize("base", [True, False])
+@pytest.mark.parametrize("written", [False, True], ids=["a successor's initial rows", "rows that were written"])
+def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(tmp_path, base, written):
+    run = Saved(tmp_path, base=base)
+    for step in (1, 2):
+        run.save(step)
+    tables = remote(run.spec, ROWS, 2)
+    if written:
+        other = random_tables("host", run.spec, 7)
+        for name in run.spec.stacks:
+            for shard in range(run.spec.shards):
+                tables.with_shard(name, shard, {part: rows[shard] for part, rows in other.parts(name).items()})
+
+    def check(shards):
+        now = parts_of(tables, run.spec)
+        for key, rows in now.items():
+            mine = np.isin(np.arange(len(rows)) % run.spec.shards, shards)
+            np.testing.assert_array_equal(rows[mine], run.expected[key][mine])
+            np.testing.assert_array_equal(rows[~mine], before[key][~mine])
+        return now
+
+    before = parts_of(tables, run.spec)
+    _, read = restore_shards(run.path, tables, [6, 1, 4])
+    assert [image.step for image in read] == ([0] if base else []) + [1, 2]
+    before = check([1, 4, 6])
+    damaged = max(
+        (run.path / "arrays.0000" / "rows.width_4.0003.value").rglob("*"), key=lambda file: file.stat().st_size
+    )
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    with pytest.raises(DamagedImage, match=r"rows.width_4.0003.value.* is damaged"):
+        restore_shards(run.path, tables, [5, 3])  # of one server
+    check([])
+    restore_shards(run.path, tables, [5])  # whose own files are whole
+    check([5])
+
+
 def test_the_order_of_deltas_matters(tmp_path):
     """Negative control: the same deltas in another order give other rows."""
     run = Saved(tmp_path / "run", base=False)
@@ -310,7 +348,7 @@ def test_rows_of_another_shard_are_refused(tmp_path, key, ids, message):
 
 def test_what_does_not_fit_is_refused(four, tmp_path):
     tables = random_tables("host", four.spec, 0)
-    with pytest.raises(ValueError, match="shard=2 must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="shard=2 must be a whole number from 0 to 1"):
         restore_shard(four.path, tables, 2)
     with pytest.raises(ValueError, match="other spec"):
         restore_shard(four.path, random_tables("host", spec_of(8), 0), 1)

@@ -351,7 +351,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
         "put": ("put", 9, "die"),
         "put that was done": ("put", 9, "answer and die"),
         "save": ("shard" if scheme == "vanilla" else "take", 2, "die"),
-        "restore": ("change", 1, "die"),
+        "restore": ("change", 0, "die"),
     }[death]
     dead = threading.Event()
 
@@ -520,7 +520,7 @@ def test_full_recovery_over_servers_ends_as_a_run_without_failures(make, verb, t
 @pytest.mark.parametrize("also", [(0, 2), (1, 1)], ids=["its successor", "another server"])
 def test_full_recovery_survives_a_death_while_all_rows_go_back(make, also, tmp_path):
     """The second one dies within the restore, where no run goes on that could tell of it."""
-    deaths = {(0, 1, "put", 15), (*also, "change", 1)}
+    deaths = {(0, 1, "put", 15), (*also, "change", 0)}
     with (
         Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet,
         make(fresh("host")._replace(tables=fleet.tables)) as engine,

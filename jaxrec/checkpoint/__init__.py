@@ -19,12 +19,20 @@ from jaxrec.checkpoint.format import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.restore import read_tables, restore, restore_for_prediction, restore_shard, shard_source, spec_of
+from jaxrec.checkpoint.restore import (
+    read_tables,
+    restore,
+    restore_for_prediction,
+    restore_shard,
+    restore_shards,
+    shard_source,
+    spec_of,
+)
 from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, copy_rows, newest, newest_first, save_rows
 from jaxrec.checkpoint.state import snapshot
 
 __all__ = [
     "Checkpointer", "DamagedImage", "Image", "RowCheckpointer", "Snapshot", "chain", "copy_rows", "deltas",
     "images", "is_whole", "newest", "newest_first", "read_manifest", "read_tables", "restore", "restore_for_prediction",
-    "restore_shard", "save_rows", "shard_source", "snapshot", "spec_of", "verify", "write_image",
+    "restore_shard", "restore_shards", "save_rows", "shard_source", "snapshot", "spec_of", "verify", "write_image",
 ]  # fmt: skip

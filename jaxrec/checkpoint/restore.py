@@ -30,7 +30,7 @@ from jaxrec.checkpoint.state import (
     tables_of,
 )
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, Table, Tables, sgd
-from jaxrec.embedding.tables import empty_parts, fill_initial, initial_parts, range_of, write_shard
+from jaxrec.embedding.tables import check_shard, empty_parts, fill_initial, initial_parts, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
 from jaxrec.types import DenseState, Part, PyTree, TrainState
@@ -142,10 +142,9 @@ def fill(
 
 
 def _filled_there(image, tables):
-    """Tables whose rows live elsewhere, each shard restored there, several at once."""
-    with tables.overwriting(step=image.step), ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda shard: restore_shard(image.path, tables, shard), range(tables.spec.shards)))
-    return tables
+    """Tables whose rows live elsewhere, restored there by all servers at once."""
+    with tables.overwriting(step=image.step):
+        return restore_shards(image.path, tables, range(tables.spec.shards))[0]
 
 
 def _newest_whole(directory, dense=True) -> list[Image]:
@@ -201,16 +200,22 @@ def _write_over(table, arrays, name, shard, part, shards):
 
 
 def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Home, list[Image]]:
-    """Loads one shard of all stacks: base, deltas in order, initial rows for what was never saved;
+    """Loads one shard of all stacks: `restore_shards` of it alone."""
+    return restore_shards(path, tables, [shard])
+
+
+def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int]) -> tuple[Home, list[Image]]:
+    """Loads some shards of all stacks: base, deltas in order, initial rows for what was never saved;
     reads nothing else.
 
-    All is read and verified before the first row changes.
+    All that a shard needs is verified before its first row changes; rows at servers are restored
+    there, by all servers at once, and those of other tables one shard after the other.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
       tables: of the number of shards it was saved with. Host tables change in place, those of
         devices are donated.
-      shard: from 0 to S - 1.
+      shards: distinct, from 0 to S - 1.
 
     Returns:
       The tables, and the manifests of what was read, oldest first.
@@ -219,15 +224,22 @@ def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Ho
       DamagedImage: an image is missing or damaged.
       ValueError: an image is of another spec; there is no such shard.
     """
-    spec = tables.spec
-    if not 0 <= shard < spec.shards:
-        raise ValueError(f"shard={shard} must lie between 0 and {spec.shards - 1}.")
+    for shard in shards:
+        check_shard(tables.spec, shard)
     path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
     if is_remote(tables):  # the server of the shard reads its files: no row travels
-        with tables.overwriting([shard]):
-            return tables.change_shard(shard, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
-    load = functools.partial(_load_shard, spec, described(tables.layout), shard)
+        with tables.overwriting(shards):
+            return tables.change_shards(shards, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
+    for shard in shards:
+        tables = _restored(found, tables, shard)
+    return tables, found
+
+
+def _restored(found, tables, shard):
+    """The tables with one shard from a chain, all of which is read before the first row changes."""
+    spec = tables.spec
+    load = functools.partial(_load_shards, spec, described(tables.layout), [shard])
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
     with tables.overwriting([shard]):
@@ -242,11 +254,24 @@ def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Ho
                 for part, table in parts.items():
                     _write_over(table, arrays, name, shard, part, spec.shards)
             tables = tables.with_shard(name, shard, parts)
-    return tables, found
+    return tables
 
 
-def _restore_there(server, shard, path):
-    restore_shard(path, server, shard)
+def _restore_there(server, shards, path):
+    """Restores some shards of a server where they lie: a copy of them would take as much memory again."""
+    spec, layout = server.spec, described(server.layout)
+    found = [] if path is None else chain(path)
+    for image in found:
+        _verified(spec, layout, shards, image)
+    stacks = [(name, shard) for name in spec.stacks for shard in shards]
+    if not found or is_delta(found[0].path.name):
+        for name, shard in stacks:
+            server.reset_shard(name, shard)
+    for image in found:  # oldest first; each once for all shards, as opening it costs more than reading it
+        arrays = load_arrays(image, _leaves_of_shards(spec, shards, image))
+        for name, shard in stacks:
+            for part, table in server.writable(name, shard).items():
+                _write_over(table, arrays, name, shard, part, spec.shards)
 
 
 def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[Path, list[DamagedImage]]:
@@ -281,14 +306,24 @@ def _image_at(path: Path) -> Path:
     return found
 
 
-def _load_shard(spec, layout, shard, image):
-    """Verified leaves of one shard of an image, {name: array}."""
+def _load_shards(spec, layout, shards, image):
+    """Verified leaves of some shards of an image, {name: array}."""
+    _verified(spec, layout, shards, image)
+    return load_arrays(image, _leaves_of_shards(spec, shards, image))
+
+
+def _verified(spec, layout, shards, image):
+    """Refuses an image of other tables, and one whose files of some shards are damaged."""
     refuse_other(image, "spec", spec.digest, image.spec)
     refuse_other(image, "row optimizer slots", layout, image.layout)
-    mine = {leaf_name(name, shard, part) for name in spec.stacks for part in (ROW_IDS, *image.layout[name])}
-    leaves = sorted(mine & leaves_of(image))
-    verify(image, leaves)
-    return load_arrays(image, leaves) if leaves else {}
+    verify(image, _leaves_of_shards(spec, shards, image))
+
+
+def _leaves_of_shards(spec, shards, image):
+    """Names of the leaves that an image has of some shards."""
+    parts = [(name, part) for name in spec.stacks for part in (ROW_IDS, *image.layout[name])]
+    mine = {leaf_name(name, shard, part) for name, part in parts for shard in shards}
+    return sorted(mine & leaves_of(image))
 
 
 def restore_for_prediction(

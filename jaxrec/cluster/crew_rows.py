@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.checkpoint import Checkpointer, newest, restore_shard
+from jaxrec.checkpoint import Checkpointer, newest, restore_shards
 from jaxrec.cluster.processes import ServerWay
 from jaxrec.cluster.servers import RayServer
 from jaxrec.cluster.supervisor import Supervisor
@@ -81,8 +81,7 @@ class CrewRows:
             self._saving.join()  # it fails by itself
         self._servers.recover(lost)
         path = None if self._directory is None else newest(self._directory)
-        for shard in lost:
-            restore_shard(path, self._servers.tables, shard)
+        restore_shards(path, self._servers.tables, lost)
         why = {death.server: death.why for death in self._servers.deaths}
         after = self._servers.in_use
         return {new: why[new.place] for old, new in zip(before, after, strict=True) if new is not old}

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shards, shard_source
 from jaxrec.checkpoint.format import set_aside, warn_skipped
 from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.priority import Priority, budget_rows
@@ -422,9 +422,12 @@ class Recovery:
         saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
         # Once, for the shard that had to go back furthest.
         warn_skipped(max((damaged for _, damaged in sources), key=len))
-        for shard, (source, _) in zip(shards, sources, strict=True):
-            tables, _ = restore_shard(source, tables, shard)
-            if self._watch:
+        from_source = [source for source, _ in sources]
+        for source in dict.fromkeys(from_source):
+            mine = [shard for shard, chosen in zip(shards, from_source, strict=True) if chosen == source]
+            tables, _ = restore_shards(source, tables, mine)
+        if self._watch:
+            for shard in shards:
                 self._watch.restored(tables, shard)
         skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
         if skipped and self._watch:

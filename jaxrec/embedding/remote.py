@@ -311,16 +311,18 @@ class RemoteTables:
         self._ask("reset_shard", {self._of(shard): (stack, int(shard))})
         return self
 
-    def change_shard(self, shard: int, function: Callable[..., Any], *args) -> "RemoteTables":
-        """Runs function(server, shard, *args) where a shard lives, on the `ShardServer` that has it.
+    def change_shards(self, shards: Sequence[int], function: Callable[..., Any], *args) -> "RemoteTables":
+        """Runs function(server, shards, *args) on every `ShardServer` that has some of the shards, all at once.
 
         Args:
-          shard: the one that the function may change.
+          shards: the ones that the function may change; it is given those that its server has.
           function: picklable; what it returns is dropped.
           args: picklable.
         """
-        check_shard(self.spec, shard)
-        self._ask("change", {self._of(shard): (function, int(shard), *args)})
+        there: dict[Connection, list[int]] = {}
+        for shard in chosen_shards(self.spec, shards):
+            there.setdefault(self._of(shard), []).append(shard)
+        self._ask("change", {link: (function, mine, *args) for link, mine in there.items()})
         return self
 
     # ---- servers that are lost

@@ -148,6 +148,7 @@ class ShardServer:
         }
         for name, shard in self._parts:
             fill_initial(spec, layout, name, shard, self._parts[name, shard])
+        self._initial = set(self._parts)  # what nobody has written to so far
         self._clients: dict[str, _Client] = {}
         self._lock = threading.Lock()
 
@@ -218,7 +219,7 @@ class ShardServer:
         number = whole_number("number", number, why=": each write has one of its own")
         if client.done(number):  # sent again: what the first one has done stands
             return
-        shards = args[0] if verb in ("put", "add") else [args[1]]
+        shards = {"put": args[0], "add": args[0], "change": args[1]}.get(verb, [args[1]])
         self._check_mine(shards)
         newer = {shard: at for shard in shards if (at := client.newest.get(shard, 0)) > number}
         if newer and verb in IN_ORDER:
@@ -263,7 +264,7 @@ class ShardServer:
         checked = {name: self._checked(name, shards, piece, stores=True) for name, piece in pieces.items()}
         for name, piece in checked.items():
             for place, shard in enumerate(shards):
-                for part, table in self._parts[name, shard].items():
+                for part, table in self.writable(name, shard).items():
                     store(table, piece.unique[place], piece.count[place], piece.parts[part][place])
 
     def _take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
@@ -286,9 +287,9 @@ class ShardServer:
         """{(stack, shard): function(stack, shard, parts, *args)}."""
         return {(name, shard): function(name, shard, parts, *args) for (name, shard), parts in self._parts.items()}
 
-    def _change(self, function: Callable[..., Any], shard: int, *args) -> None:
-        """Runs function(this server, shard, *args), which may change all rows of that shard."""
-        function(self, shard, *args)
+    def _change(self, function: Callable[..., Any], shards: Sequence[int], *args) -> None:
+        """Runs function(this server, shards, *args), which may change all rows of those shards."""
+        function(self, shards, *args)
 
     # ---- whole shards, also for a successor that restores them before the first message
 
@@ -296,15 +297,22 @@ class ShardServer:
         """Overwrites the first rows of a shard, as many as are given; as that of `Tables`."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         self._check_mine([shard])
-        for part, rows in self._parts[stack, shard].items():
+        for part, rows in self.writable(stack, shard).items():
             rows[: len(parts[part])] = parts[part]
         return self
+
+    def writable(self, stack: str, shard: int) -> Parts:
+        """{part: [V / S, width]} of a shard that it has, as they lie in memory, to be written to."""
+        self._initial.discard((stack, shard))
+        return self._parts[stack, shard]
 
     def reset_shard(self, stack: str, shard: int) -> "ShardServer":
         """Gives all rows of a shard their initial values; as that of `Tables`."""
         check_shard(self.spec, shard)
         self._check_mine([shard])
-        fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
+        if (stack, shard) not in self._initial:  # else a successor would draw them twice
+            fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
+            self._initial.add((stack, shard))
         return self
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
