@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -178,7 +179,11 @@ def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
 
 @pytest.mark.parametrize("base", [True, False])
 @pytest.mark.parametrize("written", [False, True], ids=["a successor's initial rows", "rows that were written"])
-def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(tmp_path, base, written):
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 26])
+def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(
+    tmp_path, base, written, piece_bytes, monkeypatch
+):
+    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_PIECE_BYTES", piece_bytes)  # of a function's name
     run = Saved(tmp_path, base=base)
     for step in (1, 2):
         run.save(step)
@@ -209,7 +214,11 @@ def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_wer
         restore_shards(run.path, tables, [5, 3])  # of one server
     check([])
     restore_shards(run.path, tables, [5])  # whose own files are whole
-    check([5])
+    before = check([5])
+    if not base:
+        run.expected = initial(run.spec)
+        restore_shards(None, tables, [1, 5])
+        check([1, 5])
 
 
 def test_the_order_of_deltas_matters(tmp_path):
@@ -350,6 +359,8 @@ def test_what_does_not_fit_is_refused(four, tmp_path):
     tables = random_tables("host", four.spec, 0)
     with pytest.raises(ValueError, match="shard=2 must be a whole number from 0 to 1"):
         restore_shard(four.path, tables, 2)
+    with pytest.raises(ValueError, match=r"shards=\[1, 0, 1\] must be distinct"):
+        restore_shards(four.path, tables, [1, 0, 1])
     with pytest.raises(ValueError, match="other spec"):
         restore_shard(four.path, random_tables("host", spec_of(8), 0), 1)
     with pytest.raises(ValueError, match="other row optimizer slots"):

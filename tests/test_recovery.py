@@ -453,11 +453,13 @@ def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recov
         recovery.recover([0])
         before = recovery.pls, recovery.failed
         (newest, *_) = deltas(tmp_path)
-        damaged = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size > 200)
+        damaged, *_ = newest.glob("arrays.*/rows.*.0001.value/0.0")
         damaged.write_bytes(bytes(damaged.stat().st_size))
+        whole, lost = rows_of(engine.state, 0), rows_of(engine.state, 1)
         with pytest.warns(UserWarning, match=f"skipped what is damaged: .*{newest.name}"):
-            recovery.recover([1])
-        assert recovery.pls == pytest.approx(before[0] + (20 - 8) / (20 * 4)) and recovery.failed == 2
+            recovery.recover([0, 1])  # of which only the second one's file is damaged
+        assert recovery.pls == pytest.approx(before[0] + ((20 - 16) + (20 - 8)) / (20 * 4)) and recovery.failed == 3
+        assert same(rows_of(engine.state, 0), whole) and not same(rows_of(engine.state, 1), lost)
         assert all(np.isfinite(array).all() for array in rows_of(engine.state, 1).values())
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: images of the training state that are whole or absent, saved while training goes on.
 
 `Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is
-restored alone (`restore_shard`), or, if the dense state was saved with them, the whole state
+restored alone (`restore_shard`, `restore_shards`), or, if the dense state was saved with them, the whole state
 (`restore`). `restore_for_prediction` gives the model of a run without its optimizers, and
 `read_tables` its embeddings without a state. Read `format` first, which says what is on the disk and
 why it can be trusted; then `checkpointer`, and for row deltas `row_deltas`.

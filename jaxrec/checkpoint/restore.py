@@ -1,14 +1,14 @@
 """Loading: a whole state, one shard alone, or the model without its optimizers, from an image or from a chain of row
 deltas over it.
 
-All is read and verified before anything changes. A directory stands for the newest image that is
+All is verified before anything changes. A directory stands for the newest image that is
 whole; what is damaged is skipped with a warning that names it.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -35,7 +35,7 @@ from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
 from jaxrec.types import DenseState, Part, PyTree, TrainState
 
-_THREADS, _TRIES = 4, 3
+_THREADS, _TRIES, _PIECE_BYTES = 4, 3, 1 << 26
 Home = TypeVar("Home", bound=Tables)
 Loaded = TypeVar("Loaded")
 
@@ -209,7 +209,8 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
     reads nothing else.
 
     All that a shard needs is verified before its first row changes; rows at servers are restored
-    there, by all servers at once, and those of other tables one shard after the other.
+    there, by all servers at once, each within the time-out of one call, and those of other tables one
+    shard after the other.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
@@ -222,10 +223,13 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
 
     Raises:
       DamagedImage: an image is missing or damaged.
-      ValueError: an image is of another spec; there is no such shard.
+      ValueError: an image is of another spec; there is no such shard, or it is given twice.
+      ShardsLost: a server ended meanwhile; when it is replaced, restore all of these shards again.
     """
     for shard in shards:
         check_shard(tables.spec, shard)
+    if len({*shards}) < len(shards):
+        raise ValueError(f"shards={list(shards)} must be distinct.")
     path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
     if is_remote(tables):  # the server of the shard reads its files: no row travels
@@ -258,7 +262,8 @@ def _restored(found, tables, shard):
 
 
 def _restore_there(server, shards, path):
-    """Restores some shards of a server where they lie: a copy of them would take as much memory again."""
+    """Restores some shards of a server where they lie, a piece at a time: a copy of them would take as much memory
+    again."""
     spec, layout = server.spec, described(server.layout)
     found = [] if path is None else chain(path)
     for image in found:
@@ -267,11 +272,32 @@ def _restore_there(server, shards, path):
     if not found or is_delta(found[0].path.name):
         for name, shard in stacks:
             server.reset_shard(name, shard)
-    for image in found:  # oldest first; each once for all shards, as opening it costs more than reading it
-        arrays = load_arrays(image, _leaves_of_shards(spec, shards, image))
-        for name, shard in stacks:
-            for part, table in server.writable(name, shard).items():
-                _write_over(table, arrays, name, shard, part, spec.shards)
+    for image in found:  # oldest first
+        for piece in _pieces(image, stacks):
+            arrays = load_arrays(image, [leaf for leaves in piece.values() for leaf in leaves])
+            for name, shard in piece:
+                for part, table in server.writable(name, shard).items():
+                    _write_over(table, arrays, name, shard, part, spec.shards)
+            del arrays  # before the next one is read
+
+
+def _pieces(image, stacks) -> Iterator[dict[tuple[str, int], list[str]]]:
+    """The leaves {(stack, shard): names} of an image in pieces of some `_PIECE_BYTES`: opening an image for each shard
+    of a small delta would cost more than reading it."""
+    sizes: dict[str, int] = {}
+    for file, (size, _) in image.files.items():
+        leaf = file.split("/")[1] if file.count("/") > 1 else ""
+        sizes[leaf] = sizes.get(leaf, 0) + size
+    piece, total = {}, 0
+    for name, shard in stacks:
+        names = [leaf_name(name, shard, part) for part in (ROW_IDS, *image.layout[name])]
+        piece[name, shard] = [leaf for leaf in names if leaf in sizes]
+        total += sum(sizes[leaf] for leaf in piece[name, shard])
+        if total >= _PIECE_BYTES:
+            yield piece
+            piece, total = {}, 0
+    if piece:
+        yield piece
 
 
 def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[Path, list[DamagedImage]]:

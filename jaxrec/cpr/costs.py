@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint import Checkpointer, restore, restore_shard, shard_source
+from jaxrec.checkpoint import Checkpointer, restore, restore_shards, shard_source
 from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
@@ -127,10 +127,9 @@ def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
 def _load_shards(image: Path, tables: Tables, shards) -> Tables:
     """Restores shards as `Recovery` does: all are verified before the first row changes."""
     known: Verified = {}
-    sources = [shard_source([image], shard, known)[0] for shard in shards]
-    for source, shard in zip(sources, shards, strict=True):
-        tables, _ = restore_shard(source, tables, shard)
-    return tables
+    for shard in shards:
+        shard_source([image], shard, known)
+    return restore_shards(image, tables, shards)[0]
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, Any]:

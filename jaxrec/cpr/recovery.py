@@ -426,9 +426,9 @@ class Recovery:
         for source in dict.fromkeys(from_source):
             mine = [shard for shard, chosen in zip(shards, from_source, strict=True) if chosen == source]
             tables, _ = restore_shards(source, tables, mine)
-        if self._watch:
-            for shard in shards:
-                self._watch.restored(tables, shard)
+            if self._watch:
+                for shard in mine:
+                    self._watch.restored(tables, shard)
         skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
         if skipped and self._watch:
             # Nothing more goes over a damaged chain.
