@@ -25,7 +25,8 @@ HEAD = "Every claim of the three abstracts, as far as two CPU cores can tell. On
 _RUN = re.compile(r"^`(python experiments/[^`]*)`[^\n]*\n\[(\w+)\.json\]", re.M)
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:auto;padding:1rem;color:#111}
 .wide{overflow-x:auto;margin-bottom:1rem}table{border-collapse:collapse;font-size:.85rem}
-th,td{border:1px solid #999;padding:.3rem .5rem;text-align:left;vertical-align:top}th{background:#eee}code{font-size:.8rem;overflow-wrap:anywhere}img{max-width:100%}"""
+th,td{border:1px solid #999;padding:.3rem .5rem;
+text-align:left;vertical-align:top}th{background:#eee}code{font-size:.8rem;overflow-wrap:anywhere}img{max-width:100%}"""
 
 
 class Row(NamedTuple):
