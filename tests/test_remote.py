@@ -23,8 +23,9 @@ from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
 from world import loss, until
 
-from jaxrec.checkpoint import Checkpointer, images, is_whole, restore
-from jaxrec.cpr import Recovery, mfu, scar, ssu
+from jaxrec.checkpoint import Checkpointer, images, is_whole, restore, restore_shards
+from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
 from jaxrec.loop import Serial
@@ -336,8 +337,9 @@ ENGINES = {"serial": lambda state: NotingSerial(state, STEP)}
 ENGINES |= {"pipeline": lambda state: NotingPipeline(state, UPDATE, window=3)}
 
 
-INSTANTS = ["read", "put", "put that was done", "save", "restore"]
+INSTANTS = ["read", "put", "put that was done", "save", "restore", "track"]
 DEATHS = [(death, scheme, engine) for death in INSTANTS for scheme in SCHEMES for engine in ENGINES]
+DEATHS = [case for case in DEATHS if case[:2] != ("track", "vanilla")]
 IN_THE_GATE = [("save", "vanilla", "pipeline"), ("put", "mfu", "serial")]
 
 
@@ -352,6 +354,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
         "put that was done": ("put", 9, "answer and die"),
         "save": ("shard" if scheme == "vanilla" else "take", 2, "die"),
         "restore": ("change", 0, "die"),
+        "track": ("track", 5, "die"),
     }[death]
     dead = threading.Event()
 
@@ -378,7 +381,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
 @given(data=st.data())
 @settings(max_examples=10)
 def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(data):
-    verbs = st.sampled_from(["read", "put", "take", "shard", "on_shards", "change"])
+    verbs = st.sampled_from(["read", "put", "take", "shard", "on_shards", "change", "track"])
     death = st.tuples(st.integers(0, 1), st.integers(1, 2), verbs, st.integers(0, 20))
     deaths = data.draw(st.dictionaries(death, st.sampled_from(["die", "answer and die"]), min_size=1, max_size=4))
     scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
@@ -554,6 +557,89 @@ def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path)
         fleet.recover([0, 2])
         recovery.recover([0, 2])
         assert fleet.tables.lost == () and fleet.tables.step == engine.step == 6
+
+
+# ---- trackers at the servers
+
+TRACKED = {
+    "mfu": mfu(),
+    "batch": mfu(False),
+    "ssu": ssu(2),
+    "scar": scar(),
+    "robin": round_robin(),
+    "random": random(3),
+}
+FATES = st.sampled_from(["", "", "twice", "twice, once late", "drop"])
+
+
+@pytest.mark.parametrize("name", TRACKED)
+@given(specs(), st.data())
+@settings(max_examples=examples(15, 40))
+def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, data):
+    """Whatever becomes of messages, and of a server: its successor is restored, and so is the shard here."""
+    fates = data.draw(st.lists(FATES, max_size=30), label="fates")
+    fate = lambda server, incarnation, verb, n: fates.pop() if verb == "track" and fates else ""
+    servers = data.draw(st.integers(1, spec.shards), label="servers")
+    with Fleet(spec, adagrad(0.1), servers, fate, tries=2000, timeout_s=60) as fleet:
+        homes = HostTables.create(spec, adagrad(0.1)), fleet.tables
+        trackers = [RowTracker(spec, TRACKED[name], 0.4, {}) for _ in homes]
+        for tracker, tables in zip(trackers, homes, strict=True):
+            tracker.begin(tables, {})
+        for step in range(1, data.draw(st.integers(1, 12), label="steps") + 1):
+            plans = plan(spec, draw_ids(spec, 5, step))
+            for tracker, tables in zip(trackers, homes, strict=True):
+                tables.put(plans, changed(tables.read(plans), step))
+                tracker.mark_trained(step, plans)
+            what = data.draw(st.sampled_from(["save", "fail", "die", "begin", "go on", "go on"]), label="what")
+            for tracker in trackers:
+                tracker.track_until(step)
+            if what in ("save", "fail"):
+                picked = [tracker.pick(tables) for tracker, tables in zip(trackers, homes, strict=True)]
+                for here, there in zip(*(pick.values() for pick in picked), strict=True):
+                    jax.tree.map(np.testing.assert_array_equal, here.rows, there.rows)
+                for tracker, pick in zip(trackers, picked if what == "save" else ({}, {}), strict=True):
+                    tracker.saved(pick)
+            elif what == "die":
+                lost = fleet.shards[step % servers]
+                fleet.tables.mark_lost(lost, "the test says so")
+                trackers[1].track_until(step)
+                with pytest.raises(ShardsLost):
+                    fleet.tables.take({(next(iter(spec.stacks)), lost[0]): np.zeros(0, np.int32)})
+                fleet.recover(lost)
+                for tracker, tables in zip(trackers, homes, strict=True):
+                    restore_shards(None, tables, lost)
+                    for shard in lost:
+                        tracker.restored(tables, shard)
+            elif what == "begin":
+                for tracker, tables in zip(trackers, homes, strict=True):
+                    tracker.begin(tables, tracker.remember())
+            assert trackers[0].remember() == trackers[1].remember()
+        for tracker in trackers:
+            tracker.close()
+
+
+def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
+    """SCAR compares all rows: where they are."""
+    asked = []
+    with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(verb) or "") as fleet:
+        tracker = RowTracker(SPEC, scar(), 0.5, {})
+        asked.clear()
+        tracker.begin(fleet.tables, {})
+        tracker.saved(tracker.pick(fleet.tables))
+        tracker.close()
+    assert set(asked) == {"track"} and len(asked) == 6
+
+
+def test_batches_are_tracked_many_in_a_message():
+    asked = []
+    with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(server) or "") as fleet:
+        tracker = RowTracker(SPEC, mfu(), 0.5, {})
+        tracker.begin(fleet.tables, {})
+        asked.clear()
+        for step in range(1, 33):
+            tracker.mark_trained(step, plan(SPEC, batch_at(step).ids))
+        assert sorted(asked) == [0, 0, 1, 1]
+        tracker.close()
 
 
 # ---- images

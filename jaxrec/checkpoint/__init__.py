@@ -1,10 +1,10 @@
-"""Checkpoints: images of the training state that are whole or absent, saved while training goes on.
+"""Checkpoints: atomic images of the training state, and row deltas over them, saved while training continues.
 
-`Checkpointer` saves the whole state; `RowCheckpointer` some rows over it, from which one shard is
-restored alone (`restore_shard`, `restore_shards`), or, if the dense state was saved with them, the whole state
-(`restore`). `restore_for_prediction` gives the model of a run without its optimizers, and
-`read_tables` its embeddings without a state. Read `format` first, which says what is on the disk and
-why it can be trusted; then `checkpointer`, and for row deltas `row_deltas`.
+`Checkpointer` saves images of the whole state. `RowCheckpointer` saves deltas of some rows over an image, from which
+`restore_shard` and `restore_shards` restore shards alone, and `restore` the whole state if the dense state was saved
+with them. `restore_for_prediction` restores a model without its optimizers, and `read_tables` reads embeddings without
+a state. Read `format` first, for the files and why they can be trusted; then `checkpointer`, and `row_deltas` for
+deltas.
 """
 
 from jaxrec.checkpoint.checkpointer import Checkpointer

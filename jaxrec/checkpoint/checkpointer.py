@@ -1,8 +1,7 @@
-"""Saving whole images while training goes on; and what both savers share: one job at a time in a
-thread, one owner.
+"""Save images while training continues; and `Saver`, the base of both savers: one background job at a time.
 
-A directory has one saver of images and one of row deltas at a time, held by a lock that the kernel
-frees when its process dies, and its images are of one run.
+A directory has at most one saver of images and one of row deltas, each enforced by a lock that the kernel frees when
+the process dies. All images of a directory are of one run.
 """
 
 import json
@@ -32,23 +31,22 @@ from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
 from jaxrec.types import TrainState
 
-_RUN = "run.json"  # the run of the savers of a directory, before there is an image that says so
+_RUN = "run.json"  # the run id of a directory's savers, until an image records it
 
 
 class Saver:
-    """One job at a time in a thread, in a directory with no other writer.
+    """Base of the savers: one job at a time in a background thread, with exclusive access to a directory.
 
-    A save that fails with an OSError (a full disk, say) is warned of and counted, and training goes
-    on: the next one tries again. Any other error is raised by the next call. Leaving the `with`
-    block raises what the last save failed with, or adds it as a note to the exception that is on
-    its way out.
+    If a save fails with an OSError (such as a full disk), training continues with a warning and the next save tries
+    again. Any other error is raised by the next call. Leaving the `with` block raises the error of the last save, or
+    adds it as a note to the exception in flight.
 
     Attributes:
-      run: id of the run, which stands in every manifest.
-      stall_seconds: how long training has waited for saves, in all.
-      thread_seconds: CPU time of the saving thread, in all.
-      bytes_written: of committed images, in all.
-      failures: what went wrong, a line for each failed save.
+      run: id of the run, recorded in every manifest.
+      stall_seconds: total time that training has waited for saves.
+      thread_seconds: total CPU time of the saving thread.
+      bytes_written: total size of committed images.
+      failures: error messages, one per failed save.
     """
 
     def __init__(self, directory: str | Path, kind: str, run: str | None):
@@ -70,10 +68,9 @@ class Saver:
         self.failures: list[str] = []
 
     def wait(self) -> None:
-        """Waits until what is being written is committed; raises what went wrong with it."""
-        # No `join` and no `Event.wait`: Ctrl-C in the one makes Python before 3.13 take a thread at
-        # work for ended, and in the other can leave its lock held. A save takes much longer than
-        # this pause.
+        """Wait until the running save is committed; raise its error if it failed."""
+        # Polls, since Ctrl-C in `join` makes Python before 3.13 treat a running thread as ended, and in `Event.wait`
+        # can leave its lock held. A save takes much longer than this pause.
         while not self._idle.is_set():
             time.sleep(0.001)
         if self._error is not None:
@@ -81,15 +78,14 @@ class Saver:
             raise error
 
     def done(self) -> bool:
-        """Whether nothing is being written; raises what went wrong."""
+        """Return whether no save is running; raise the error of the last one if it failed."""
         if not self._idle.is_set():
             return False
         self.wait()
         return True
 
     def close(self) -> None:
-        """Waits as `wait` does, and gives the directory back; a job that is still at work then does
-        so when it ends."""
+        """Wait as `wait` does, and release the directory; if interrupted, the running save releases it when it ends."""
         self._closed = True
         try:
             self.wait()
@@ -102,8 +98,7 @@ class Saver:
                 self._lock.release()
 
     def settle(self) -> bool:
-        """Waits for the last save; whether it is committed. A full disk is warned of, other errors
-        are raised."""
+        """Wait for the last save; return whether it succeeded, with a warning for an OSError; raise other errors."""
         try:
             self.wait()
         except OSError as error:
@@ -116,7 +111,7 @@ class Saver:
             raise ValueError(f"the saver of {self.directory} is closed: save within its `with` block.")
 
     def _begin(self, job: Callable[..., Image], *args) -> None:
-        """Does a job in the thread."""
+        """Start a job in the background thread."""
         self._idle.clear()
         thread = threading.Thread(target=self._do, args=(job, *args), name="checkpoint")
         try:
@@ -148,21 +143,19 @@ class Saver:
         except BaseException as failed:
             if error is None:
                 raise
-            # The error on its way out is told, and this with it.
+            # The exception in flight propagates.
             error.add_note(f"And a save failed: {failed}")
 
 
 def _run_of(directory):
-    """The run that a directory without images belongs to: that of the saver beside this one, or a
-    new one."""
+    """Return the run id for a directory without images: that of its other saver, else a new one."""
     if images(directory) or deltas(directory) or not (directory / _RUN).exists():
         return new_run_id()
     return json.loads((directory / _RUN).read_text())["run"]
 
 
 def refuse_other_runs(directory: Path, run: str) -> None:
-    """Raises ValueError if a directory holds an image of another run; one that is damaged or has no
-    id belongs to none."""
+    """Raise ValueError if a directory holds an image of another run; ignores images that are damaged or have no id."""
     for path in [*images(directory), *deltas(directory)]:
         try:
             other = read_manifest(path).run
@@ -176,23 +169,21 @@ def refuse_other_runs(directory: Path, run: str) -> None:
 
 
 class Checkpointer(Saver):
-    """Saves images of a run while training goes on; one at a time, in a thread.
+    """Background saver of images of a run, one at a time while training continues.
 
-        with Checkpointer(directory) as checkpointer:                         # image.run to go on with a run
+        with Checkpointer(directory) as checkpointer:                         # run=image.run to continue a run
             state = fit(state, batches, step, hooks=[every(1000, lambda s, *_: checkpointer.save(s) and s)])
 
     Args:
-      directory: where the images go, as step_N; made if it does not exist.
-      keep: how many images to keep; older ones are removed after a newer one is committed, but for
-        those that row deltas need.
-      run: id of the run, as `restore` gives it (`image.run`); a new one if None.
-      copy: 'whole' makes training wait for a copy of the state in memory, which is written while
-        training goes on; 'shards' makes it wait for the write, with no more than about one shard of
-        extra memory.
+      directory: directory of the images step_N; created if missing.
+      keep: number of images to keep; older ones are removed after a commit, except those that row deltas need.
+      run: run id, as returned by `restore` (`image.run`); a new one if None.
+      copy: 'whole' blocks training while the state is copied in memory, and writes the copy in the background; 'shards'
+        blocks training until the image is written, with about one shard of extra memory.
 
     Raises:
-      ValueError: the directory holds images of another run, or another saver has it.
-      OSError: the directory cannot be made or written.
+      ValueError: the directory holds images of another run, or another saver uses it.
+      OSError: the directory cannot be created or written.
     """
 
     def __init__(
@@ -210,17 +201,17 @@ class Checkpointer(Saver):
         remove_partial(self.directory, "step_")
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
-        """Copies the state and begins to write it; returns the seconds that training waited.
+        """Copy the state and start writing it; return the seconds that training waited.
 
-        A whole image of the same step is left as it is; one that is damaged, or split into other
-        shards, is replaced.
+        An intact image of the same step and spec is kept; one that is damaged or of another spec is replaced.
 
         Args:
           state: TrainState.
-          extra: JSON values to save along, such as the data position.
+          extra: further JSON values to save, such as the data position.
 
         Raises:
-          ValueError: there is a whole image of a later step, which would pass for newer.
+          ValueError: the saver is closed; the directory holds an intact image of a later step, which would be restored
+            instead.
         """
         start = time.perf_counter()
         self._refuse_closed()
@@ -232,24 +223,23 @@ class Checkpointer(Saver):
             image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)
-            else:  # training waits, as rows may not change until they are written
+            else:  # blocking, as rows must not change until they are written
                 self._do(self._write, path, image)
                 if not isinstance(self._error, OSError):
-                    self.wait()  # raises it now, such as Ctrl-C, or lost shards, which come back for the next try
+                    self.wait()  # raises the error now: Ctrl-C, or lost shards, which are restored for the next try
         stall = time.perf_counter() - start
         self.stall_seconds += stall
         return stall
 
     def path_of(self, step: int) -> Path:
-        """Where the image of a step is, or will be."""
+        """Return the path of the image of a step, which need not exist."""
         return self.directory / f"step_{step:08d}"
 
     def refuse_newer(self, step: int) -> None:
-        """Refuses whole images of later steps, which are of a past that this run has left; damaged
-        ones are renamed.
+        """Raise if the directory holds an intact image of a later step, from before a rollback; rename damaged ones.
 
         Raises:
-          ValueError: there is a whole image of a later step.
+          ValueError: there is an intact image of a later step.
         """
         for path in images(self.directory):
             if number_of(path) > step:

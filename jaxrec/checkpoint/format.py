@@ -1,9 +1,9 @@
-"""Images on disk: whole or absent, verified before they are believed. Only this file knows Orbax.
+"""Images on disk: committed atomically and verified before use. Only this module uses Orbax.
 
-An image is a directory of ours: Orbax writes one leaf an array inside NAME.partial, a manifest
-lists size and checksum of every file, all is flushed, and one rename commits. So a killed save
-leaves the images before it as they were, and a load reads only what it has verified. A manifest
-names its run and, by digest, the images that it needs, so that images of two runs are never mixed.
+An image is a directory: Orbax writes each array as one leaf inside NAME.partial, a manifest lists size and checksum of
+every file, everything is flushed, and one rename commits the image. A killed save therefore leaves older images intact,
+and a load reads only verified files. A manifest names its run and, by digest, its parent images, so that images of
+different runs are never mixed.
 """
 
 import errno
@@ -30,7 +30,7 @@ MANIFEST, _DAMAGED = "manifest.json", ".damaged"
 
 
 def set_aside(path: Path) -> Path:
-    """Renames an image that is not to be read again to NAME.damaged (and a number): the path."""
+    """Rename an image to NAME.damaged or NAME.damaged.N, so that it is not read again; return the new path."""
     names = (path.with_name(path.name + _DAMAGED + (f".{number}" if number else "")) for number in itertools.count())
     free = next(name for name in names if not name.exists())
     os.rename(path, free)
@@ -38,17 +38,17 @@ def set_aside(path: Path) -> Path:
 
 
 def images(directory: str | Path) -> list[Path]:
-    """The committed images of a directory that are whole by themselves, newest step first."""
+    """Return the committed images of a directory, newest step first; an image needs no other one."""
     return _numbered(directory, "step_")
 
 
 def deltas(directory: str | Path) -> list[Path]:
-    """The committed row deltas of a directory, newest first; each needs what its manifest names."""
+    """Return the committed row deltas of a directory, newest first; each needs the parents named in its manifest."""
     return _numbered(directory, "delta_")
 
 
 def is_image(path: Path) -> bool:
-    """Whether a path names an image or a delta, damaged or not, and no directory of them."""
+    """Return whether a path is an image or a delta, damaged or not, rather than a directory of them."""
     named = re.fullmatch(r"(step|delta)_\d+", path.name) is not None
     return (path / MANIFEST).exists() or (named and not images(path) and not deltas(path))
 
@@ -59,51 +59,52 @@ def _numbered(directory, prefix):
 
 
 def number_of(path: Path) -> int:
-    """The step of an image, the number of a delta."""
+    """Return the step of an image, or the sequence number of a delta."""
     return int(path.name.rpartition("_")[2])
 
 
 def remove_partial(directory: Path, prefix: str) -> None:
-    """Removes what killed saves have left of images of a prefix; the caller holds their lock."""
+    """Remove partial images of killed saves whose names start with a prefix; the caller holds their lock."""
     for torn in directory.glob(f"{prefix}*{PARTIAL}"):
         shutil.rmtree(torn, ignore_errors=True)
 
 
-# Without OCDBT there is nothing to merge, which Orbax warns of at every save. And what one of its
-# threads raises, the save raises as well: a hundred lines of tracebacks before that say no more.
+# Orbax warns at every save that there is nothing to merge without OCDBT. It also logs a hundred lines of tracebacks for
+# an error in one of its threads, which the save raises anyway.
 _NOISE = "Skipping merge of OCDBT", "_SignalingThread.run() raised an exception"
 logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMessage() for text in _NOISE))
 
-FORMAT = 2  # of the manifest
+FORMAT = 2  # version of the manifest
 _ARRAYS, CHAIN = "arrays", "chain.json"
 _CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
-_READERS = 4  # threads that verify files: a checksum lets other threads run
-# Of a file system: a leaf has a directory and a file beside its own.
+_READERS = 4  # threads that verify files: checksums release the GIL
+# File-system blocks: besides its data, a leaf takes a directory and a metadata file.
 _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
 
 
 class DamagedImage(ValueError):
-    """An image cannot be believed: a file differs from its manifest, or that from its digest."""
+    """An image is damaged: a file does not match its manifest, or the manifest its digest."""
 
 
 class Image(NamedTuple):
-    """What a manifest says of an image.
+    """The manifest of an image or a row delta.
 
     Attributes:
-      path: its directory.
-      format: of the manifest, `FORMAT`.
+      path: directory of the image.
+      format: version of the manifest, `FORMAT`.
       run: id of the run that saved it.
-      step: steps trained.
+      step: number of training steps completed.
       tables: {table: [rows, width]} in the order of the spec.
-      shards: S.
+      shards: number of shards S.
       layout: {stack: {part: [width, dtype]}} of 'value' and each slot.
-      seed: of the initial rows. scales: {table: half width of their distribution}, or None.
+      seed: seed of the initial rows.
+      scales: {table: half the width of the initial distribution, or None for the default}.
       spec: digest of the spec.
-      dense: [[path in the pytree, shape, dtype]] of the dense state, in order; empty if not saved.
-      extra: what the caller saved along, such as the data position.
+      dense: [[path in the pytree, shape, dtype]] of the dense leaves, in order; empty if not saved.
+      extra: further values saved by the caller, such as the data position.
       parents: {name: digest} of the images that this one needs, oldest first.
       files: {name: [bytes, crc32]}.
-      digest: of the manifest itself, by which others name this image.
+      digest: SHA-256 of the manifest, by which children refer to this image.
     """
 
     path: Path
@@ -124,38 +125,38 @@ class Image(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files but the manifest."""
+        """Total size of all files except the manifest, in bytes."""
         return sum(size for size, _ in self.files.values())
 
 
 class Snapshot(NamedTuple):
-    """A training state on the host, ready to be written."""
+    """A consistent training state on the host, ready to be written."""
 
     arrays: dict[str, np.ndarray]
     manifest: dict[str, Any]
-    # More arrays; each piece is written before the next one is made.
+    # More arrays; each dict is written before the next one is requested.
     later: Iterable[dict[str, np.ndarray]] = ()
-    # (directory) -> {file: [bytes, crc32]}, flushed: has the rest written by the servers that have it.
+    # (directory) -> {file: [bytes, crc32]}: makes the servers write and flush their rows.
     remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
-    """Writes an image, aside, flushed, then renamed into place: what its manifest says.
+    """Write an image to a partial directory, flush it and rename it into place; return its manifest.
 
     Args:
-      path: the image's directory. What is there already and is not whole is replaced.
+      path: directory of the image; replaced if it exists but is not intact.
       image: from `snapshot`.
-      replace: a whole image of that name, too.
+      replace: also replace an intact image of that name.
 
     Raises:
-      ValueError: there is a whole image of that name.
-      OSError: the disk is full or read-only; older images are as they were.
+      ValueError: an intact image of that name exists.
+      OSError: the disk is full or read-only; older images are unchanged.
     """
     path = Path(path)
     if not replace and is_whole(path):
         raise ValueError(f"{path} exists already: images are never overwritten, give another name.")
     partial = path.with_name(path.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed save
     make_directory(path.parent)
     try:
         partial.mkdir()
@@ -163,7 +164,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
         damaged = set_aside(path) if path.exists() else None
         os.rename(partial, path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+        shutil.rmtree(partial, ignore_errors=True)  # frees the space on a full disk
         raise
     sync(path.parent)
     if damaged is not None:
@@ -172,7 +173,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
 
 
 def _write_files(partial, image):
-    """Arrays, then the manifest with their checksums, all flushed."""
+    """Write and flush the arrays, then the manifest with their checksums."""
     theirs = image.remote_rows(partial) if image.remote_rows else {}
     pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
     for number, arrays in enumerate(pieces):
@@ -188,11 +189,11 @@ def _write_files(partial, image):
 
 
 def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    """Writes and flushes some leaves of an image, whose manifest another process writes.
+    """Write and flush some leaves of an image whose manifest is written by another process.
 
     Args:
-      directory: of the image.
-      name: of the piece, unlike that of any other.
+      directory: partial directory of the image.
+      name: name of the piece, unique in the image.
       arrays: {leaf: array}.
 
     Returns:
@@ -207,7 +208,7 @@ def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> di
 
 
 def _pieces(arrays):
-    """Cuts {name: array} into dicts of about `_PIECE_BYTES`: Orbax copies all of what it gets."""
+    """Split {name: array} into dicts of about `_PIECE_BYTES`, as Orbax copies all arrays of a save."""
     piece, size = {}, 0
     for name, array in arrays.items():
         piece[name], size = array, size + array.nbytes
@@ -221,7 +222,7 @@ def _pieces(arrays):
 def _write_arrays(directory, arrays):
     blocks = sum(-(-array.nbytes // _BLOCK_BYTES) + _BLOCKS_PER_LEAF for array in arrays.values())
     needs, free = blocks * _BLOCK_BYTES, shutil.disk_usage(directory.parent).free
-    # Asked before, as tensorstore's threads complain at length of a disk that is full on the way.
+    # Checked in advance, as tensorstore's threads log at length when the disk fills up during a save.
     if needs > free:
         said = f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free"
         raise OSError(errno.ENOSPC, said, str(directory))
@@ -231,16 +232,16 @@ def _write_arrays(directory, arrays):
             orbax.save(directory.resolve(), ocp.args.PyTreeSave(arrays, save_args=save_args))
     except OSError:
         raise
-    except Exception as error:  # only the disk can refuse arrays of ours: tensorstore says so in a ValueError
+    except Exception as error:  # a disk error, the only possible cause, which tensorstore raises as a ValueError
         full = "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error)
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number), str(directory)) from error
 
 
 def needed(directory: str | Path) -> set[str]:
-    """Names of the images that a row delta of a directory needs, or is to be written over.
+    """Return the names of the images that a directory's row deltas, or the next delta, need.
 
-    What cannot be read may need any image: then all are needed.
+    If a delta or the chain file is unreadable, all images count as needed.
     """
     directory, names = Path(directory), set()
     try:
@@ -254,11 +255,11 @@ def needed(directory: str | Path) -> set[str]:
 
 
 def read_manifest(path: str | Path) -> Image:
-    """Reads and verifies the manifest of an image.
+    """Read and verify the manifest of an image.
 
     Raises:
-      DamagedImage: there is none, or it is damaged.
-      ValueError: it is of a format that this version does not read.
+      DamagedImage: the manifest is missing or damaged.
+      ValueError: the manifest has another format version.
     """
     path = Path(path)
     try:
@@ -277,16 +278,16 @@ def read_manifest(path: str | Path) -> Image:
 
 
 def verify(image: Image, leaves: Collection[str] | None = None) -> None:
-    """Compares the files of an image with its manifest.
+    """Check the files of an image against its manifest.
 
     Args:
       image: from `read_manifest`.
-      leaves: names of the leaves whose files to check; all if None.
+      leaves: names of the leaves to check; all if None.
 
     Raises:
       DamagedImage: a file is missing or differs; names it.
     """
-    # A file of another leaf is left out; Orbax' own metadata are always checked.
+    # Files of other leaves are skipped; Orbax' own metadata are always checked.
     mine = [name for name in image.files if leaves is None or name.count("/") < 2 or name.split("/")[1] in leaves]
     with ThreadPoolExecutor(_READERS) as pool:
         sums = {name: pool.submit(_checksum, image.path / name) for name in mine}
@@ -300,7 +301,7 @@ def verify(image: Image, leaves: Collection[str] | None = None) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an image is there and can be believed, file by file; not what it needs."""
+    """Return whether an image exists and all its files match its manifest; its parents are not checked."""
     try:
         verify(read_manifest(path))
     except DamagedImage:
@@ -309,26 +310,26 @@ def is_whole(path: Path) -> bool:
 
 
 def warn_skipped(errors: Sequence[BaseException]) -> None:
-    """Warns, once, that damaged images were passed over; the errors name them, newest first."""
+    """Warn once that damaged images were skipped; the errors name them, newest first."""
     if errors:
         more = f" (and {len(errors) - 1} more before it)" if len(errors) > 1 else ""
         warnings.warn(f"skipped what is damaged: {errors[0]}{more}", stacklevel=3)
 
 
 def _orbax():
-    # Without OCDBT each leaf is a directory of its own: one shard is read, and verified, alone.
-    # Embeddings do not compress (by a tenth), and trying to doubles the time of a save.
+    # Without OCDBT each leaf is a separate directory, so that one shard can be read and verified alone. Compression
+    # would shrink embeddings by only a tenth and double the time of a save.
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False))
 
 
 def leaves_of(image: Image, prefix: str = "") -> set[str]:
-    """Names of the arrays in an image, of those that begin with 'dense.' or 'rows.', say."""
+    """Return the names of the arrays in an image that start with a prefix, such as 'dense.' or 'rows.'."""
     names = {name.split("/")[1] for name in image.files if name.count("/") > 1}
     return {name for name in names if name.startswith(prefix)}
 
 
 def load_arrays(image: Image, leaves: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some leaves of an image, and no others; verify them first."""
+    """Read some leaves of an image, and no others; verify them first."""
     where = {name.split("/")[1]: name.split("/")[0] for name in image.files if name.count("/") > 1}
     pieces: dict[str, list[str]] = {}
     for leaf in leaves:

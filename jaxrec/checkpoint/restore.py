@@ -1,13 +1,13 @@
-"""Loading: a whole state, one shard alone, or the model without its optimizers, from an image or from a chain of row
-deltas over it.
+"""Restore a whole state, single shards, or the model without its optimizers, from an image or a chain of row deltas.
 
-All is verified before anything changes. A directory stands for the newest image that is
-whole; what is damaged is skipped with a warning that names it.
+All files are verified before anything changes. A directory stands for its newest intact image; damaged ones are skipped
+with a warning that names them.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
 
-import functools
+import collections
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,41 +45,37 @@ def restore(
     template: TrainState,
     cast: bool = False,
 ) -> tuple[TrainState, Image]:
-    """Loads a whole state into any home, mesh and number of shards, value for value.
+    """Restore a whole state, value for value, into any home, mesh and number of shards.
 
-    From an image, or from a row delta that was saved with its dense state: then each row has its
-    value from the newest delta that holds it, from the base, or its initial value. All is verified
-    before the template changes.
+    Reads an image, or a row delta that was saved with its dense state: then each row has its value from the newest
+    delta that holds it, else from the base, else its initial value. All files are verified before the template changes.
 
     Args:
-      path: an image, a delta, or a directory of them: then the newest from which a whole state can
-        be had, with a warning that names what was skipped because it is damaged.
-      template: a freshly made state of the wanted placement, whose tables must be those of the
-        image; shards and lookups need not. Host tables are filled in place, those of devices are
-        donated.
+      path: an image, a delta, or a directory of them: then the newest one that gives a whole state, with a warning that
+        names the damaged ones skipped.
+      template: a new state with the wanted placement, whose tables match those of the image; shards and lookups may
+        differ. Host tables are filled in place, device tables are donated.
       cast: accept dense leaves of another dtype, and cast them to the template's.
 
     Returns:
-      The state, and what the manifest says of the image or delta: go on with `run=image.run`.
+      The state, and the manifest of the image or delta; continue the run with `run=image.run`.
 
     Raises:
-      ValueError: there is no image; it was made for other tables, slots or another model (says what
-        differs).
-      DamagedImage: the image at `path` is damaged; every image of the directory is.
+      ValueError: there is no image, or it is of other tables, slots or another model (names the difference).
+      DamagedImage: the image at `path`, or every image of the directory, is damaged.
 
-    Another process may save and prune in the directory meanwhile: then its newest images are looked
-    for again.
+    If another process saves and prunes in the directory meanwhile, the newest images are looked up again.
     """
     return with_chain(path, lambda found: fill(found, template, cast))
 
 
 def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: bool = True) -> Loaded:
-    """Loads from the verified chain of an image, or of the newest whole one of a directory.
+    """Call `load` with the verified chain of an image, or of the newest intact image of a directory.
 
     Args:
       path: as for `restore`.
-      load: makes something of the chain, oldest image first.
-      dense: whether the newest image must have a dense state, so that a whole state can be had.
+      load: function of the chain, oldest image first.
+      dense: whether the newest image must have a dense state, for a whole state.
 
     Raises:
       ValueError, DamagedImage: as `restore`.
@@ -91,7 +87,7 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
         found = _newest_whole(path, dense)
         try:
             return load(found)
-        except DamagedImage:  # it was whole: it has been removed since
+        except DamagedImage:  # intact when verified, removed since
             continue
     return load(_newest_whole(path, dense))
 
@@ -99,12 +95,12 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
 def fill(
     found: list[Image], template: TrainState, cast: bool = False, replica: int | Literal["mean"] | None = None
 ) -> tuple[TrainState, Image]:
-    """The state of a verified chain; the template changes only when all of it is read.
+    """Return the state of a verified chain; the template changes only once all of the chain is read.
 
     Args:
-      found: the chain, oldest image first.
+      found: chain, oldest image first.
       template, cast: as for `restore`.
-      replica: whose parameters to take, for a template without optimizers; the whole state if None.
+      replica: replica whose parameters to take, for a template without optimizers; None restores the whole state.
     """
     image, tables = found[-1], template.tables
     spec, layout = tables.spec, described(tables.layout)
@@ -132,7 +128,7 @@ def fill(
         for (name, part), table in rows.items():
             for shard in range(other.shards):
                 _write_over(table[shard :: other.shards], arrays, name, shard, part, other.shards)
-    with tables.overwriting(step=image.step):  # files say that they are torn meanwhile
+    with tables.overwriting(step=image.step):  # mapped files are marked as torn meanwhile
         for name, stack in spec.stacks.items():
             used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
             for shard in range(spec.shards):
@@ -142,14 +138,13 @@ def fill(
 
 
 def _filled_there(image, tables):
-    """Tables whose rows live elsewhere, restored there by all servers at once."""
+    """Restore tables that live at servers, by all servers in parallel."""
     with tables.overwriting(step=image.step):
         return restore_shards(image.path, tables, range(tables.spec.shards))[0]
 
 
 def _newest_whole(directory, dense=True) -> list[Image]:
-    """The verified chain of the newest image or delta of a directory that a whole state can be had
-    from; without `dense`, of the newest one."""
+    """Return the verified chain of the newest intact image or delta, with a dense state if `dense`."""
     skipped: list[DamagedImage] = []
     known: Verified = {}
     for path in newest_first(directory):
@@ -167,8 +162,10 @@ def _newest_whole(directory, dense=True) -> list[Image]:
 
 
 def _rows_below(base, tables):
-    """{(stack, part): array [V of the image, width]} to write a chain over; initial rows if it
-    begins with a delta."""
+    """Return {(stack, part): array [V of the image, width]} over which to write a chain.
+
+    Holds initial rows if the chain begins with a delta.
+    """
     rows: dict[tuple[str, str], np.ndarray] = {}
     for name, stack in tables.spec.stacks.items():
         padded = -(-stack.offsets[-1] // base.shards) * base.shards
@@ -192,7 +189,7 @@ def _refuse_other_initial_rows(base, spec):
 
 
 def _write_over(table, arrays, name, shard, part, shards):
-    """Writes what an image holds of one part over the rows f32[V / S, width] of one shard."""
+    """Write one part of one shard from an image over its rows, f32[V / S, width]."""
     saved = arrays.get(leaf_name(name, shard, part))
     ids = arrays.get(leaf_name(name, shard, ROW_IDS))
     if saved is not None:
@@ -200,31 +197,28 @@ def _write_over(table, arrays, name, shard, part, shards):
 
 
 def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Home, list[Image]]:
-    """Loads one shard of all stacks: `restore_shards` of it alone."""
+    """Restore one shard of all stacks, as `restore_shards`."""
     return restore_shards(path, tables, [shard])
 
 
 def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int]) -> tuple[Home, list[Image]]:
-    """Loads some shards of all stacks: base, deltas in order, initial rows for what was never saved;
-    reads nothing else.
+    """Restore shards of all stacks from base, deltas in order and initial rows; read nothing else.
 
-    All that a shard needs is verified before its first row changes; rows at servers are restored
-    there, by all servers at once, each within the time-out of one call, and those of other tables one
-    shard after the other.
+    All files of a shard are verified before its first row changes. Rows at servers are restored there, by all servers
+    in parallel, each within the time-out of one call; other tables one shard after the other.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
-      tables: of the number of shards it was saved with. Host tables change in place, those of
-        devices are donated.
+      tables: tables with the number of shards of the image. Host tables change in place, device tables are donated.
       shards: distinct, from 0 to S - 1.
 
     Returns:
-      The tables, and the manifests of what was read, oldest first.
+      The tables, and the manifests of the images read, oldest first.
 
     Raises:
       DamagedImage: an image is missing or damaged.
-      ValueError: an image is of another spec; there is no such shard, or it is given twice.
-      ShardsLost: a server ended meanwhile; when it is replaced, restore all of these shards again.
+      ValueError: an image is of another spec; a shard does not exist or is given twice.
+      ShardsLost: a server died meanwhile; once it is replaced, restore all of these shards again.
     """
     for shard in shards:
         check_shard(tables.spec, shard)
@@ -232,7 +226,7 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
         raise ValueError(f"shards={list(shards)} must be distinct.")
     path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
-    if is_remote(tables):  # the server of the shard reads its files: no row travels
+    if is_remote(tables):  # the servers read the files: no row is transferred
         with tables.overwriting(shards):
             return tables.change_shards(shards, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
     for shard in shards:
@@ -241,9 +235,13 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
 
 
 def _restored(found, tables, shard):
-    """The tables with one shard from a chain, all of which is read before the first row changes."""
+    """Restore one shard from a chain, all of which is read before the first row changes."""
     spec = tables.spec
-    load = functools.partial(_load_shards, spec, described(tables.layout), [shard])
+
+    def load(image):
+        _verified(spec, described(tables.layout), [shard], image)
+        return load_arrays(image, _leaves_of_shards(spec, [shard], image))
+
     with ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(load, found))
     with tables.overwriting([shard]):
@@ -251,7 +249,7 @@ def _restored(found, tables, shard):
             if not found or is_delta(found[0].path.name):
                 parts, over = empty_parts(stack, tables.layout[name]), loaded
                 fill_initial(spec, tables.layout, name, shard, parts)
-            else:  # all rows are there: another buffer for them would cost as much as reading them
+            else:  # the base holds all rows: another buffer for them would cost as much as reading them
                 leaves, over = {part: leaf_name(name, shard, part) for part in tables.layout[name]}, loaded[1:]
                 parts = {part: np.require(loaded[0].pop(leaf), requirements="W") for part, leaf in leaves.items()}
             for arrays in over:  # oldest first
@@ -262,57 +260,56 @@ def _restored(found, tables, shard):
 
 
 def _restore_there(server, shards, path):
-    """Restores some shards of a server where they lie, a piece at a time: a copy of them would take as much memory
-    again."""
+    """Restore shards in place at their server, in pieces: a copy of them would double the memory."""
     spec, layout = server.spec, described(server.layout)
     found = [] if path is None else chain(path)
     for image in found:
         _verified(spec, layout, shards, image)
-    stacks = [(name, shard) for name in spec.stacks for shard in shards]
     if not found or is_delta(found[0].path.name):
-        for name, shard in stacks:
-            server.reset_shard(name, shard)
+        for name in spec.stacks:
+            for shard in shards:
+                server.reset_shard(name, shard)
     for image in found:  # oldest first
-        for piece in _pieces(image, stacks):
-            arrays = load_arrays(image, [leaf for leaves in piece.values() for leaf in leaves])
-            for name, shard in piece:
+        for piece in _pieces(spec, shards, image):
+            arrays = load_arrays(image, _leaves_of_shards(spec, piece, image))
+            for name, shard in itertools.product(spec.stacks, piece):
                 for part, table in server.writable(name, shard).items():
                     _write_over(table, arrays, name, shard, part, spec.shards)
-            del arrays  # before the next one is read
+            del arrays  # before the next piece is read
 
 
-def _pieces(image, stacks) -> Iterator[dict[tuple[str, int], list[str]]]:
-    """The leaves {(stack, shard): names} of an image in pieces of some `_PIECE_BYTES`: opening an image for each shard
-    of a small delta would cost more than reading it."""
-    sizes: dict[str, int] = {}
+def _pieces(spec, shards, image) -> Iterator[list[int]]:
+    """Split the shards into pieces of about `_PIECE_BYTES` in an image.
+
+    Opening a small delta for each shard would cost more than reading it.
+    """
+    sizes = collections.Counter[str]()
     for file, (size, _) in image.files.items():
-        leaf = file.split("/")[1] if file.count("/") > 1 else ""
-        sizes[leaf] = sizes.get(leaf, 0) + size
-    piece, total = {}, 0
-    for name, shard in stacks:
-        names = [leaf_name(name, shard, part) for part in (ROW_IDS, *image.layout[name])]
-        piece[name, shard] = [leaf for leaf in names if leaf in sizes]
-        total += sum(sizes[leaf] for leaf in piece[name, shard])
+        sizes[file.split("/")[1] if file.count("/") > 1 else ""] += size
+    piece, total = [], 0
+    for shard in shards:
+        piece.append(shard)
+        total += sum(sizes[leaf] for leaf in _leaves_of_shards(spec, [shard], image))
         if total >= _PIECE_BYTES:
             yield piece
-            piece, total = {}, 0
+            piece, total = [], 0
     if piece:
         yield piece
 
 
 def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[Path, list[DamagedImage]]:
-    """The first of some images and deltas that one shard can be had from; reads but what it verifies.
+    """Return the first of several images and deltas from which a shard can be restored; read only what is verified.
 
     Args:
-      sources: paths, the wanted one first.
+      sources: paths, in order of preference.
       shard: from 0 to S - 1.
-      known: what was verified before; it is added to, so that no file is looked at twice.
+      known: cache of earlier results, updated in place, so that no file is read twice.
 
     Returns:
-      The path, and what is wrong with those before it.
+      The path, and the errors of the damaged ones before it.
 
     Raises:
-      DamagedImage: of the first one, if none is whole.
+      DamagedImage: the error of the first one, if none is intact.
     """
     damaged: list[DamagedImage] = []
     for path in sources:
@@ -325,28 +322,22 @@ def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[
 
 
 def _image_at(path: Path) -> Path:
-    """An image, or the newest of a directory."""
+    """Return the path if it is an image, else the newest image of the directory."""
     found = path if is_image(path) else newest(path)
     if found is None:
         raise ValueError(f"{path} holds no image: give the directory of a run that has saved one, or None.")
     return found
 
 
-def _load_shards(spec, layout, shards, image):
-    """Verified leaves of some shards of an image, {name: array}."""
-    _verified(spec, layout, shards, image)
-    return load_arrays(image, _leaves_of_shards(spec, shards, image))
-
-
 def _verified(spec, layout, shards, image):
-    """Refuses an image of other tables, and one whose files of some shards are damaged."""
+    """Raise if an image is of other tables, or if its files of some shards are damaged."""
     refuse_other(image, "spec", spec.digest, image.spec)
     refuse_other(image, "row optimizer slots", layout, image.layout)
     verify(image, _leaves_of_shards(spec, shards, image))
 
 
 def _leaves_of_shards(spec, shards, image):
-    """Names of the leaves that an image has of some shards."""
+    """Return the names of an image's leaves for some shards."""
     parts = [(name, part) for name in spec.stacks for part in (ROW_IDS, *image.layout[name])]
     mine = {leaf_name(name, shard, part) for name, part in parts for shard in shards}
     return sorted(mine & leaves_of(image))
@@ -361,22 +352,21 @@ def restore_for_prediction(
     mesh: jax.sharding.Mesh | None = None,
     cast: bool = False,
 ) -> tuple[TrainState, Image]:
-    """Restores the model of a run, without the state of either optimizer, for `make_eval_step`.
+    """Restore the model of a run, without the state of either optimizer, for `make_eval_step`.
 
     Args:
       path: as for `restore`: an image, a row delta with its dense state, or a directory of them.
-      spec: of the run; shards and lookups may be others.
-      params: any dense parameters of the model, without a replica axis; their shapes are enough, as
-        from `jax.eval_shape(model.init, ...)`.
-      replica: whose parameters to take, from 0 to R - 1, or "mean" for the mean of all, the model that
-        they are together (`jaxrec.shadowsync.with_mean_replica`); the rows are shared by all.
-      home: where the rows go, `HostTables` or `DeviceTables`.
+      spec: spec of the run; shards and lookups may differ.
+      params: dense parameters of the model, without a replica axis; only shapes and dtypes are used, as from
+        `jax.eval_shape(model.init, ...)`.
+      replica: replica whose parameters to take, from 0 to R - 1, or "mean" for the mean of all (see
+        `jaxrec.shadowsync.with_mean_replica`); the rows are shared by all replicas.
+      home: class of the tables, `HostTables` or `DeviceTables`.
       mesh: as for `make_eval_step`; one device if None.
       cast: accept parameters of another dtype, and cast them to those of `params`.
 
     Returns:
-      A state whose optimizer state is empty and whose rows have no slots, and what the manifest
-      says of the image.
+      A state with an empty optimizer state and rows without slots, and the manifest of the image.
 
     Raises:
       ValueError: as `restore`; there is no such replica.
@@ -405,7 +395,7 @@ def restore_for_prediction(
         raise ValueError(f"home={home!r:.200} must be HostTables or DeviceTables, the class itself.")
     shapes = jax.eval_shape(lambda tree: tree, params)
     mesh = as_mesh(mesh)
-    no_slots = sgd(0.0)  # rows of this optimizer are their embeddings alone
+    no_slots = sgd(0.0)  # this optimizer has no slots
     tables = HostTables.create(spec, no_slots) if home is HostTables else DeviceTables.create(spec, no_slots, mesh)
     blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     dense = DenseState(
@@ -417,13 +407,13 @@ def restore_for_prediction(
 
 
 def spec_of(image: Image) -> EmbeddingSpec:
-    """The spec of an image's tables, with a lookup of its own for each.
+    """Return the spec of an image's tables, with one lookup per table.
 
     Args:
       image: from `read_manifest` or `restore`.
 
     Returns:
-      Tables, shards and seed as they were; what the lookups were stands in no image.
+      Tables, shards and seed of the image; images do not record the original lookups.
     """
     tables = {name: Table(rows, width, image.scales[name]) for name, (rows, width) in image.tables.items()}
     return EmbeddingSpec(tables, {name: Lookup(name) for name in tables}, image.shards, image.seed)
@@ -432,13 +422,13 @@ def spec_of(image: Image) -> EmbeddingSpec:
 def read_tables(
     path: str | Path, tables: Sequence[str], parts: Sequence[str] = ("value",)
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Reads whole tables of an image, or of a chain of deltas, without a state to restore into.
+    """Read whole tables from an image or a chain of deltas, without a state to restore into.
 
-    Memory: that of these tables, and one shard of their stack.
+    Peak memory: these tables, and one shard of their stack.
 
     Args:
-      path: an image, a delta, or a directory of them: then the newest whole one.
-      tables: their names.
+      path: an image, a delta, or a directory of them: then the newest intact one.
+      tables: table names.
       parts: 'value' for the embeddings, and names of slots of the row optimizer.
 
     Returns:
@@ -477,7 +467,7 @@ def tables_of_chain(
 
 
 def _write_rows_over(image: Image, spec: EmbeddingSpec, rows: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Writes what an image holds of some tables over their rows, a shard at a time."""
+    """Write an image's rows of some tables over `rows`, one shard at a time."""
     there = leaves_of(image, "rows.")
     for stack in dict.fromkeys(range_of(spec, name)[0] for name in rows):
         of_stack = [name for name in rows if range_of(spec, name)[0] == stack]
@@ -498,7 +488,7 @@ def _write_rows_over(image: Image, spec: EmbeddingSpec, rows: Mapping[str, Mappi
 
 
 def _refuse_slots(image, parts):
-    """Which value the slots of a row begin with stands in no image."""
+    """Raise if slots are wanted: images do not record their initial values."""
     if set(parts) != {"value"}:
         raise ValueError(
             f"{image.path} goes over initial rows, and what their slots {[p for p in parts if p != 'value']} begin "
@@ -508,8 +498,7 @@ def _refuse_slots(image, parts):
 
 
 def _layout_of(image: Image) -> Layout:
-    """The layout that a manifest tells of; it does not tell what slots begin with, which is
-    not needed here."""
+    """Return the layout in a manifest, without initial slot values, which are not needed here."""
     return Layout(
         {
             name: {part: Part(width, dtype, None) for part, (width, dtype) in parts.items()}

@@ -1,17 +1,14 @@
-"""Row deltas: small images of some rows over a base, from which one shard is restored alone, or a
-whole state; saved while training goes on, and merged so that chains stay short.
+"""Row deltas: partial checkpoints of some rows over a base, saved while training continues, and merged to bound chains.
 
-    directory/step_00000010     a base: an image of the whole state, from `Checkpointer`; or none, then initial rows
-    directory/delta_000003      some rows of some shards; `parents` in its manifest: all images below, oldest first
+    directory/step_00000010     base: an image of the whole state, from `Checkpointer`; without one, initial rows
+    directory/delta_000003      some rows of some shards; `parents` in its manifest: the chain below it, oldest first
 
-A chain is a base, if there is one, and deltas in order; a row has its value from the newest that
-holds it, or its initial value. What a delta needs is named in it by digest, so a missing parent, or
-one of another run, is an error and never a row of the wrong time. CPR (arXiv 2011.02999) reloads a
-failed shard from such a chain: a mosaic of rows of several times. A delta that was saved with the
-dense state stands for a whole state, see `restore`.
+A chain is an optional base followed by deltas in order; each row has its value from the newest image that holds it, or
+its initial value. A delta names its parents by digest, so a parent that is missing or of another run is an error and
+never yields stale rows. CPR (arXiv 2011.02999) restores a failed shard from such a chain: a mix of rows from several
+steps. A chain whose last delta was saved with the dense state also restores the whole state, see `restore`.
 
-Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of a delta in one
-shard.
+Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of a delta in one shard.
 """
 
 import contextlib
@@ -48,10 +45,9 @@ from jaxrec.types import DenseState
 
 
 def newest_first(directory: str | Path) -> list[Path]:
-    """The images and deltas of a directory, latest step first; of one step the image comes before
-    the delta.
+    """Return the images and deltas of a directory, latest step first, and an image before a delta of the same step.
 
-    Damaged deltas, whose step is not known, stand where their number puts them among the deltas.
+    Damaged deltas, whose step is unknown, are ordered among the deltas by their number.
     """
     small, step = [], 0
     for path in reversed(deltas(directory)):
@@ -63,10 +59,10 @@ def newest_first(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path) -> Path | None:
-    """The image or delta of a directory that stands for the latest step; None if there is neither.
+    """Return the image or delta of the latest step in a directory, or None if it holds neither.
 
     Raises:
-      DamagedImage: the newest is damaged.
+      DamagedImage: the manifest of the newest is damaged.
     """
     found = newest_first(local_path(directory))
     if found:
@@ -75,16 +71,16 @@ def newest(directory: str | Path) -> Path | None:
 
 
 def chain(path: str | Path) -> list[Image]:
-    """The manifests of a delta and of all images below it.
+    """Return the manifests of a delta or image and of its parents.
 
     Args:
       path: a delta or an image.
 
     Returns:
-      Oldest first: the base if there is one, then deltas.
+      Manifests, oldest first: the base if there is one, then deltas.
 
     Raises:
-      DamagedImage: one is missing, damaged, or not the one that the delta was saved over; names it.
+      DamagedImage: a manifest is missing or damaged, or a parent's digest differs from the recorded one; names it.
     """
     path = Path(path)
     tip, found = read_manifest(path), []
@@ -99,17 +95,17 @@ def chain(path: str | Path) -> list[Image]:
     return [*found, tip]
 
 
-# (image, shard, or None for all of it) -> what is wrong with its files, None if nothing is.
+# (image, shard or None for all shards) -> the damage found in its files, None if intact.
 Verified = dict[tuple[Path, int | None], DamagedImage | None]
 
 
 def whole_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
-    """The chain of an image or a delta, its files verified.
+    """Return the chain of a delta or image, with its files verified.
 
     Args:
       path: a delta or an image.
-      known: what was verified before; it is added to, so that no file is read twice.
-      shard: whose files to verify; all if None.
+      known: cache of earlier results, updated in place, so that no file is read twice.
+      shard: shard whose files to verify; all if None.
 
     Returns:
       As `chain`.
@@ -127,7 +123,7 @@ def whole_chain(path: str | Path, known: Verified | None = None, shard: int | No
 
 
 def _damage(image: Image, shard: int | None) -> DamagedImage | None:
-    """What is wrong with the files of an image."""
+    """Return the error for an image whose files are damaged, or None."""
     leaves = None if shard is None else {leaf for leaf in leaves_of(image) if leaf.split(".")[-2] == f"{shard:04d}"}
     try:
         verify(image, leaves)
@@ -140,18 +136,16 @@ def copy_rows(
     tables: Tables, rows: RowIds, step: int, below: Mapping[str, str] | None = None, extra=None, run: str = "",
     dense: DenseState | None = None,
 ) -> Snapshot:  # fmt: skip
-    """Copies some rows and their slots to the host; the only part of saving them that training
-    waits for.
+    """Copy some rows and their slots to the host, the only blocking part of saving a delta.
 
     Args:
-      tables: in any home.
-      rows: {(stack, shard): i32[n]}, rows of the stack as in `Plan.unique`; shards may be left out.
-      step: steps trained.
-      below: {name: digest} of the images that the delta goes over, oldest first.
-      extra: JSON values to save along.
-      run: id of the run.
-      dense: the dense state of that step, to save along; a whole state can then be restored from
-        the delta.
+      tables: any `Tables`.
+      rows: {(stack, shard): i32[n]}, rows of the stack as in `Plan.unique`; not all shards need be given.
+      step: number of training steps completed.
+      below: {name: digest} of the delta's parents, oldest first.
+      extra: further JSON values to save.
+      run: run id.
+      dense: dense state of that step, so that the whole state can be restored from the delta; not saved if None.
 
     Returns:
       A Snapshot that shares no memory with the tables.
@@ -188,25 +182,23 @@ def save_rows(
     step: int,
     extra=None,
 ) -> Path | None:
-    """Saves rows as a new delta and waits until it is committed; `RowCheckpointer` does so while
-    training goes on.
+    """Save rows as a new delta and wait until it is committed; `RowCheckpointer` saves in the background.
 
     Args:
-      directory: of the run's images.
-      base: what the delta goes over: an image or a delta in that directory; None for initial rows.
-      rows: {(stack, shard): i32[n]} rows of the stack; without any, nothing is written.
-      tables: in any home.
-      step: steps trained.
-      extra: JSON values to save along.
+      directory: directory of the run's images.
+      base: parent of the delta, an image or a delta in that directory; None for initial rows.
+      rows: {(stack, shard): i32[n]}, rows of the stack; if empty, nothing is written.
+      tables: any `Tables`.
+      step: number of training steps completed.
+      extra: further JSON values to save.
 
     Returns:
-      The path of the delta; `base` if there was nothing to save.
+      Path of the delta; `base` if there was nothing to save.
 
     Raises:
-      ValueError: rows of another shard; a base that is not in the directory; another process saves
-        rows there.
-      DamagedImage: the base cannot be believed.
-      OSError: the disk is full or read-only; older images are as they were.
+      ValueError: rows of another shard; a base outside the directory; another process saves rows there.
+      DamagedImage: as `chain`, for the base.
+      OSError: the disk is full or read-only; older images are unchanged.
     """
     directory = local_path(directory)
     below = images_below(directory, base)
@@ -220,7 +212,7 @@ def save_rows(
 
 
 def images_below(directory: Path, base: str | Path | None) -> list[Image]:
-    """All images that a delta over a base needs, oldest first."""
+    """Return all images that a delta over a base needs, oldest first."""
     if base is None:
         return []
     if Path(base).resolve().parent != directory.resolve():
@@ -229,7 +221,7 @@ def images_below(directory: Path, base: str | Path | None) -> list[Image]:
 
 
 def write_delta(directory: Path, image: Snapshot) -> Image:
-    """Writes rows from `copy_rows` as the next delta of a directory."""
+    """Write a snapshot from `copy_rows` as the next delta of a directory."""
     lost = [name for name in image.manifest["parents"] if not (directory / name).is_dir()]
     if lost:
         raise ValueError(
@@ -240,23 +232,25 @@ def write_delta(directory: Path, image: Snapshot) -> Image:
 
 
 def is_delta(name: str) -> bool:
-    """Whether an image of that name holds some rows only."""
+    """Return whether a name is that of a delta."""
     return name.startswith("delta_")
 
 
 def compact(path: Path) -> Image:
-    """Merges all deltas of a chain into one over the same base, newest value wins, and removes them;
-    restoring gives the same rows.
+    """Merge all deltas of a chain into one over the same base, keeping each row's newest value, and remove them.
 
-    A chain is then no larger than its base and one table of rows. Host memory: that of the rows in
-    the deltas. The caller holds the lock of the rows.
+    The chain then takes at most the base and one copy of all rows. Takes host memory for the distinct rows of the
+    deltas and one delta. The caller holds the lock for saving rows.
 
     Args:
-      path: the newest delta of the chain.
+      path: newest delta of the chain.
+
+    Returns:
+      The manifest of the merged delta, from which the same rows are restored.
 
     Raises:
       DamagedImage: an image is missing or damaged; none was removed.
-      OSError: the disk is full or read-only; older images are as they were.
+      OSError: the disk is full or read-only; older images are unchanged.
     """
     found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]
@@ -273,11 +267,10 @@ def compact(path: Path) -> Image:
 
 
 def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
-    """The newest value of each row of several deltas, oldest first: the leaves of one (stack,
-    shard) at a time.
+    """Yield the newest value of each row in deltas (given oldest first), the leaves of one (stack, shard) at a time.
 
-    Deltas are read from the newest on, and only rows that no newer one holds are kept: memory for
-    one table of rows and one delta, however long the chain.
+    Deltas are read from the newest to the oldest, and only rows that no newer delta holds are kept: this takes memory
+    for one copy of all rows plus one delta, for a chain of any length.
     """
     kept: dict[str, list[dict[str, np.ndarray]]] = {}
     for image in reversed(small):
@@ -295,22 +288,20 @@ def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
 
 
 class RowCheckpointer(Saver):
-    """Saves row deltas of a run while training goes on; one at a time, in a thread.
+    """Background saver of row deltas of a run, one at a time while training continues.
 
-    The deltas of the directory that its chain does not need are removed when it has committed one.
+    Each commit removes the deltas of the directory that are not in the chain.
 
     Args:
-      directory: of the run's images; the deltas go beside them. Made if it does not exist.
-      base: where the chain goes on: `newest(directory)`, an image, a delta, or None for initial
-        rows.
-      most_deltas: more of them than that in the chain are merged into one, which writes up to all
-        rows once more. On disk are then at most the base and so many deltas, and while merging one
-        of up to all rows.
-      run: id of the run; that of the base, or a new one, if None.
+      directory: directory of the run's images, where the deltas are stored too; created if missing.
+      base: where to continue the chain: `newest(directory)`, an image, a delta, or None for initial rows.
+      most_deltas: maximum number of deltas in the chain; above it they are merged into one, which rewrites up to all
+        rows, and temporarily takes their space on disk in addition.
+      run: run id; that of the base, or a new one, if None.
 
     Raises:
-      ValueError: the directory holds images of another run, or whole deltas that are newer than the
-        base and would be lost; another saver of rows has it.
+      ValueError: the directory holds images of another run, or intact deltas that are newer than the base and would be
+        lost; another saver of rows uses it.
     """
 
     def __init__(
@@ -333,8 +324,7 @@ class RowCheckpointer(Saver):
         remove_partial(self.directory, "delta_")
 
     def _refuse_lost(self, found):
-        """Deltas outside of the chain: damaged ones get another name, newer ones are refused,
-        others go in time."""
+        """Check deltas outside the chain: rename damaged ones, raise for newer ones; a commit removes the others."""
         mine, step = {image.path.name for image in found}, found[-1].step if found else -1
         known: Verified = {(image.path, None): None for image in found}
         for path in deltas(self.directory):
@@ -352,19 +342,17 @@ class RowCheckpointer(Saver):
                 )
 
     def _reserve(self, found: list[Image]) -> None:
-        """Takes images as what the next delta goes over; said on disk, so that a `Checkpointer`
-        does not remove the base meanwhile."""
+        """Set the parents of the next delta; also record the base on disk, so that no `Checkpointer` removes it."""
         self._chain = {image.path.name: image.digest for image in found}
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])
 
     def newest(self) -> Path | None:
-        """What `restore_shard` should read: the last committed delta, the base, or None for initial
-        rows."""
+        """Return the path for `restore_shard`: the last committed delta, the base, or None for initial rows."""
         return self.directory / list(self._chain)[-1] if self._chain else None
 
     def chain_names(self) -> list[str]:
-        """Names of what `newest` stands on, and its own, oldest first."""
+        """Return the names of the images in the chain of `newest`, oldest first."""
         return list(self._chain)
 
     def save(
@@ -375,15 +363,15 @@ class RowCheckpointer(Saver):
         extra: Mapping[str, Any] | None = None,
         dense: DenseState | None = None,
     ) -> float:
-        """Copies rows and begins to write them; returns the seconds that training waited.
+        """Copy rows and start writing them; return the seconds that training waited.
 
         Args:
           tables, rows, step, extra: as for `save_rows`.
-          dense: the dense state of that step, to save along, so that `restore` gives a whole state.
+          dense: dense state of that step, so that `restore` can restore the whole state; not saved if None.
 
         Raises:
-          ValueError: rows of another shard; the saver is closed. What a save before this one met
-            with, if it was no OSError.
+          ValueError: rows of another shard; the saver is closed.
+          Any error of the previous save, except OSError.
         """
         start = time.perf_counter()
         self._refuse_closed()
@@ -396,11 +384,10 @@ class RowCheckpointer(Saver):
         return stall
 
     def restart(self, base: str | Path) -> None:
-        """Goes on over a whole image of the latest step; the deltas before it, damaged or not, are
-        removed.
+        """Start a new chain over an image of the latest step, and remove all earlier deltas, damaged or not.
 
         Args:
-          base: an image of the directory, from `Checkpointer`.
+          base: image in the directory, from `Checkpointer`.
         """
         self.wait()
         self._reserve(images_below(self.directory, base))
@@ -420,4 +407,4 @@ class RowCheckpointer(Saver):
         for other in deltas(self.directory):
             if other.name not in self._chain:
                 remove_directory(other)
-        remove_partial(self.directory, "delta_")  # of processes that were killed
+        remove_partial(self.directory, "delta_")  # left by killed processes

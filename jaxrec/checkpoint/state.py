@@ -1,9 +1,8 @@
-"""From a training state to an image and back: any home of the rows, any mesh, any number of shards,
-value for value.
+"""Convert a training state to an image and back, exactly, for any `Tables`, mesh and number of shards.
 
-Rows in other processes are written and restored there, all at once, and no row travels: each process has its part of an
-image in directories of its own, and says what their files hold; the one that saves writes the manifest and renames. So
-all must see one directory, which is tried before anything is written.
+Servers write and restore their own rows in parallel, and no row crosses the network: each server writes its part of an
+image to separate subdirectories and reports sizes and checksums; the saving process writes the manifest and renames.
+All must therefore see the same directory, which is checked before anything is written.
 
 Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas.
 """
@@ -27,25 +26,25 @@ _PROBE = "probe"
 
 
 def is_remote(tables: Tables) -> bool:
-    """Whether the rows live in other processes than this one."""
+    """Return whether the rows are stored at servers."""
     return getattr(tables, "remote_rows", False)
 
 
 def write_there(tables: Tables, directory: Path) -> dict[str, list[int]]:
-    """Has all shards written into the directory of an image by the servers that have them.
+    """Make the servers write their shards into the directory of an image.
 
     Args:
-      tables: whose rows live elsewhere.
-      directory: of the image.
+      tables: remote tables.
+      directory: partial directory of the image.
 
     Returns:
       {file: [bytes, crc32]}, for the manifest.
 
     Raises:
       ValueError: a server does not see the directory.
-      ShardsLost: a server has died; what is written is no image.
+      ShardsLost: a server has died; the image is incomplete.
     """
-    # A name of its own: a server that is late with an earlier image writes beside these files, not into them.
+    # A unique token per image: late writes of a server for an earlier image cannot overwrite these files.
     token, probe = uuid.uuid4().hex[:12], directory / _PROBE
     probe.write_text(token)
     files: dict[str, list[int]] = {}
@@ -56,7 +55,7 @@ def write_there(tables: Tables, directory: Path) -> dict[str, list[int]]:
 
 
 def _write_shard(stack, shard, parts, directory, token):
-    """Runs where the rows are."""
+    """Write one shard; runs at its server."""
     probe = Path(directory) / _PROBE
     if not probe.is_file() or probe.read_text() != token:
         raise ValueError(
@@ -71,14 +70,14 @@ ROW_IDS = "row_ids"
 
 
 def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str = "", copy: bool = True) -> Snapshot:
-    """Copies a training state to the host; the only part of saving that training waits for.
+    """Copy a training state to the host, the only blocking part of saving an image.
 
     Args:
       state: TrainState.
-      extra: JSON values to save along.
-      run: id of the run.
-      copy: without it the rows are taken shard by shard while they are written, by their servers if
-        they have any; they may not change until then.
+      extra: further JSON values to save.
+      run: run id.
+      copy: if False, rows are read shard by shard while the image is written (by their servers, if remote), and must
+        not change until it is.
 
     Returns:
       A Snapshot; with `copy` it shares no memory with the state.
@@ -91,14 +90,14 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:
         for part, shards in state.tables.parts(name).items():
-            # Device rows come in one piece, from which each shard is cut.
+            # Device rows are one array, copied to the host at once.
             shards = np.asarray(shards) if isinstance(shards, jax.Array) else shards
             arrays |= {leaf_name(name, shard, part): np.array(rows) for shard, rows in enumerate(shards)}
     return Snapshot(arrays, manifest)
 
 
 def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]:
-    """[[path, shape, dtype]] of the leaves of a dense state and copies of them, {name: array}."""
+    """Return [[path, shape, dtype]] of the leaves of a dense state, and their copies {name: array}."""
     leaves, arrays = [], {}
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(dense)):
         shape, dtype = _kind(leaf)
@@ -110,7 +109,7 @@ def dense_leaves(dense: DenseState | None) -> tuple[list, dict[str, np.ndarray]]
 
 
 def dense_name(number: int) -> str:
-    """Name of the leaf of so many in a manifest's `dense`."""
+    """Return the name of the leaf at an index of a manifest's `dense`."""
     return f"dense.{number:04d}"
 
 
@@ -119,15 +118,14 @@ def _is_key(leaf):
 
 
 def _kind(leaf):
-    """Shape and dtype of a leaf: an array, a Python number, or PRNG keys."""
+    """Return shape and dtype of a leaf: an array, a Python number, or PRNG keys."""
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return list(leaf.shape), str(leaf.dtype)
 
 
 def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents=None) -> dict[str, Any]:
-    """What a manifest says of the state it belongs to, see `Image`; its files are added when they
-    are written."""
-    json.dumps(extra)  # what is not JSON is refused here, and not by the thread that writes
+    """Return the manifest fields of a state, see `Image`; the files are added when they are written."""
+    json.dumps(extra)  # values that are not JSON raise here, not in the writing thread
     spec = tables.spec
     return {
         "run": run, "step": step, "tables": tables_of(spec), "shards": spec.shards, "layout": described(tables.layout),
@@ -137,17 +135,16 @@ def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents
 
 
 def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray], cast: bool) -> DenseState:
-    """The dense state of an image, each leaf placed as in the template, after comparing paths,
-    shapes and dtypes.
+    """Return the dense state of an image, each leaf placed as in the template, after checking paths, shapes and dtypes.
 
     Args:
-      image: whose dense state it is; one replica's fills any number of them.
-      template: the dense state to fill.
-      arrays: what `load_arrays` gave.
-      cast: accept other dtypes of numbers, and cast to the template's.
+      image: image of the dense state; one of a single replica fills any number of replicas.
+      template: dense state that gives structure, shapes, dtypes and placement.
+      arrays: {name: array} from `load_arrays`.
+      cast: accept other numeric dtypes, and cast to the template's.
 
     Raises:
-      ValueError: a path, a shape or (without `cast`) a dtype differs; says which.
+      ValueError: a path, a shape or (without `cast`) a dtype differs; names them.
     """
     _check_saved_dense(image, template, cast)
     leaves = []
@@ -158,12 +155,12 @@ def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndar
 
 
 def _place(saved, old):
-    """A saved leaf in the kind, dtype, shape and sharding of the one that it replaces."""
+    """Return a saved leaf with the type, dtype, shape and sharding of the leaf it replaces."""
     if _is_key(old):
         saved = np.broadcast_to(saved, (*old.shape, *saved.shape[-1:]))
         return jax.device_put(jax.random.wrap_key_data(saved, impl=jax.random.key_impl(old)), old.sharding)
     if not hasattr(old, "dtype"):
-        return type(old)(saved)  # a Python number, as some optimizers keep
+        return type(old)(saved)  # a Python number, which some optimizers keep
     saved = np.broadcast_to(saved.astype(old.dtype), old.shape)
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
@@ -176,7 +173,7 @@ def _check_saved_dense(image, template, cast):
     for path, (shape, dtype) in found.items():
         mine = wanted.get(path, [[], dtype])
         if shape[:1] == [1] and shape[1:] == mine[0][1:]:
-            mine[0] = shape  # one replica fills any number of them
+            mine[0] = shape  # a single replica fills any number of replicas
         if mine[1] != dtype and "key<" not in mine[1] + dtype:
             other_dtypes[path] = f"{dtype}, wanted {mine[1]}"
             mine[1] = dtype
@@ -191,18 +188,18 @@ def _check_saved_dense(image, template, cast):
 def of_replica(
     image: Image, arrays: Mapping[str, np.ndarray], replica: int | Literal["mean"]
 ) -> tuple[Image, dict[str, np.ndarray]]:
-    """The dense state of an image as one replica would have saved it, without optimizers.
+    """Reduce the dense state of an image to the step and the parameters of one replica.
 
     Args:
-      image: of a whole state.
-      arrays: its dense leaves, what `load_arrays` gave.
-      replica: from 0 to R - 1, or "mean" for the mean of all.
+      image: image of a whole state.
+      arrays: {name: array} of its dense leaves, from `load_arrays`.
+      replica: from 0 to R - 1, or "mean" for the mean of all replicas.
 
     Returns:
-      The image with the leaves of the step and the parameters alone, and their arrays.
+      The image with `dense` reduced to those leaves, and their arrays.
 
     Raises:
-      ValueError: there is no such replica.
+      ValueError: no such replica.
     """
     kept: list[list] = []
     chosen: dict[str, np.ndarray] = {}
@@ -223,13 +220,12 @@ def of_replica(
 
 
 def leaf_name(stack: str, shard: int, part: str) -> str:
-    """Name of the leaf that holds 'value', a slot, or the 'row_ids' of a delta, of one shard."""
+    """Return the name of the leaf that holds 'value', a slot, or the 'row_ids' of a delta, for one shard."""
     return f"rows.{stack}.{shard:04d}.{part}"
 
 
 def _shard_by_shard(tables: Tables) -> Iterator[dict[str, np.ndarray]]:
-    """{leaf: rows} of one shard of all stacks after the other; of device tables a shard is on the
-    host at a time."""
+    """Yield {leaf: rows} of all stacks, shard by shard; of device tables, one shard is on the host at a time."""
     parts = {name: tables.parts(name) for name in tables.spec.stacks}
     for shard in range(tables.spec.shards):
         yield {
@@ -240,19 +236,18 @@ def _shard_by_shard(tables: Tables) -> Iterator[dict[str, np.ndarray]]:
 
 
 def described(layout: Layout) -> dict[str, dict[str, list]]:
-    """{stack: {part: [width, dtype]}} of a layout, as manifests have it."""
+    """Return {stack: {part: [width, dtype]}}, the form of a layout in manifests."""
     return {name: {part: [one.width, one.dtype] for part, one in parts.items()} for name, parts in layout.items()}
 
 
 def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:
-    """{table: [rows, width]} in the order of a spec."""
+    """Return {table: [rows, width]} in the order of a spec."""
     return {name: [table.rows, table.width] for name, table in spec.tables.items()}
 
 
 def refuse_other(image: Image, what: str, wanted, found) -> None:
-    """Raises ValueError, with what differs, if an image was saved with something else than
-    wanted."""
-    # Tables are compared in order: it decides the row numbers.
+    """Raise ValueError, naming the differences, if a property of an image is not as wanted."""
+    # Tables are compared in order, which determines the row numbers.
     if json.dumps(wanted) != json.dumps(found):
         raise ValueError(
             f"{image.path} was saved with other {what}: it has {_shortened(found, wanted)}, wanted "
@@ -261,7 +256,7 @@ def refuse_other(image: Image, what: str, wanted, found) -> None:
 
 
 def _shortened(a, b):
-    """What a has and b has not, if both are dicts."""
+    """Return the items of a that differ from b, if both are dicts; else a."""
     if isinstance(a, dict) and isinstance(b, dict):
         return {key: value for key, value in a.items() if b.get(key) != value} or f"the order {list(a)}"
     return a

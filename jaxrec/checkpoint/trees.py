@@ -1,12 +1,12 @@
-"""Partial recovery for a pytree of one's own: some rows of some leaves saved over a base, and restored alone.
+"""Partial recovery for any pytree: save some rows of some leaves over a base, and restore them alone.
 
-What `RowCheckpointer` is for tables, for embeddings that are plain leaves [V, ...] of a pytree, sharded over devices or
-not. Which rows to save, and when, is `jaxrec.cpr`'s: `cpr.counters` counts, `cpr.schedule` plans.
+The counterpart of `RowCheckpointer` for embeddings that are plain leaves [V, ...] of a pytree, sharded over devices or
+not. `jaxrec.cpr` decides which rows to save, and when: `cpr.counters` counts accesses, `cpr.schedule` plans saves.
 
-    directory/step_00000010     a base: `save_tree`, all leaves
-    directory/delta_000003      `save_rows`: some rows of some leaves, over the base and all deltas before it
+    directory/step_00000010     base from `save_tree`: all leaves
+    directory/delta_000003      delta from `save_rows`: some rows of some leaves, over the base and all earlier deltas
 
-The files are those of every image: whole or absent, flushed, renamed, verified before they are believed.
+Files are as for all images: committed atomically and verified before use.
 
 Legend: V rows of a leaf, n rows of a delta.
 """
@@ -40,20 +40,20 @@ _KIND = "tree"
 
 
 def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> Path:
-    """Saves all leaves, as a base for rows; waits until it is committed.
+    """Save all leaves as a base for deltas, and wait until it is committed.
 
     Args:
-      directory: of the images of one run.
-      tree: arrays; copied to the host leaf by leaf.
-      step: steps trained.
-      run: id of the run.
+      directory: directory of the images of one run.
+      tree: pytree of arrays; copied to the host leaf by leaf.
+      step: number of training steps completed.
+      run: run id.
 
     Returns:
-      The path of the image.
+      Path of the image.
 
     Raises:
-      ValueError: there is an image of this step.
-      OSError: the disk is full or read-only; older images are as they were.
+      ValueError: an image of this step exists; another process saves a tree there.
+      OSError: the disk is full or read-only; older images are unchanged.
     """
     directory, leaves = local_path(directory), _arrays_of(tree)
     whole_number("step", step, 0)
@@ -63,23 +63,23 @@ def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> 
 
 
 def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTree, step: int | None = None) -> Path:
-    """Saves some rows over a base or a delta; waits until it is committed.
+    """Save some rows as a delta over a base, and wait until it is committed.
 
     Args:
-      directory: where the base is.
-      base: what the new delta goes over: the path of an image from `save_tree`, or of a delta.
-      rows: {leaf: i32[n], numbers of rows along its first axis, or None for all of it}; leaves are named as
-        `jax.tree_util.keystr` names them, such as "['item']".
-      tree: as the base was saved from; leaves that `rows` does not name are not looked at.
-      step: steps trained; that of the base if None.
+      directory: directory of the base.
+      base: parent of the delta: path of an image from `save_tree`, or of a delta.
+      rows: {leaf: i32[n], row numbers along its first axis, or None for the whole leaf}; leaves are named by
+        `jax.tree_util.keystr`, such as "['item']".
+      tree: pytree with the structure, shapes and dtypes of the base; leaves not in `rows` are not read.
+      step: number of training steps completed; that of the base if None.
 
     Returns:
-      The path of the delta.
+      Path of the delta.
 
     Raises:
-      ValueError: no such row; leaves that are not those of the base.
-      DamagedImage: the base cannot be believed.
-      OSError: the disk is full or read-only; older images are as they were.
+      ValueError: no such row; leaves that differ from those of the base; another process saves a tree there.
+      DamagedImage: as `row_deltas.chain`, for the base.
+      OSError: the disk is full or read-only; older images are unchanged.
 
     >>> import tempfile, jax.numpy as jnp
     >>> directory, tree = tempfile.mkdtemp(), {"item": jnp.zeros((4, 2)), "bias": jnp.zeros(())}
@@ -111,20 +111,20 @@ def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTre
 
 
 def restore_rows(path: str | Path, tree: PyTree, rows: RowsOf | None = None) -> PyTree:
-    """Restores a tree, or some rows of it alone: those that were lost.
+    """Restore a tree, or only some rows of it, such as those lost with a device.
 
     Args:
-      path: an image or a delta; what lies below it is read too, and a row has its newest value.
-      tree: as it is now; shapes, dtypes and places are kept. Leaves of jax are replaced by new ones, arrays of numpy
-        too; nothing changes in place.
-      rows: {leaf: i32[n], or None for all of it}: only these are restored, and all else, in other rows and other
-        leaves, keeps its bits. Everything if None.
+      path: an image or a delta; rows are restored to their newest values in its chain.
+      tree: current pytree; shapes, dtypes and shardings are kept. Nothing changes in place: restored leaves are new
+        arrays.
+      rows: {leaf: i32[n], or None for the whole leaf} to restore; other rows and leaves stay bitwise unchanged.
+        Everything is restored if None.
 
     Returns:
-      The tree.
+      The restored tree.
 
     Raises:
-      ValueError: no such row; leaves that are not those of the image.
+      ValueError: no such row; leaves that differ from those of the image.
       DamagedImage: an image is missing, damaged or of another run.
     """
     leaves, found = _arrays_of(tree), chain(local_path(path))
@@ -141,14 +141,14 @@ def restore_rows(path: str | Path, tree: PyTree, rows: RowsOf | None = None) -> 
 
 
 def rows_on(leaf: jax.Array, devices) -> np.ndarray:
-    """The rows of a leaf that lie on some devices, and are gone with them.
+    """Return the rows of a leaf that are lost with some devices.
 
     Args:
-      leaf: sharded along its first axis, whatever else.
-      devices: those that were lost.
+      leaf: array with any sharding.
+      devices: lost devices.
 
     Returns:
-      i32[n], in order. Rows that another device holds too are not lost, and not in it.
+      i32[n], in order, without rows that are replicated on other devices.
 
     >>> import jax.numpy as jnp
     >>> rows_on(jnp.zeros((3, 2)), jax.devices()[:1]).tolist()
@@ -165,7 +165,7 @@ def rows_on(leaf: jax.Array, devices) -> np.ndarray:
 
 
 def _value_of(found: list[Image], number: int) -> np.ndarray:
-    """A leaf by a chain, oldest image first."""
+    """Return the newest value of a leaf in a chain given oldest first."""
     value: Any = None
     for image in found:
         names = {_leaf(number, part) for part in ("whole", "rows", "value")} & leaves_of(image)
@@ -178,7 +178,7 @@ def _value_of(found: list[Image], number: int) -> np.ndarray:
 
 
 def _take(leaf, ids: np.ndarray) -> np.ndarray:
-    """A copy of some rows, from one shard after the other: a gather would want to know where its result lies."""
+    """Copy some rows shard by shard: a gather would need an output sharding."""
     if not isinstance(leaf, jax.Array):
         return np.array(leaf[ids])
     if not leaf.is_fully_addressable:
@@ -194,7 +194,7 @@ def _take(leaf, ids: np.ndarray) -> np.ndarray:
 
 
 def _with_rows(leaf, ids: np.ndarray, values: np.ndarray):
-    """A leaf with other rows; shards without any of them are shared with the old leaf."""
+    """Return a leaf with some rows replaced; shards without such rows are shared with the old leaf."""
     if not isinstance(leaf, jax.Array):
         changed = np.array(leaf)
         changed[ids] = values
@@ -204,7 +204,7 @@ def _with_rows(leaf, ids: np.ndarray, values: np.ndarray):
         first, end, _ = shard.index[0].indices(leaf.shape[0])
         mine, part = (first <= ids) & (ids < end), shard.data
         if mine.any():
-            # Nothing is read of what is replaced as a whole: its device may be a new one.
+            # A shard replaced as a whole is not read: its device may be a new one.
             part = np.empty(part.shape, part.dtype) if mine.sum() == len(part) else np.array(part)
             part[ids[mine] - first] = values[mine][(slice(None), *shard.index[1:])]
         parts.append(jax.device_put(part, shard.device))
@@ -218,12 +218,12 @@ def _placed(value: np.ndarray, like):
 
 
 def _arrays_of(tree: PyTree) -> dict[str, Any]:
-    """{name: leaf}, in the order of the tree."""
+    """Return {name: leaf}, in the order of the tree."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _checked(rows: RowsOf, leaves: Mapping[str, Any]) -> dict[str, np.ndarray | None]:
-    """Sorted, distinct rows of each leaf; numpy would take rows counted from the end, and round others."""
+    """Return sorted, distinct rows of each leaf; numpy would accept negative rows, and a cast round fractions."""
     found: dict[str, np.ndarray | None] = {}
     for name, wanted in rows.items():
         leaf = leaves[name]
@@ -260,7 +260,7 @@ def _writing(directory: Path) -> Lock:
 
 
 def newest_of(directory: str | Path) -> Path | None:
-    """The newest image or delta of a directory of trees, by step; of one step the delta.
+    """Return the newest image or delta of a directory of trees, by step; for equal steps the delta.
 
     >>> import tempfile
     >>> newest_of(tempfile.mkdtemp()) is None

@@ -1,9 +1,7 @@
-"""CPR: partial recovery of lost embedding shards from checkpoints that save the most used rows
-first.
+"""CPR: partial recovery of lost embedding shards from checkpoints that save the most used rows first.
 
-`plan_recovery` decides before training whether it pays and how often to save; `Recovery` then
-watches an engine. Read `schedule` first, which has the equations, then `priority`, which rows are
-saved, and then `recovery`.
+`plan_recovery` decides before training whether partial recovery pays and how often to save; `Recovery` then watches an
+engine. Read `schedule` first for the equations, then `priority` for the choice of rows, then `recovery`.
 """
 
 from jaxrec.cpr.costs import measure

@@ -1,4 +1,4 @@
-"""What a job pays for saves and recoveries, measured on the machine, the tables and the directory that it will have.
+"""Measure the costs of saves and recoveries of a job, on its own machine, tables and directory.
 
 The equations of `schedule.py` take these costs as given (Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 3).
 """
@@ -25,7 +25,7 @@ from jaxrec.types import TrainState
 
 
 class _Seconds(NamedTuple):
-    save: float  # that training waits
+    save: float  # time that training waits
     load: float
     partial_load: float
 
@@ -41,35 +41,35 @@ def measure(
     copy: Literal["whole", "shards"] = "whole",
     rounds: int = 3,
 ) -> tuple[TrainState, Costs]:
-    """Really saves and restores a state, and returns its costs for `plan_recovery`; call it before training.
+    """Save and restore a state, and return the measured costs for `plan_recovery`; call it before training.
 
-    Each round saves a whole image, restores all of it, and restores as many shards alone as a failure takes; a cost is
-    its median over the rounds. A shard is what CPR calls a node. The files of a round are flushed, dropped from the
-    system's cache as far as it does so, and removed.
+    Each round saves a whole image, restores all of it, and restores alone as many shards as a failure takes; a cost is
+    its median over the rounds. A shard is a node in the terms of CPR. The files of a round are flushed, dropped from
+    the page cache as far as the system permits, and removed.
 
-    What cannot be measured here remains an argument: how often nodes fail, how long the job is, and how long a
-    scheduler takes to replace a node. A scheme's row deltas are not in it either: they write the same bytes per
-    T_save, and a shard that comes back from a chain of them is read from up to 16 / r files more.
+    The frequency of failures, the length of the job and the time to replace a node cannot be measured here and remain
+    arguments. Row deltas of a scheme are not measured either: they write the same bytes per T_save, and restoring a
+    shard from their chain reads up to 16 / r more files.
 
     Args:
-      state: TrainState, of the size that will be trained. It comes back with the same values: host tables are filled
-        in place, those of devices are donated.
-      directory: where the run will save, or its parent, on the same disk. It need not exist, and is not made.
+      state: TrainState of the size to be trained. It is returned with the same values: host tables are filled in place,
+        device tables are donated.
+      directory: directory of the run's images, or its parent, on the same disk. It need not exist, and is not created.
       mtbf_hours: T_fail, of the whole job.
-      total_hours: T_total, without any overhead.
-      reschedule_hours: O_res, of one recovery; 0 if a spare node waits.
-      failed_nodes: m, how many shards a failure takes.
-      copy: as for `Recovery`. O_save is what training waits for: a copy in memory with 'whole', which is written
-        beside training, or the write itself with 'shards'.
-      rounds: how often everything is done.
+      total_hours: T_total, without overhead.
+      reschedule_hours: O_res, of one recovery; 0 if there is a spare node.
+      failed_nodes: m, number of shards lost in a failure.
+      copy: as for `Recovery`. O_save is the time that training waits: for a copy in memory with 'whole', whose write
+        continues in the background, or for the write itself with 'shards'.
+      rounds: number of rounds.
 
     Returns:
-      The state, and Costs whose save_hours, load_hours (all shards) and partial_load_hours (the failed ones) are
-      measured, with as many nodes as the tables have shards.
+      The state, and Costs with measured save_hours, load_hours (all shards) and partial_load_hours (the failed ones),
+      and as many nodes as the tables have shards.
 
     Raises:
-      ValueError: a number outside its range, before anything is saved.
-      OSError: the disk is full, or the directory cannot be written; the state is as it was, and no file stays.
+      ValueError: a number is out of range; raised before anything is saved.
+      OSError: the disk is full, or the directory cannot be written; the state is unchanged, and no file remains.
 
     >>> import jax.numpy as jnp, optax, tempfile, jaxrec
     >>> from jaxrec.cpr import measure, plan_recovery
@@ -86,11 +86,11 @@ def measure(
     whole_number("rounds", rounds)
     check_costs(given)
     found = []
-    # On the same disk as the directory, which need not exist.
+    # The directory need not exist, so use its closest existing parent: it is on the same disk.
     directory = local_path(directory)
-    above = next(path for path in (directory, *directory.parents) if path.exists())
-    own = tempfile.TemporaryDirectory(prefix="cpr_measure_", dir=above)
-    with own as place, _standing_kept(state.tables):
+    existing_parent = next(path for path in (directory, *directory.parents) if path.exists())
+    own = tempfile.TemporaryDirectory(prefix="cpr_measure_", dir=existing_parent)
+    with own as place, _keeping_put_counts(state.tables):
         for number in range(rounds):
             state, seconds = _round(state, Path(place) / f"round_{number}", failed_nodes, copy)
             found.append(seconds)
@@ -100,8 +100,8 @@ def measure(
 
 
 @contextlib.contextmanager
-def _standing_kept(tables: Tables) -> Iterator[None]:
-    """Tables that count puts stand afterwards where they stood: what is written into them is what they hold."""
+def _keeping_put_counts(tables: Tables) -> Iterator[None]:
+    """Restore the put counts of tables that keep them: the puts write values that the tables already hold."""
     steps = getattr(tables, "steps", None)
     before = None if steps is None else steps.copy()
     try:
@@ -116,30 +116,30 @@ def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
         save = saver.save(state)
         saver.wait()
         image = saver.path_of(int(state.dense.step))
-        _forget(image)
+        _drop_from_cache(image)
         load, (state, _) = _timed(lambda: restore(image, state))
-        _forget(image)
+        _drop_from_cache(image)
         partial_load, tables = _timed(lambda: _load_shards(image, state.tables, range(failed_nodes)))
     shutil.rmtree(directory)
     return state._replace(tables=tables), _Seconds(save, load, partial_load)
 
 
 def _load_shards(image: Path, tables: Tables, shards) -> Tables:
-    """Restores shards as `Recovery` does: all are verified before the first row changes."""
+    """Restore shards as `Recovery` does: verify all of them before the first row changes."""
     known: Verified = {}
     for shard in shards:
         shard_source([image], shard, known)
     return restore_shards(image, tables, shards)[0]
 
 
-def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
-    found = jax.block_until_ready(act())
+    found = jax.block_until_ready(function())
     return time.perf_counter() - start, found
 
 
-def _forget(image: Path) -> None:
-    """Drops the files of an image from the system's cache: a replacement node has never read them."""
+def _drop_from_cache(image: Path) -> None:
+    """Drop the files of an image from the page cache: a replacement node has never read them."""
     for file in image.rglob("*"):
         if file.is_file() and hasattr(os, "posix_fadvise"):
             with open(file, "rb") as opened:

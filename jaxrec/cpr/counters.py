@@ -1,11 +1,9 @@
-"""Arrays of row trackers in both homes: numpy ones change in place, compiled by numba; jax ones are
-donated.
+"""Arrays of row trackers on host and device: numpy arrays change in place, with numba; jax arrays are donated.
 
-The first axis of every array is the shards, and row r of the stack is at [r % S, r // S]. On
-devices, padding rows V lie just past the end, where scatters drop them.
+The first axis of every array is the shard, and row r of the stack is at [r % S, r // S]. On devices, padding rows V lie
+past the end, so scatters drop them.
 
-Legend: S shards, V rows of the stack, E embedding width, U padded unique rows of a batch, n rows of
-a pick.
+Legend: S shards, V rows of the stack, E embedding width, U padded unique rows of a batch, n rows of a pick.
 """
 
 import functools
@@ -18,23 +16,22 @@ import numba
 import numpy as np
 
 _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
-# Sums in any order: twice as fast.
+# Allows sums to be reordered: twice as fast.
 _summed = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
 
 
 def on_host(array) -> bool:
-    """Whether a tracker's array, or a list of shards' rows, is in host memory; under jit none
-    is."""
+    """Return whether an array, or a list of the rows of each shard, is in host memory; tracers under jit are not."""
     return isinstance(array, (np.ndarray, list, tuple))
 
 
 def shape_of(value) -> tuple[int, int]:
-    """S and V / S of rows in either home."""
+    """Return S and V / S of rows on host or device."""
     return (len(value), len(value[0])) if on_host(value) else value.shape[:2]
 
 
 def filled(value, width: int, fill):
-    """i32[S, width] where the rows live, split over the mesh as they are."""
+    """Return i32[S, width] where the rows live, with their sharding."""
     shape = (shape_of(value)[0], width)
     if on_host(value):
         return np.full(shape, fill, np.int32)
@@ -42,7 +39,7 @@ def filled(value, width: int, fill):
 
 
 def replaced(old, new: np.ndarray):
-    """An array with the content of another, in the home of the old one."""
+    """Replace the content of an array; return it where the old one lives."""
     if not on_host(old):
         return jax.device_put(new, old.sharding)
     old[:] = new
@@ -50,7 +47,7 @@ def replaced(old, new: np.ndarray):
 
 
 def set_shard(array, shard: int, new):
-    """An array with another content of one shard."""
+    """Replace the content of one shard."""
     if not on_host(array):
         return _set_shard(array, shard, new)
     array[shard] = new
@@ -58,11 +55,11 @@ def set_shard(array, shard: int, new):
 
 
 def add_accesses(count, plan, by_access: bool):
-    """Adds a batch to access counts.
+    """Add a batch to access counts.
 
     Args:
       count: i32[S, V / S].
-      plan: of the batch; one without `inverse` counts each row once.
+      plan: Plan of the batch; without `inverse` each row counts once.
       by_access: count a row as often as the batch reads it; else once.
 
     Returns:
@@ -72,13 +69,20 @@ def add_accesses(count, plan, by_access: bool):
     if not on_host(count):
         return _add_accesses(count, plan.unique, inverse)
     unique, used = np.asarray(plan.unique), np.asarray(plan.count)
-    # In two passes: the batch is counted by its own few rows first, and only these are looked up
-    # among all rows of the tables.
-    hits = np.full(unique.size + 1, not inverse, np.int32)  # one more, for missing ids
-    for positions in inverse.values():
-        _count_positions(np.asarray(positions).reshape(-1), hits)
-    _add_hits(unique, used, hits, count)
+    # Two passes: count reads by the few rows of the batch first, then look up only these among all rows.
+    _add_hits(unique, used, accesses(plan._replace(inverse=inverse)), count)
     return count
+
+
+def accesses(plan) -> np.ndarray:
+    """Return how often a batch reads each of its rows, i32[S * U + 1].
+
+    The last entry counts missing ids. All are 1 for a plan without `inverse`.
+    """
+    hits = np.full(np.asarray(plan.unique).size + 1, not plan.inverse, np.int32)
+    for positions in plan.inverse.values():
+        _count_positions(np.asarray(positions).reshape(-1), hits)
+    return hits
 
 
 @_compiled
@@ -89,7 +93,7 @@ def _count_positions(positions, hits):
 
 @_compiled
 def _add_hits(unique, used, hits, count):
-    # All shards in one call: each return to Python waits for the GIL, which other threads want.
+    # One call for all shards: each return to Python waits for the GIL, for which other threads compete.
     shards, capacity = unique.shape
     for shard in range(shards):
         for u in range(used[shard]):
@@ -106,8 +110,7 @@ def _add_accesses(count, unique, inverse):
 
 
 def subtract(count, rows: Sequence[np.ndarray], seen: Sequence[np.ndarray]):
-    """Takes the counts that a pick saw, i32[n] per shard, from those of its rows, i32[n] of the
-    stack per shard."""
+    """Subtract the counts seen by a pick, i32[n] per shard, from those of its rows, i32[n] of the stack per shard."""
     if not on_host(count):
         return _subtract(count, *_padded(rows, seen, count.shape))
     for shard, (mine, counted) in enumerate(zip(rows, seen, strict=True)):
@@ -127,23 +130,23 @@ def _subtract(count, rows, seen):
 
 
 def largest(weight: np.ndarray, budget: int) -> np.ndarray:
-    """The rows of the `budget` largest weights above 0, equal ones in the order of a hash.
+    """Return the rows of the `budget` largest positive weights, ties broken by a hash.
 
     Args:
       weight: i32 or f32[V / S] of one shard.
-      budget: how many rows at most.
+      budget: maximum number of rows.
 
     Returns:
-      i32[n], ascending; all rows of a weight above 0 if they are within the budget.
+      i32[n], ascending; all rows of positive weight if they are within the budget.
 
     >>> largest(np.array([5, 0, 9, 9, 3], np.int32), 3).tolist()
     [0, 2, 3]
     """
-    # One order for counts and for norms, so that both are picked by the same code.
-    bits = weight.view(np.int32)  # floats >= 0 order as their bits do
+    # One integer order for counts and norms, so that the same code picks by both.
+    bits = weight.view(np.int32)  # non-negative floats order as their bits do
     keys = np.empty(len(bits) + 1, np.int64)
     n = _fill_keys(bits, keys)
-    # The edge alone is wanted, for which a partition needs no sorted rows.
+    # Only the threshold is needed: a partition avoids sorting.
     edge = np.partition(keys[:n], n - budget)[n - budget] if n > budget else np.int64(0)
     out = np.empty(min(n, budget) + 1, np.int32)
     return out[: _fill_rows(bits, edge, out)]
@@ -151,7 +154,7 @@ def largest(weight: np.ndarray, budget: int) -> np.ndarray:
 
 @_compiled
 def _key(bits, row):
-    # Distinct, as a row times an odd number is: many equal keys make the partition 20 times slower.
+    # Distinct, as the multiplier is odd: many equal keys make the partition 20 times slower.
     return (np.int64(bits) << 32) | ((row * 0x9E3779B9) & 0xFFFFFFFF)
 
 
@@ -166,7 +169,7 @@ def _fill_keys(bits, keys):
 
 @_compiled
 def _fill_rows(bits, edge, out):
-    n, last = 0, out.shape[0] - 1  # the last is for what does not count
+    n, last = 0, out.shape[0] - 1  # the last entry takes rows that are not selected
     for row in range(bits.shape[0]):
         out[min(n, last)] = row
         n += (bits[row] > 0) & (_key(bits[row], row) >= edge)
@@ -174,18 +177,17 @@ def _fill_rows(bits, edge, out):
 
 
 def copy(value):
-    """A copy of a stack's rows, f32[S, V / S, E], in their home."""
+    """Copy the rows of a stack, f32[S, V / S, E], where they live."""
     return np.stack(value) if on_host(value) else _copy(value)
 
 
 def changes(new, old):
-    """L2 norm of the change of every row, f32[S, V / S] in numpy, of rows f32[S, V / S, E]; 0 where
-    it is NaN."""
+    """Return the L2 norm of the change of every row, f32[S, V / S] in numpy, from f32[S, V / S, E]; 0 for NaN."""
     if not on_host(new):
         return np.asarray(_changes(new, old))
     change = np.empty(shape_of(new), np.float32)
     for shard, out in enumerate(change):
-        _row_norms(np.asarray(new[shard]), old[shard], out)  # which fetches rows that live elsewhere
+        _row_norms(np.asarray(new[shard]), old[shard], out)  # fetches rows that live at servers
     return change
 
 
@@ -194,16 +196,15 @@ def _row_norms(new, old, out):
     for row in range(new.shape[0]):
         square = 0.0
         for c in range(new.shape[1]):
-            # The square in float64: that of a large difference would overflow in float32.
+            # Squared in float64, as the square of a large difference overflows in float32.
             difference = np.float64(new[row, c] - old[row, c])
             square += difference * difference
         norm = math.sqrt(square)
-        out[row] = norm if norm > 0 else 0  # NaN is nothing to save
+        out[row] = norm if norm > 0 else 0  # NaN: nothing to save
 
 
 def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Values f32[n, E] of rows i32[n] of the stack, both one array per shard, copied to the
-    host."""
+    """Copy rows i32[n] of the stack to the host, as f32[n, E]; both are lists with one array per shard."""
     if on_host(value):
         return [value[shard][mine // len(value)] for shard, mine in enumerate(rows)]
     padded, _ = _padded(rows, rows, value.shape)
@@ -211,8 +212,7 @@ def rows_of(value, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
-    """Rows f32[S, V / S, E] with new values f32[n, E] of rows i32[n] of the stack, one array per
-    shard."""
+    """Write values f32[n, E] to rows i32[n] of the stack; both are lists with one array per shard."""
     if not on_host(value):
         return _overwrite(value, *_padded(rows, new, value.shape))
     for shard, (mine, values) in enumerate(zip(rows, new, strict=True)):
@@ -221,8 +221,7 @@ def overwrite(value, rows: Sequence[np.ndarray], new: Sequence[np.ndarray]):
 
 
 def _padded(rows, values, shape):
-    """[S, K] rows, then V, and [S, K, ...] values; K is a power of two, so that few shapes
-    are compiled."""
+    """Pad to rows [S, K], filled up with V, and values [S, K, ...]; K is a power of two, to compile few shapes."""
     size = 1 << max(0, max(map(len, rows)) - 1).bit_length()
     out = np.full((shape[0], size), shape[0] * shape[1], np.int32)
     padded = np.zeros((shape[0], size, *values[0].shape[1:]), values[0].dtype)
@@ -237,7 +236,7 @@ _copy = jax.jit(jnp.copy)
 @jax.jit
 def _changes(new, old):
     norm = jnp.linalg.norm(new - old, axis=-1)
-    return jnp.where(norm > 0, norm, 0)  # NaN is nothing to save
+    return jnp.where(norm > 0, norm, 0)  # NaN: nothing to save
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""When failures come and which nodes they take: drawn, placed, or of a trace.
+"""Failure times and failed nodes: drawn, placed, or from a trace.
 
 All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
 """
@@ -14,32 +14,30 @@ class Failures(NamedTuple):
     """Failures of nodes; those at the same time are one failure of the job."""
 
     hours: np.ndarray  # f64[n] since the start, ascending
-    node: np.ndarray  # i32[n] from 0 to nodes - 1; -1 where it is not known
-    cause: np.ndarray  # i32[n] place in causes
+    node: np.ndarray  # i32[n] from 0 to nodes - 1; -1 if unknown
+    cause: np.ndarray  # i32[n] index into causes
     causes: tuple[str, ...]
-    nodes: int  # of the whole system, also those that never fail
-    span_hours: float  # how long it was watched
+    nodes: int  # number of nodes of the whole system, including those that never fail
+    span_hours: float  # length of the observation
 
 
 def draw_failures(
     mtbf_hours: float, horizon_hours: float, nodes: int, seed: int, shape: float = 1.0, failed_nodes: int = 1
 ) -> Failures:
-    """Draws failures whose gaps follow a gamma law; of shape 1, the default, it is the exponential
-    law.
+    """Draw failures whose gaps follow a gamma distribution, by default (shape 1) the exponential one.
 
-    The first gap begins at 0, as the age of a job does: with a shape below 1 more than horizon /
-    MTBF failures come.
+    The first gap begins at 0, as the age of a job does, so a shape below 1 gives more than horizon / MTBF failures.
 
     Args:
       mtbf_hours: mean gap.
-      horizon_hours: how far to draw.
-      nodes: of the job; each is as likely as any other.
-      seed: of the gaps and of the nodes.
-      shape: of the gamma law; below 1 failures come in bursts.
-      failed_nodes: m distinct nodes that each failure takes.
+      horizon_hours: length of time to draw.
+      nodes: number of nodes of the job, all equally likely to fail.
+      seed: seed of gaps and nodes.
+      shape: shape of the gamma distribution; below 1 failures come in bursts.
+      failed_nodes: m, number of distinct nodes lost in each failure.
 
     Returns:
-      Failures, m entries of the same hour per failure.
+      Failures, with m entries of the same hour per failure.
 
     >>> draw_failures(mtbf_hours=28, horizon_hours=56, nodes=8, seed=7).hours.round(1).tolist()
     [19.8, 48.5]
@@ -57,18 +55,17 @@ def draw_failures(
 
 
 def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, failed_nodes: int = 1) -> Failures:
-    """Places a given number of failures uniformly over a job, as the emulation of arXiv 2011.02999
-    does with two.
+    """Place a number of failures uniformly over a job, as the emulation of arXiv 2011.02999 does with two.
 
     Args:
-      number: of failures.
+      number: number of failures.
       horizon_hours: length of the job.
-      nodes: of the job; each is as likely as any other.
-      seed: of the hours and of the nodes.
-      failed_nodes: m distinct nodes that each failure takes.
+      nodes: number of nodes of the job, all equally likely to fail.
+      seed: seed of hours and nodes.
+      failed_nodes: m, number of distinct nodes lost in each failure.
 
     Returns:
-      Failures, m entries of the same hour per failure.
+      Failures, with m entries of the same hour per failure.
     """
     _check_nodes(nodes, failed_nodes)
     whole_number("number", number, 0)
@@ -78,13 +75,13 @@ def place_failures(number: int, horizon_hours: float, nodes: int, seed: int, fai
 
 
 def interruptions(failures: Failures) -> tuple[np.ndarray, np.ndarray]:
-    """Merges failures of the same time: what a job sees that runs on all nodes.
+    """Merge failures of the same time, as seen by a job that runs on all nodes.
 
     Args:
-      failures: of nodes.
+      failures: failures of nodes.
 
     Returns:
-      f64[k] hours, ascending without repeats; i32[k] distinct nodes that fail at each.
+      f64[k] distinct hours, ascending; i32[k] number of distinct nodes that fail at each.
     """
     pairs = np.unique(np.stack([failures.hours, failures.node]), axis=1)
     hours, count = np.unique(pairs[0], return_counts=True)
@@ -96,7 +93,7 @@ def _check_nodes(nodes, failed_nodes):
 
 
 def _on_nodes(rng, hours, nodes, failed_nodes, span):
-    """Gives each failure its nodes."""
+    """Assign nodes to each failure."""
     if failed_nodes == 1:
         node = rng.integers(nodes, size=len(hours))
     else:

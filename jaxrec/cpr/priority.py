@@ -1,30 +1,27 @@
-"""Which rows to save first: MFU, SSU and SCAR of CPR (arXiv 2011.02999), round-robin and random
-beside them.
+"""Schemes that choose which rows to save first: MFU, SSU and SCAR of CPR (arXiv 2011.02999), round-robin and random.
 
-Partial recovery loses what a shard learned since its rows were saved; saving the r V rows that
-matter most every r T instead of all V every T loses less for the same bytes. A tracker watches one
-stack, shard by shard:
+Partial recovery loses all updates of a shard since its rows were last saved. Saving the r V most important rows every r
+T, instead of all V every T, loses less for the same bytes. A tracker watches one stack, shard by shard:
 
     tracker = scheme.init(value, budget)
     tracker = scheme.touch(tracker, plan)                    after every step
     pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows per shard
-    tracker = scheme.saved(tracker, pick)                    when they are committed; never, if the save failed
-    tracker = scheme.restored(tracker, shard, value)         a shard was loaded: it equals what is saved
-    tracker = scheme.recall(tracker, scheme.remember(tracker))         what a tracker knows beyond its rows, as JSON
+    tracker = scheme.saved(tracker, pick)                    once they are committed; not called if the save failed
+    tracker = scheme.restored(tracker, shard, value)         a shard was restored: it equals its saved rows
+    tracker = scheme.recall(tracker, scheme.remember(tracker))         state beyond the rows, as JSON
 
-A row is picked only if it was touched (SCAR: if it differs) since it was last saved, and `saved`
-takes back what the pick saw and no more: what is touched between pick and commit stays to be saved.
-One pick is in flight at a time. `value` is f32[V / S, E] a shard in a list (host tables) or a jax
-array f32[S, V / S, E] (device tables); the tracker lives where it does. Trackers in numpy change in
-place, and picks by counts may run in another thread beside touches; trackers in jax are donated,
-and `touch` may be inside jit.
+Only rows that were touched (SCAR: that differ) since they were last saved are picked. `saved` subtracts what the pick
+saw and no more, so rows touched between pick and commit stay unsaved. At most one pick is in flight. `value` is a list
+of f32[V / S, E], one per shard (host tables), or a jax array f32[S, V / S, E] (device tables); the tracker lives where
+`value` does. Numpy trackers change in place, and picks by counts may run in another thread, concurrently with `touch`;
+jax trackers are donated, and `touch` may be traced by jit.
 
-| | keeps, bytes per row | picks |
+| | state, bytes per row | picks |
 |---|---|---|
 | MFU | accesses since saved, 4 | the most accessed rows |
 | SSU | a list of r V rows of sampled batches, 4 r | the list |
 | SCAR | the rows as last saved, 4 E | the most changed rows, by L2 norm |
-| round-robin, random | as MFU | the next ones; any |
+| round-robin, random | as MFU | the next touched rows; random touched rows |
 
 Legend: S shards, V rows of the stack, E embedding width, C entries of a list, n rows of a pick.
 """
@@ -49,7 +46,7 @@ class Pick(NamedTuple):
 
 
 class Priority(NamedTuple):
-    """A scheme as functions of its tracker; see the head of this file."""
+    """A scheme, as functions of its tracker; see the module docstring."""
 
     name: str
     init: Callable[..., Any]  # (value, budget) -> tracker
@@ -57,16 +54,20 @@ class Priority(NamedTuple):
     pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
     saved: Callable[..., Any]  # (tracker, Pick) -> tracker
     restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
-    # (tracker) -> JSON: all that a fresh tracker of saved rows lacks.
+    # (tracker) -> JSON: the state that a fresh tracker of saved rows lacks
     remember: Callable[..., dict[str, Any]]
     recall: Callable[..., Any]  # (tracker, JSON) -> tracker
-    # `pick` looks at the tracker alone, not at values, and may run while training goes on.
+    # Whether `pick` uses the tracker alone, not values, so that it may run while training continues.
     by_tracker: bool = True
+    # (function, args) to pickle instead, as closures cannot be pickled
+    recipe: tuple[Callable[..., "Priority"], tuple] | None = None
+
+    def __reduce__(self):
+        return self.recipe or (Priority, tuple(self))
 
 
 def budget_rows(rows: int, fraction: float) -> int:
-    """Rows a save may write: ceil(r V / S), the budget of a shard; every shard has its own, as
-    every node in CPR.
+    """Return the budget of a shard, ceil(r V / S) rows per save; in CPR each node has its own, too.
 
     Args:
       rows: V / S.
@@ -76,69 +77,71 @@ def budget_rows(rows: int, fraction: float) -> int:
     (125, 3, 1)
     """
     real_number("fraction", fraction, "above 0 and at most 1: CPR saves r = 0.125 of the rows", is_portion)
-    return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3
+    return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3 in floats
 
 
 class Counts(NamedTuple):
     """Accesses of every row since it was last saved."""
 
     count: Array  # i32[S, V / S]
-    turn: np.ndarray  # i32[S] where the next pick of a shard begins; always on the host
+    turn: np.ndarray  # i64[S], start of the next pick of each shard; always on the host
 
 
 def mfu(by_access: bool = True) -> Priority:
-    """Most frequently used: a counter per row; the largest are saved, and then what was counted is
-    taken off.
+    """Most frequently used: save the rows with the most accesses since they were last saved.
 
     Args:
-      by_access: count a row as often as a batch reads it, as we recall the paper; else once per batch.
-        Plans that know no accesses (`inverse` empty) count once.
+      by_access: count every read of a row in a batch, as we recall the paper; else one per batch. Plans without
+        `inverse` count one per batch.
     """
     name = "mfu" if by_access else "mfu_by_batch"
-    return _counted(name, by_access, lambda count, budget, turn, shard: (counters.largest(count, budget), turn))
+    select = lambda count, budget, turn: (counters.largest(count, budget), turn)
+    return _count_scheme(name, by_access, select, (mfu, (by_access,)))
 
 
 def round_robin() -> Priority:
-    """The next touched rows after those picked before, in the order of their numbers."""
+    """Save the next touched rows after the previously picked ones, in the order of row numbers."""
 
-    def choose(count, budget, turn, shard):
-        # From the row after the last pick on, and round to the first ones.
+    def select(count, budget, turn):
+        # From the row after the last pick on, wrapping around.
         rows = np.flatnonzero(count)
         first = int(np.searchsorted(rows, turn))
         picked = rows[(first + np.arange(min(budget, len(rows)))) % max(len(rows), 1)]
         return np.sort(picked), picked[-1] + 1 if len(picked) else turn
 
-    return _counted("round_robin", False, choose)
+    return _count_scheme("round_robin", False, select, (round_robin, ()))
 
 
 def random(seed: int = 0) -> Priority:
-    """Any touched rows, drawn from (seed, pick, shard)."""
+    """Save random touched rows, drawn from (seed, shard, pick)."""
 
-    def choose(count, budget, turn, shard):
+    def select(count, budget, turn):
         # Above 0.
-        draw = 1 - np.random.default_rng([seed, turn, shard]).random(len(count), np.float32)
+        draw = 1 - np.random.default_rng([seed, turn]).random(len(count), np.float32)
         return counters.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
 
-    return _counted("random", False, choose)
+    return _count_scheme("random", False, select, (random, (seed,)), turn_stride=1 << 32)
 
 
-def _counted(name, by_access, choose):
-    """A scheme on access counts; choose(count, budget, turn, shard) -> rows of the shard,
-    ascending; next turn."""
+def _count_scheme(name, by_access, select, recipe, turn_stride=0):
+    """Make a scheme from select(count, budget, turn) -> ascending rows of a shard, next turn.
+
+    The first turns of consecutive shards differ by `turn_stride`: a server holds only some of the shards, so their
+    positions do not distinguish them.
+    """
 
     def init(value, budget):
         shards, rows = counters.shape_of(value)
-        return Counts(counters.filled(value, rows, 0), np.zeros(shards, np.int32))
+        return Counts(counters.filled(value, rows, 0), np.arange(shards) * turn_stride)
 
     def touch(tracker, plan):
         return Counts(counters.add_accesses(tracker.count, plan, by_access), tracker.turn)
 
     def pick(tracker, budget, value):
-        # The counts stay as they are until the save is committed; what was seen of them goes with
-        # the pick, so that accesses that come meanwhile are kept.
+        # Counts stay unchanged until the save is committed; the pick records them, so that later accesses are kept.
         counts, turn, picked = np.asarray(tracker.count), np.array(tracker.turn), Pick([], [])
         for shard, count in enumerate(counts):
-            rows, turn[shard] = choose(count, budget, turn[shard], shard)
+            rows, turn[shard] = select(count, budget, turn[shard])
             picked.rows.append((rows * len(counts) + shard).astype(np.int32))
             picked.seen.append(count[rows])
         return picked, Counts(tracker.count, turn)
@@ -154,26 +157,25 @@ def _counted(name, by_access, choose):
         return {"turn": np.asarray(tracker.turn).tolist()}
 
     def recall(tracker, known):
-        return tracker._replace(turn=np.array(known["turn"], np.int32))
+        return tracker._replace(turn=np.array(known["turn"], np.int64))
 
-    return Priority(name, init, touch, pick, saved, restored, remember, recall)
+    return Priority(name, init, touch, pick, saved, restored, remember, recall, recipe=recipe)
 
 
 class SampledRows(NamedTuple):
     """A set of rows per shard, see `row_set.py`."""
 
     entry: Array  # i32[S, C]
-    batch: Array  # i32[] batches seen
+    batch: Array  # i32[], batches seen
 
 
 def ssu(every: int = 2) -> Priority:
-    """Sub-sampled used: the rows of every n-th batch go to a list of r V entries, which is what is
-    saved.
+    """Sub-sampled used: insert the rows of every n-th batch into a list of r V entries, and save the list.
 
-    In a full list a row takes the place of a random one, so that what is used often stays.
+    In a full list a new row replaces a random one, so frequently used rows tend to stay.
 
     Args:
-      every: which batches are sampled; the period is a matter of tuning in CPR.
+      every: n; CPR treats the period as a tuning parameter.
     """
     whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 
@@ -182,8 +184,7 @@ def ssu(every: int = 2) -> Priority:
 
     def touch(tracker, plan):
         entry, batch = tracker
-        # By the number of the batch, which an image remembers: a run that goes on samples the same
-        # ones.
+        # By batch number, which an image records: a resumed run samples the same batches.
         sampled = batch % every == 0  # traced under jit
         if not isinstance(sampled, np.bool_) or sampled:
             entry = row_set.insert(entry, plan, batch, sampled)
@@ -195,7 +196,7 @@ def ssu(every: int = 2) -> Priority:
         return Pick(rows, nothing), tracker._replace(entry=counters.replaced(tracker.entry, entry))
 
     def saved(tracker, pick):
-        # Only now: until the save is committed its rows keep their places.
+        # Only now: until the save is committed, its rows keep their entries.
         return tracker._replace(entry=row_set.drop_picked(tracker.entry))
 
     def restored(tracker, shard, value):
@@ -207,18 +208,17 @@ def ssu(every: int = 2) -> Priority:
     def recall(tracker, known):
         return tracker._replace(batch=np.int32(known["batch"]))
 
-    return Priority("ssu", init, touch, pick, saved, restored, remember, recall)
+    return Priority("ssu", init, touch, pick, saved, restored, remember, recall, recipe=(ssu, (every,)))
 
 
 class Saved(NamedTuple):
-    """The rows as they were last saved, as much memory as the rows themselves."""
+    """The rows as last saved; takes as much memory as the rows themselves."""
 
     value: Array  # f32[S, V / S, E]
 
 
 def scar() -> Priority:
-    """The rows that changed most since they were saved, by the L2 norm of the change (SCAR, arXiv
-    1810.07354)."""
+    """Save the rows that changed most since they were last saved, by L2 norm (SCAR, arXiv 1810.07354)."""
 
     def init(value, budget):
         return Saved(counters.copy(value))
@@ -228,13 +228,12 @@ def scar() -> Priority:
 
     def pick(tracker, budget, value):
         picked = []
-        # Shard by shard: each has a budget of its own, as every node in CPR.
         for shard, change in enumerate(counters.changes(value, tracker.value)):
             picked.append((counters.largest(change, budget) * len(value) + shard).astype(np.int32))
         return Pick(picked, counters.rows_of(value, picked)), tracker
 
     def saved(tracker, pick):
-        # With the values of the pick, not those of now, which the image does not hold.
+        # With the values at the pick: the image does not hold the current ones.
         return Saved(counters.overwrite(tracker.value, *pick))
 
     def restored(tracker, shard, value):
@@ -243,4 +242,5 @@ def scar() -> Priority:
     def recall(tracker, known):
         return tracker
 
-    return Priority("scar", init, touch, pick, saved, restored, lambda tracker: {}, recall, by_tracker=False)
+    remember = lambda tracker: {}
+    return Priority("scar", init, touch, pick, saved, restored, remember, recall, False, recipe=(scar, ()))

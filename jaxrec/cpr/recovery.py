@@ -1,22 +1,22 @@
-"""Partial recovery at work: it tracks rows, saves them on schedule, and brings a lost shard back
-alone.
+"""Partial recovery of a run: track rows, save them on schedule, and restore lost shards alone.
 
-A shard is what CPR calls an embedding node. When one fails, the others and the dense parameters
-(which every trainer has) go on as they are; the lost one takes its rows from the newest image of
-each: a whole base, deltas over it, initial rows for what was never saved. With full recovery all
-goes back to the newest whole image, the data position too.
+A shard is an embedding node in the terms of CPR. When one fails, the other shards and the dense parameters (of which
+every trainer has a copy) continue as they are; each row of the lost shard is restored from the newest image that holds
+it: a base, deltas over it, or the initial row if it was never saved. With full recovery everything returns to the
+newest whole image, including the data position.
 
 The schedule, in steps:   every save_every_steps a regular save, of everything without a scheme ("vanilla");
                           with one, every fraction * save_every_steps the rows that it picks, at most that fraction, and
                           at regular saves all rows of the tables named in `whole`.
 
-Every save holds the dense state and the figures of the recovery too, so that a run also survives
-its own process:
+Every save also holds the dense state and the figures of the recovery, so that a run survives the loss of its process:
 
     state, image = restore(directory, state)                    # base + deltas + the dense state saved last
     with Serial(state, train_step) as engine:
         recovery = engine.enter(Recovery(engine, directory, image=image, ...))
-        train(engine, stream, hooks=[recovery.hook])            # the stream goes on from engine.step
+        train(engine, stream, hooks=[recovery.hook])            # the stream continues from engine.step
+
+A snapshot is the state of a step that the engine hands to a save announced with `Engine.cut`.
 
 Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
 Legend: S shards, V rows of a stack.
@@ -46,12 +46,12 @@ from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
-    """Refuses a directory whose images are not those that a run goes on from.
+    """Raise if the images of a directory are not those that a run continues from.
 
     Args:
-      directory: of the run's images.
-      image: what `restore` returned; None for a run that begins.
-      step: of the engine.
+      directory: directory of the run's images.
+      image: result of `restore`; None for a new run.
+      step: step of the engine.
     """
     found = newest_first(directory)
     if image is None and found:
@@ -68,13 +68,13 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
 
 
 def check_shards(spec, shards):
-    """Refuses what is no list of distinct shards."""
+    """Raise unless `shards` are distinct shard numbers, at least one."""
     if not len(shards) or any(not 0 <= shard < spec.shards for shard in shards) or len(set(shards)) < len(shards):
         raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
 
 
 def check_scheme(spec, mode, scheme, whole):
-    """Refuses a scheme that does not fit mode or tables."""
+    """Raise if a scheme does not fit the mode or the tables."""
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
     if scheme and mode == "full":
@@ -85,64 +85,61 @@ def check_scheme(spec, mode, scheme, whole):
         raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
 
 
-_KEPT = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # go on with a run
+_FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # restored when a run is resumed
 
 
-# Of each engine, the recovery that watches it: a second one would not know which rows the first has brought back.
-_watching: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Engine -> its recovery: a second one would not know which rows the first has restored.
+_recoveries: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Recovery:
-    """Saves a run's embedding rows and restores lost shards; watches an engine, serial or OAC's
-    pipeline.
+    """Saves the embedding rows of a run and restores lost shards; watches an engine, serial or OAC's pipeline.
 
         with Serial(state, train_step) as engine:
             recovery = engine.enter(Recovery(engine, directory, save_every_steps=1000, total_steps=9000, scheme=mfu()))
             train(engine, stream, hooks=[recovery.hook])        # or, between two steps, recovery.recover([3])
 
-    Entering it saves the state as a base, unless its rows are initial ones, which need none; with
-    full recovery, which has dense parameters to go back to, always. Between two steps it saves at
-    cuts of the engine. When the engine finds shards lost, it calls `recover` after the step and its
-    cut.
+    Entering it saves the state as a base, unless all rows are initial ones, which can be regenerated; with full
+    recovery always, as dense parameters must be restorable too. It saves snapshots that the engine takes between steps.
+    When the engine finds shards lost, it calls `recover` after the step and its snapshot.
 
     Args:
-      engine: whose run it is, see `jaxrec.engine.Engine`.
-      directory: of the run's images; made if it does not exist.
+      engine: engine of the run, see `jaxrec.engine.Engine`.
+      directory: directory of the run's images; created if missing.
       save_every_steps: T_save.
-      total_steps: of the run, for the portion of lost samples.
+      total_steps: length of the run, for the portion of lost samples.
       mode: 'partial' or 'full', as from `plan_recovery`.
-      scheme: which rows go first, from `priority`; None saves everything at regular saves.
-      fraction: r, of the rows that a scheme may save each r T_save.
-      whole: tables that no scheme tracks: all their rows are saved at regular saves. In the paper, as
-        we recall it, they are all but the 7 largest.
-      failures: {step: shards} that fail right after a step, for emulation.
-      image: what `restore` returned with the engine's state, if the run goes on: the figures are
-        taken from it, and what the restored rows miss against its step counts as lost by all
-        shards. Scheme, fraction and number of shards may be others than before.
-      most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging them costs at most a
-        sixteenth of the bytes that saving everything at regular saves would write.
-      pick_ahead_steps: how long before a save its rows are picked, in a thread beside training;
-        less than the steps between saves, whatever is given. Batches trained meanwhile are tracked
-        at the save, except for the picked rows, which it saves as they are then. Always 0 for
-        schemes that look at values (SCAR).
-      copy: of whole images, as for `Checkpointer`.
-      run: id of the run, for its images; that of `image`, or a new one, if None.
-      extra: step -> JSON values to save along with that step, such as the data position; called when
-        the save is made, under OAC in a thread of its own.
+      scheme: priority scheme from `priority`; None saves everything at regular saves.
+      fraction: r, maximum fraction of the rows that a scheme saves every r T_save.
+      whole: tables without priorities: regular saves hold all their rows. In the paper, as we recall it, all but the 7
+        largest.
+      failures: {step: shards} to lose right after a step, for emulation.
+      image: result of `restore` with the engine's state, to resume a run: its figures are restored, and updates that
+        the restored rows lack at its step count as lost in all shards. Scheme, fraction and number of shards may differ
+        from before.
+      most_deltas: as for `RowCheckpointer`; 16 / r if None, so that merging deltas costs at most a sixteenth of the
+        bytes of saving everything at regular saves.
+      pick_ahead_steps: number of steps before a save at which a background thread picks its rows; limited to less than
+        the steps between saves. The save tracks the batches trained meanwhile, except for the picked rows, which it
+        saves with their current values. Always 0 for schemes that compare values (SCAR).
+      copy: as for `Checkpointer`, for whole images.
+      run: id of the run, recorded in its images; if None, that of `image`, or a new one.
+      extra: step -> JSON values to save along with a step, such as the data position; called at the save, under OAC in
+        a background thread.
 
     Attributes:
-      pls: portion of lost samples so far (eq. 4); a mini-save does not count as a checkpoint there,
-        as we recall the paper.
-      failed: shards lost so far. lost_steps: steps trained again, with full recovery.
+      pls: portion of lost samples so far (eq. 4); mini-saves do not count as checkpoints there, as we recall the paper.
+      failed: number of shards lost so far.
+      lost_steps: number of steps trained again, with full recovery.
 
     Raises:
-      ValueError: a number out of range, an unknown table, a scheme with full recovery, SCAR with
-        `whole`. On entering: the directory holds images, and `image` is not the newest whole one of
-        them; another saver has the directory.
-      OSError: on entering, a base cannot be written.
+      ValueError: a number is out of range, a table is unknown, full recovery has a scheme, or SCAR has `whole`. On
+        entering: the directory holds images and `image` is not the newest intact one, or another saver has the
+        directory.
+      OSError: on entering, the base cannot be written.
 
-    A save that fails with an OSError is warned of, and training goes on: its rows stay to be saved
-    (SSU's as far as its list has room). Leaving the recovery raises what the last save failed with.
+    If a save fails with an OSError, training continues with a warning: its rows stay unsaved (in SSU as far as its list
+    has room). Leaving the recovery raises the error of the last save.
     """
 
     def __init__(
@@ -152,13 +149,13 @@ class Recovery:
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
         run: str | None = None, extra: Callable[[int], Mapping[str, Any]] | None = None,
     ):  # fmt: skip
-        self._total, self._extra = total_steps, extra
+        self._total_steps, self._extra = total_steps, extra
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
         self._engine, self.spec = engine, engine.tables.spec
         real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
         whole_number("total_steps", total_steps)
         whole_number("pick_ahead_steps", pick_ahead_steps, 0)
-        budget_rows(1, fraction)  # which refuses what is no fraction
+        budget_rows(1, fraction)  # raises if `fraction` is out of range
         check_scheme(self.spec, mode, scheme, whole)
         for step, shards in (failures or {}).items():
             whole_number("a step of failures", step)
@@ -166,209 +163,212 @@ class Recovery:
         self.directory, self.mode = local_path(directory), mode
         self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
         self._failures = dict(failures or {})
-        self._watch = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
+        self._row_tracker = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
         self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
-        self._ahead = max(0, min(ahead, int(self._clock.partial_interval) - 1))
+        self._pick_ahead_steps = max(0, min(ahead, int(self._clock.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._clock, self._watch, most, copy, self._remember)
-        self._image, self._run, self._open = image, run, contextlib.ExitStack()  # what leaving closes
-        self._announced = 0  # step of the cut to come
+        self._saves = Saves(self.directory, self.spec, self._clock, self._row_tracker, most, copy, self._figures)
+        self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed on leaving
+        self._announced_step = 0  # step of the announced snapshot
         self.closed = False
-        self._seen, self._rolling_back = 0, False  # the step up to which all is known
+        self._seen_step, self._rolling_back = 0, False  # last step known to the trackers or saved
 
-    # ---- what it has saved, lost and brought back
+    # ---- figures
 
     @property
     def saves(self) -> int:
-        """Saves so far."""
+        """Number of saves so far."""
         return self._saves.saves
 
     @property
     def rows_saved(self) -> int:
-        """Rows in them."""
+        """Number of rows in them."""
         return self._saves.rows_saved
 
     @property
     def stall_seconds(self) -> float:
-        """How long training has waited for saves: for picking, copying, and what was being written
-        still; of an engine that saves beside training, how long its writes were held."""
+        """Time that training has waited for saves: for picks, copies, and earlier writes still in flight.
+
+        For an engine that saves concurrently with training: the time for which its writes were held back.
+        """
         return self._saves.stall_seconds
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all images and deltas committed since it was entered, merged deltas included."""
+        """Size of all images and deltas committed since entering, merged deltas included."""
         return self._saves.bytes_written
 
     @property
     def failed_saves(self) -> list[str]:
-        """What went wrong with saves, a line for each that failed."""
+        """Error messages, one per failed save."""
         return self._saves.failures
 
-    def _remember(self, step, regular) -> dict[str, Any]:
-        """What a save of a step says beside rows and dense state; `regular` is the step of the last regular save."""
+    def _figures(self, step, regular) -> dict[str, Any]:
+        """Return the JSON values that a save records; `regular` is the step of the last regular save."""
         extra = dict(self._extra(step)) if self._extra else {}
         if "cpr" in extra:
             raise ValueError("extra holds 'cpr', under which the recovery saves its own figures: take another name.")
-        trackers = self._watch.remember() if self._watch else {}
+        trackers = self._row_tracker.remember() if self._row_tracker else {}
         more = {"regular": regular, "scheme": self._scheme_name, "trackers": trackers}
-        return {**extra, "cpr": {name: getattr(self, name) for name in _KEPT} | more}
+        return {**extra, "cpr": {name: getattr(self, name) for name in _FIGURES} | more}
 
-    def _go_on(self, known: Mapping[str, Any], step: int) -> None:
-        """Goes on with what an image remembers; what that lacks of its step is lost in all shards."""
+    def _resume_figures(self, known: Mapping[str, Any], step: int) -> None:
+        """Restore the figures of an image; updates that its rows lack at its step count as lost in all shards."""
         self.pls, self.failed, self.lost_steps = (known.get(name, 0) for name in ("pls", "failed", "lost_steps"))
         self._saves.rows_saved, self._saves.saves = known.get("rows_saved", 0), known.get("saves", 0)
         regular = known.get("regular", step)
-        # And no more of it later: a shard that fails next comes back with what was restored now.
+        # Counted once: a shard that fails next is restored to what was restored now.
         if regular < step:
-            self.pls += self._portion(step, regular, self.spec.shards)
+            self.pls += self._lost_portion(step, regular, self.spec.shards)
 
-    def _portion(self, step, saved, shards):
-        return lost_portion(step, saved, max(self._total, step), self.spec.shards, shards)
+    def _lost_portion(self, step, saved, shards):
+        return lost_portion(step, saved, max(self._total_steps, step), self.spec.shards, shards)
 
-    # ---- the beginning and the end
+    # ---- entering and leaving
 
     def __enter__(self) -> "Recovery":
         state, image = self._engine.state, self._image
         step = self._engine.step
-        # Before anything is opened: a directory of another run stays as it is.
+        # Before anything is opened, so that the directory of another run is left unchanged.
         if self._saves.opened:
             raise ValueError("this recovery was entered before: it watches one run, once.")
-        other = _watching.get(self._engine, lambda: None)()
+        other = _recoveries.get(self._engine, lambda: None)()
         if other is not None and not other.closed:
             raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
         check_image(self.directory, image, step)
-        with self._saves.open(step, image, self._run) as opened:
-            # Within the block: if the base cannot be written, the directory is given back.
+        with self._saves.open(step, image, self._run_id) as opened:
+            # Within the block, so that the directory is unlocked if the base cannot be written.
             self._begin(state, step)
-            self._announce(step)
-            self._open = opened.pop_all()
-        _watching[self._engine] = weakref.ref(self)
+            self._announce_save(step)
+            self._on_exit = opened.pop_all()
+        _recoveries[self._engine] = weakref.ref(self)
         return self
 
     def _begin(self, state, step):
-        """Trackers, figures and the base of a run, new or going on."""
-        self._seen, image, tables = step, self._image, state.tables
+        """Start trackers and figures of a new or resumed run, and save a base if needed."""
+        self._seen_step, image, tables = step, self._image, state.tables
         known = image.extra.get("cpr", {}) if image else {}
         split_as_before = image is not None and image.spec == tables.spec.digest
-        if self._watch:  # of another scheme, or of tables that are split otherwise, trackers begin anew
+        if self._row_tracker:  # trackers of another scheme or split of the tables start afresh
             same = split_as_before and known.get("scheme") == self._scheme_name
-            self._watch.begin(tables, known.get("trackers", {}) if same else {})
-        self._go_on(known, step)
-        if image is None:  # initial rows can be made again, but with full recovery dense parameters go back too
+            self._row_tracker.begin(tables, known.get("trackers", {}) if same else {})
+        self._resume_figures(known, step)
+        if image is None:  # initial rows can be regenerated, but full recovery must also restore dense parameters
             base_wanted = self.mode == "full" or step > 0 or not is_initial(tables)
-        else:  # a base is one of all rows, split as they are now; or the chain of one goes on
-            base_wanted = not split_as_before or not (self._watch or image.path in images(self.directory))
+        else:  # a base must hold all rows, in the current split; otherwise the old chain continues
+            base_wanted = not split_as_before or not (self._row_tracker or image.path in images(self.directory))
         if base_wanted:
-            self._saves.save_base(state, tell=True)
+            self._saves.save_base(state, must_succeed=True)
 
     def __exit__(self, kind, error, trace) -> None:
-        # First, so that a hook that runs late is refused and picks nothing more.
+        # First, so that a late call of the hook is refused and picks nothing.
         self.closed = True
-        self._withdraw()
+        self._withdraw_save()
         try:
-            if self._watch:
-                # Before the savers: the thread that picks may wait for one of their saves.
-                self._watch.close()
+            if self._row_tracker:
+                # Before closing the savers: the picker may wait for one of their saves.
+                self._row_tracker.close()
                 if error is None:
-                    self._watch.drop_picks()  # which tells what went wrong in the thread
+                    self._row_tracker.drop_picks()  # raises an error of the picker
             if error is None:
-                self._tell_missed(self._engine.step)
+                self._warn_missed(self._engine.step)
         finally:
-            self._open.__exit__(kind, error, trace)
+            self._on_exit.__exit__(kind, error, trace)
 
-    # ---- at each step
+    # ---- each step
 
     def hook(self, state: TrainState, step: int, plans: dict[str, Plan], metrics) -> TrainState:
-        """Tracks the batch, and announces the next save and emulated failure to the engine.
+        """Track the batch, and announce the next save and emulated failure to the engine.
 
         Raises:
-          ValueError: it was not entered; the step is not the engine's.
+          ValueError: the recovery was not entered, or the step is not the engine's.
         """
         self._refuse_closed()
         if step != self._engine.step:
             raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
-        if step <= self._seen:
+        if step <= self._seen_step:
             raise ValueError(f"step {step} was seen before: give the hook once, to this recovery's engine.")
-        if self._tell_missed(step - 1):
-            self._saves.want_base()  # it is not known which rows have changed
-        self._seen = step
-        if self._watch:
-            # The state of this very step is saved: an engine runs hooks first, then the cut.
-            if step == self._announced:
-                # Before this batch is told, which then waits for the save: that one tracks it, but
-                # for the rows that it holds.
-                self._watch.begin_cut(step)
-            # Before a pick begins, which is to know this batch.
-            self._watch.tell(step, plans)
-            if self._ahead and self._clock.due(step + self._ahead):
-                self._watch.pick_ahead(step, step + self._ahead, self._saves.settle)
-        # The next cut is announced a step ahead, also where two saves follow each other.
-        self._announce(step)
+        if self._warn_missed(step - 1):
+            self._saves.require_base()  # it is unknown which rows have changed
+        self._seen_step = step
+        if self._row_tracker:
+            # The snapshot is of this step: an engine runs hooks first, then takes it.
+            if step == self._announced_step:
+                # Before this batch is reported, which then waits for the save: that tracks it, except for the rows that
+                # it holds.
+                self._row_tracker.begin_snapshot(step)
+            # Before a pick starts, which must know this batch.
+            self._row_tracker.mark_trained(step, plans)
+            if self._pick_ahead_steps and self._clock.due(step + self._pick_ahead_steps):
+                self._row_tracker.pick_ahead(step, step + self._pick_ahead_steps, self._saves.settle)
+        # Announced a step ahead, also if two saves follow each other.
+        self._announce_save(step)
         if step in self._failures:
-            # The engine calls `recover` after the cut. Taken off, as a rollback may come to this
-            # step again, and a failure happens once.
+            # The engine calls `recover` after the snapshot. Removed, as a rollback may reach this step again and a
+            # failure happens once.
             self._engine.lose(self._failures.pop(step))
         return state
 
-    def _announce(self, step):
-        """Announces the cut of the next step, if a save is due then: an engine takes it right after that step."""
-        self._announced = 0
+    def _announce_save(self, step):
+        """Announce the snapshot of the next step, right after which the engine takes it, if a save is due."""
+        self._announced_step = 0
         if self._clock.due(step + 1):
-            self._engine.cut(step + 1, functools.partial(self._at_cut, step + 1), unreached="ignore")
-            self._announced = step + 1
+            self._engine.cut(step + 1, functools.partial(self._save_snapshot, step + 1), unreached="ignore")
+            self._announced_step = step + 1
 
-    def _withdraw(self):
-        """Takes back what is announced."""
-        self._engine.withdraw(self._announced)
-        self._announced = 0
+    def _withdraw_save(self):
+        """Withdraw the announced snapshot."""
+        self._engine.withdraw(self._announced_step)
+        self._announced_step = 0
 
-    def _at_cut(self, step, state):
-        if self._seen < int(state.dense.step):
-            self._saves.want_base()  # a hook before this one's has failed, and the batch was not tracked
-        self._saves.at_cut(step, state)
+    def _save_snapshot(self, step, state):
+        if self._seen_step < int(state.dense.step):
+            self._saves.require_base()  # an earlier hook failed, so the batch was not tracked
+        self._saves.save_snapshot(step, state)
 
-    def _tell_missed(self, step):
-        """Whether steps up to this one were trained without the hook, which is told."""
-        if step <= self._seen:
+    def _warn_missed(self, step):
+        """Return whether steps up to this one were trained without the hook, with a warning if so."""
+        if step <= self._seen_step:
             return False
         warnings.warn(
-            f"steps {self._seen + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has what they "
-            "changed saved.",
+            f"steps {self._seen_step + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has "
+            "what they changed saved.",
             stacklevel=4,
         )
         return True
 
     def save_whole(self) -> None:
-        """Saves all rows and the dense state between two steps, and waits until they are on the disk:
-        a run restored from this image goes on with the same bits.
+        """Save all rows and the dense state between two steps, and wait until they are on disk.
+
+        A run restored from this image continues bit for bit.
 
         Raises:
-          ValueError: it was not entered; within a hook.
-          OSError: the disk is full or read-only; what was saved before is as it was.
+          ValueError: the recovery was not entered, or it is called within a hook.
+          OSError: the disk is full or read-only; earlier saves are unchanged.
         """
         self._refuse_closed()
         dense, step = self._engine.state.dense, self._engine.step
-        self._engine.exclusive(lambda tables: self._save_all(at_step(TrainState(dense, tables), step)))
+        self._engine.exclusive(lambda tables: self._save_whole(at_step(TrainState(dense, tables), step)))
 
-    def _save_all(self, state):
-        self._end_save(int(state.dense.step))
-        self._saves.save_base(state, tell=True)
+    def _save_whole(self, state):
+        self._finish_saves(int(state.dense.step))
+        self._saves.save_base(state, must_succeed=True)
         return state.tables
 
     def restarted(self, state: TrainState) -> None:
-        """The engine is about to go on from another state: all its rows are saved, as no batch tells which are new.
+        """Save all rows of the state from which the engine will continue, as no batch reports which ones changed.
 
         Raises:
-          ValueError: the directory holds a whole image of a later step.
+          ValueError: the directory holds an intact image of a later step.
           OSError: the base cannot be written.
         """
         if self._rolling_back or self.closed:
             return
-        self._end_save(self._seen)
-        self._withdraw()
-        self._saves.save_base(state, tell=True)
-        self._seen = int(state.dense.step)
+        self._finish_saves(self._seen_step)
+        self._withdraw_save()
+        self._saves.save_base(state, must_succeed=True)
+        self._seen_step = int(state.dense.step)
 
     def _refuse_closed(self):
         if not self._saves.opened:
@@ -376,95 +376,96 @@ class Recovery:
         if self.closed:
             raise ValueError("this recovery is closed: the block of its engine was left. Make one for each run.")
 
-    # ---- recovering
+    # ---- recovery
 
     def recover(self, shards: Sequence[int]) -> None:
-        """Brings lost shards back: they alone, or with full recovery all, by `RolledBack`.
+        """Restore lost shards alone; with full recovery raise `RolledBack`, which restores everything.
 
-        A damaged image is passed over, with a warning; the step of the one used decides the PLS.
+        Damaged images are skipped with a warning; the step of the image used determines the PLS.
 
         Args:
-          shards: the ones that are lost, of all stacks.
+          shards: numbers of the shards lost in all stacks.
 
         Raises:
-          RolledBack: with full recovery; `train` goes on by itself.
-          DamagedImage: no image is whole; nothing has changed.
-          ValueError: there is no such shard; it was not entered; within a hook (there, use
-            `engine.lose`).
+          RolledBack: with full recovery; `train` handles it.
+          DamagedImage: no image is intact; nothing has changed.
+          ValueError: there is no such shard, the recovery was not entered, or it is called within a hook (use
+            `engine.lose` there).
         """
         self._refuse_closed()
         check_shards(self.spec, shards)
-        if self.mode == "full":  # raised, not done here: the state of a run that goes on cannot be replaced
+        if self.mode == "full":  # raised, as the state of a running engine cannot be replaced
             raise RolledBack(lambda: self._roll_back(len(shards)))
-        # Alone with the tables: no other thread may read a row of a shard that is half restored.
+        # With exclusive access: no other thread may read rows of a partly restored shard.
         dense, step = self._engine.state.dense, self._engine.step
-        self._engine.exclusive(lambda tables: self._recovered(TrainState(dense, tables), step, shards))
+        self._engine.exclusive(lambda tables: self._recover_tables(TrainState(dense, tables), step, shards))
 
-    def _end_save(self, step):
-        """Ends what is being picked and saved; a save that failed does not keep a shard from coming
-        back."""
+    def _finish_saves(self, step):
+        """Discard picks and wait for the save in flight; a failed save does not prevent recovery."""
         try:
-            if self._watch:
-                self._watch.drop_picks()  # rows of lost shards are no longer what was picked
-                self._watch.touch(step)
+            if self._row_tracker:
+                self._row_tracker.drop_picks()  # picked rows of lost shards are outdated
+                self._row_tracker.track_until(step)
             self._saves.settle()
         except Exception as error:
             warnings.warn(f"a save failed: {error}", stacklevel=6)
 
-    def _recovered(self, state, step, shards) -> Tables:
-        """The tables with lost shards from the newest images of each; nothing is picked or saved meanwhile."""
-        # First: a save that was being written is among the sources then, or has failed.
-        self._end_save(step)
-        known: Verified = {}
-        every, tables = self._saves.sources(), state.tables
-        # All is read and verified before the first row changes.
-        sources = [shard_source(every, shard, known) if every else (None, []) for shard in shards]
+    def _recover_tables(self, state, step, shards) -> Tables:
+        """Return the tables with lost shards restored; nothing is picked or saved meanwhile."""
+        # First: by now a save in flight has become a source, or failed.
+        self._finish_saves(step)
+        verified: Verified = {}
+        candidates, tables = self._saves.sources(), state.tables
+        # All images are verified before the first row changes.
+        sources = [shard_source(candidates, shard, verified) if candidates else (None, []) for shard in shards]
         saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
-        # Once, for the shard that had to go back furthest.
+        # One warning, for the shard that skipped the most images.
         warn_skipped(max((damaged for _, damaged in sources), key=len))
-        from_source = [source for source, _ in sources]
-        for source in dict.fromkeys(from_source):
-            mine = [shard for shard, chosen in zip(shards, from_source, strict=True) if chosen == source]
-            tables, _ = restore_shards(source, tables, mine)
-            if self._watch:
-                for shard in mine:
-                    self._watch.restored(tables, shard)
-        skipped = {path for source, damaged in sources if source and damaged for path in every[: every.index(source)]}
-        if skipped and self._watch:
-            # Nothing more goes over a damaged chain.
+        source_of = [source for source, _ in sources]
+        for source in dict.fromkeys(source_of):
+            its_shards = [shard for shard, chosen in zip(shards, source_of, strict=True) if chosen == source]
+            tables, _ = restore_shards(source, tables, its_shards)
+            if self._row_tracker:
+                for shard in its_shards:
+                    self._row_tracker.restored(tables, shard)
+        skipped = {
+            path for source, damaged in sources if source and damaged for path in candidates[: candidates.index(source)]
+        }
+        if skipped and self._row_tracker:
+            # A damaged chain must not grow.
             self._saves.save_base(at_step(state._replace(tables=tables), step))
-        for path in () if self._watch else skipped:
-            set_aside(path)  # it does not count among the images to keep
-        # Counted when all shards are back: a restore that raises has changed no figure.
-        self.pls += sum(self._portion(step, at, 1) for at in saved)
+        for path in () if self._row_tracker else skipped:
+            set_aside(path)  # so that it does not count towards the images to keep
+        # Counted once all shards are restored: if a restore raises, no figure has changed.
+        self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
         self.failed += len(saved)
         return tables
 
     def _roll_back(self, lost):
-        """All goes back to the newest whole image; the engine's run has ended by now."""
+        """Restore everything from the newest whole image, after the engine's run has ended."""
         step, image = self._engine.step, None
-        self._end_save(step)
+        self._finish_saves(step)
         while image is None:
             try:
                 state, image = restore(self.directory, self._engine.state)
-            except ShardsLost as gone:  # rows of some are those of the image already: all begin anew
-                self._engine.replace_lost(gone.shards, self)
-                lost += len(gone.shards)
+            except ShardsLost as lost_again:  # some shards already hold rows of the image: restore all again
+                self._engine.replace_lost(lost_again.shards, self)
+                lost += len(lost_again.shards)
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
-        # The next regular save is due from there, and not from the steps that were lost.
-        self._saves.back_to(image.step)
-        # The first cut is announced again after the reset.
-        self._withdraw()
+        # The next regular save counts from there, not from the steps that were lost.
+        self._saves.reset_regular(image.step)
+        # Announced again after the reset.
+        self._withdraw_save()
         self._rolling_back = True
         try:
             self._engine.reset(state)
         finally:
             self._rolling_back = False
-        self._seen = image.step
-        self._announce(image.step)
+        self._seen_step = image.step
+        self._announce_save(image.step)
 
 
 def _saved_up_to(source: Path) -> int:
-    """The step up to which an older image counts as saved; mini-saves do not move it."""
+    """Return the step up to which an older image counts as saved: that of its last regular save."""
     image = read_manifest(source)
     return image.extra.get("cpr", {}).get("regular", image.step)

@@ -1,15 +1,14 @@
 """The list of SSU: a set of at most C rows per shard, into which whole batches are inserted.
 
-Every row has one bucket of 4 entries, found by a hash; in a full bucket it takes the place of a
-random one. So the list holds each row once without being sorted, and rows that are used often come
-back and stay. An entry is
+A hash assigns every row to one bucket of 4 entries; in a full bucket a new row replaces a random one. So the list holds
+each row once without sorting, and frequently used rows tend to return and stay. An entry is
 
-    row >= 0    a row of the shard, r // S          ~row < 0    a row that was picked; its place is free          EMPTY
+    row >= 0    a row of the shard, r // S          ~row < 0    a picked row, whose entry may be reused          EMPTY
 
-Insertion looks at the list as it is before the batch, so that numba and jax give the same list to
-the bit; of two rows of a batch with one place the larger stays.
+Insertion reads the list as it was before the batch, so that numba and jax give the same list to the bit; of two rows of
+a batch with the same entry, the larger one is kept.
 
-Legend: S shards, C entries per shard, U padded unique rows of a batch, n picked.
+Legend: S shards, C entries per shard, U padded unique rows of a batch, n picked rows.
 """
 
 import functools
@@ -25,17 +24,17 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
 def entries(budget: int) -> int:
-    """C for a budget of rows per shard: whole buckets, not above it; one bucket at least."""
+    """Return C for a budget of rows per shard: the budget rounded down to whole buckets, at least one bucket."""
     return max(_WAYS, budget - budget % _WAYS)
 
 
 def insert(entry, plan, batch, sampled=True):
-    """Inserts the rows of a batch.
+    """Insert the rows of a batch.
 
     Args:
       entry: i32[S, C], changed in place in numpy, donated in jax.
-      plan: of the batch.
-      batch: i32[], its number, the seed of what is random.
+      plan: Plan of the batch.
+      batch: i32[], number of the batch, which seeds the random choices.
       sampled: bool[]; if False, nothing is inserted.
 
     Returns:
@@ -45,8 +44,7 @@ def insert(entry, plan, batch, sampled=True):
         return _insert(entry, plan.unique, plan.count, batch, sampled)
     unique, count = np.asarray(plan.unique), np.asarray(plan.count)
     place = np.empty(unique.shape[1], np.int32)
-    # Places of all rows are found before one is written: a batch inserted row by row would depend
-    # on the order of its rows.
+    # All entries are found before any is written: row by row, the result would depend on the order of rows.
     for shard, mine in enumerate(entry if sampled else ()):
         rows = unique[shard, : count[shard]]
         _find_buckets(rows, len(unique), len(mine), place)
@@ -57,7 +55,7 @@ def insert(entry, plan, batch, sampled=True):
 
 @_compiled
 def _scramble(x):
-    """A hash of 32 bits, in i64 arithmetic."""
+    """Return a 32-bit hash, computed in i64 arithmetic."""
     x = (x * 0x9E3779B9) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
     return x ^ (x >> 13)
@@ -72,11 +70,9 @@ def _find_buckets(rows, shards, size, place):
 
 @_compiled
 def _find_places(entry, rows, shards, batch, place):
-    """place[u] = where row u goes: whence it was picked, else the first free entry, else any; C if
-    it is there.
+    """Find the entry for each row: that of its earlier pick, else a free one, else any; C if the row is present.
 
-    Free of branches, which the hardware could not foresee; place holds the first entry of each
-    bucket.
+    Free of branches, which the hardware could not predict. On entry, `place` holds the first entry of each bucket.
     """
     for u in range(rows.shape[0]):
         row, first = np.int32(rows[u] // shards), np.uint64(place[u])
@@ -111,8 +107,7 @@ def _insert(entry, unique, count, batch, sampled):
         size, turn = len(entry), jnp.arange(_WAYS)[None, :]
         first = (_scramble_u32(rows) % (size // _WAYS)).astype(jnp.int32) * _WAYS
         start = (_scramble_u32(rows ^ (batch + 1)) % _WAYS).astype(jnp.int32)
-        # The bucket is searched from a way of its own for each row and batch, so that in a full one
-        # a random row gives way.
+        # Each row and batch searches the bucket from a different entry, so that a random row of a full one is replaced.
         at = first[:, None] + (start[:, None] + turn) % _WAYS  # [U, ways]
         held, row = entry[at], rows[:, None]
         kind = jnp.select([held == row, held == ~row, held < 0], [3, 2, 1], 0)
@@ -132,31 +127,29 @@ def _scramble_u32(x):
 
 
 def pick(entry, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Takes at most `budget` rows per shard, on the host; rows of a save that failed count as not
-    picked.
+    """Pick at most `budget` rows per shard, on the host; rows of a failed save count as not picked.
 
     Args:
       entry: i32[S, C].
-      budget: rows per shard.
+      budget: maximum number of rows per shard.
 
     Returns:
-      The list with what was picked marked, i32[S, C], and the rows of the stack, ascending, one
-      array i32[n] a shard.
+      The list with the picked entries marked, i32[S, C], and the ascending rows of the stack, one array i32[n] per
+      shard.
     """
     marked, rows = np.array(entry), []
     for shard, mine in enumerate(marked):
-        # What is marked still was picked by a save that has not been committed: it may be picked
-        # again.
+        # Entries that are still marked belong to a save that was not committed: they may be picked again.
         mine[:] = np.where((mine < 0) & (mine != EMPTY), ~mine, mine)
         at = np.flatnonzero(mine >= 0)[:budget]
         rows.append(np.sort(mine[at]) * np.int32(len(marked)) + np.int32(shard))
-        # Marked, not taken out: the save may fail, and the row must not lose its place by then.
+        # Marked, not removed: if the save fails, the row must not have lost its entry.
         mine[at] = ~mine[at]
     return marked, rows
 
 
 def drop_picked(entry):
-    """The list without what was picked and not touched since, i32[S, C]."""
+    """Return the list without rows that were picked and not touched since, i32[S, C]."""
     if not isinstance(entry, np.ndarray):
         return _drop_picked(entry)
     entry[entry < 0] = EMPTY

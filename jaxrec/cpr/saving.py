@@ -1,7 +1,6 @@
-"""What a recovery saves: rows that are picked, all rows, a base; and what of it is committed.
+"""Write the saves of a recovery (picked rows, all rows, bases), and keep track of which ones are committed.
 
-Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 5. Legend: S shards, V rows of a
-stack.
+Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 5. Legend: S shards, V rows of a stack.
 """
 
 import contextlib
@@ -19,46 +18,46 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Clock(NamedTuple):
-    """The schedule of a run's saves, in steps, which need not be whole.
+    """Schedule of a run's saves, in steps; intervals may be fractional.
 
     >>> clock = Clock(every=10, partial_interval=2.5)
     >>> [step for step in range(1, 13) if clock.due(step)], clock.regular_due(12, since=0)
     ([3, 5, 8, 10], True)
     """
 
-    every: float  # T_save: from one regular save to the next
-    partial_interval: float  # r T_save with a scheme, else T_save: from one save to the next
+    every: float  # T_save: steps between regular saves
+    partial_interval: float  # steps between saves: r T_save with a scheme, else T_save
 
     def due(self, step: int) -> bool:
-        """Whether a save falls on a step."""
+        """Return whether a save is due at a step."""
         return _between(self.partial_interval, step - 1, step)
 
     def regular_due(self, step: int, since: int) -> bool:
-        """Whether a regular save has fallen due since a step: one that failed stays due."""
+        """Return whether a regular save became due after step `since`; a failed one stays due."""
         return _between(self.every, since, step)
 
 
 def _between(every, since, step):
-    """Whether a multiple of `every` lies in (since, step]."""
+    """Return whether a multiple of `every` lies in (since, step]."""
     return int(step / every + 1e-9) > int(since / every + 1e-9)
 
 
 class Saves:
-    """The images of a run, whole ones and row deltas.
+    """Whole images and row deltas of a run.
 
     Args:
-      directory: of the run's images.
-      spec: the tables.
-      clock: when saves are due.
-      watch: which rows go first; None saves everything.
+      directory: directory of the run's images.
+      spec: spec of the tables.
+      clock: schedule of the saves.
+      row_tracker: picks the rows to save; None saves all rows.
       most_deltas: as for `RowCheckpointer`.
-      copy: of whole images, as for `Checkpointer`.
-      figures: (step, step of the last regular save) -> JSON values to save along.
+      copy: as for `Checkpointer`, for whole images.
+      figures: (step, step of the last regular save) -> JSON values to record in the manifest.
 
     Attributes:
-      regular: step of the last regular save that is committed; a mini-save does not move it.
-      rows_saved, saves: rows and saves so far.
-      stall_seconds: how long the calls of `save` have taken.
+      regular: step of the last committed regular save; mini-saves leave it unchanged.
+      rows_saved, saves: numbers of rows and of saves so far.
+      stall_seconds: total duration of `save_snapshot`.
     """
 
     def __init__(
@@ -66,121 +65,119 @@ class Saves:
         directory: Path,
         spec: EmbeddingSpec,
         clock: Clock,
-        watch: RowTracker | None,
+        row_tracker: RowTracker | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
         figures: Callable[[int, int], dict[str, Any]],
     ):
-        self.directory, self._spec, self._clock, self._watch = directory, spec, clock, watch
-        self._most, self._copy, self._figures = most_deltas, copy, figures
-        self._whole: Any = None  # the saver of whole images; there from `open` on
-        self._deltas: Any = None  # the saver of rows, where there is a watch
-        self._picked: dict[str, Any] = {}  # of the save that is being written
-        self._coming = 0  # step of the regular save that is being written, or `regular`
-        self._base_wanted = False  # a damaged chain, untracked steps: a whole image goes before more deltas
+        self.directory, self._spec, self._clock, self._row_tracker = directory, spec, clock, row_tracker
+        self._most_deltas, self._copy, self._figures = most_deltas, copy, figures
+        self._checkpointer: Any = None  # Checkpointer, set by `open`
+        self._row_checkpointer: Any = None  # RowCheckpointer, set by `open` if rows are tracked
+        self._pending_pick: dict[str, Any] = {}  # pick of the save in flight
+        self._pending_regular = 0  # step of the regular save in flight, else `regular`
+        # Whether a whole image must precede more deltas: after a damaged chain or untracked steps.
+        self._needs_base = False
         self.regular, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0.0
 
     def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:
-        """Takes the directory for this run, all of it or nothing; what it returns gives it back.
+        """Lock the directory for the savers of this run, or for none of them; closing the result unlocks it.
 
         Args:
-          step: of the state.
-          image: that it was restored from, or None.
-          run: id of the run; that of the image, or a new one, if None.
+          step: step of the state.
+          image: image from which the state was restored, or None.
+          run: id of the run; if None, that of the image, or a new one.
 
         Raises:
-          ValueError: another saver has it; there is a whole image of a later step.
+          ValueError: another saver has the directory, or it holds an intact image of a later step.
         """
         with contextlib.ExitStack() as opened:
-            # Whole images and row deltas take the directory under one run id.
+            # Both savers use the same run id.
             run, base = (run or image.run, image.path) if image else (run, None)
-            whole = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
-            whole.refuse_newer(step)  # else a save of its step would be left as it is
-            if self._watch:
-                deltas = RowCheckpointer(self.directory, base, self._most, whole.run)
-                self._deltas = opened.enter_context(deltas)
-            # Last: `opened` is true only of a directory that is taken as a whole.
-            self._whole, self.regular, self._coming = whole, step, step
+            checkpointer = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
+            checkpointer.refuse_newer(step)  # else a save of its step would be skipped
+            if self._row_tracker:
+                row_checkpointer = RowCheckpointer(self.directory, base, self._most_deltas, checkpointer.run)
+                self._row_checkpointer = opened.enter_context(row_checkpointer)
+            # Set last: `opened` must be true only if both savers have the directory.
+            self._checkpointer, self.regular, self._pending_regular = checkpointer, step, step
             return opened.pop_all()
 
     @property
     def opened(self) -> bool:
-        """Whether `open` has taken the directory."""
-        return self._whole is not None
+        """Whether `open` has locked the directory."""
+        return self._checkpointer is not None
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of all that is committed, merged deltas included."""
+        """Size of all committed images and deltas, merged deltas included."""
         return sum(saver.bytes_written for saver in self._savers())
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong, a line for each save that failed."""
+        """Error messages, one per failed save."""
         return [line for saver in self._savers() for line in saver.failures]
 
     def _savers(self):
-        return [saver for saver in (self._whole, self._deltas) if saver is not None]
+        return [saver for saver in (self._checkpointer, self._row_checkpointer) if saver is not None]
 
-    def at_cut(self, cut_step: int, state: TrainState) -> None:
-        """The save of a step's cut; its state is of a later step if lost shards kept it from being
-        saved before.
+    def save_snapshot(self, snapshot_step: int, state: TrainState) -> None:
+        """Save the snapshot of a step; the state is of a later step if lost shards have delayed the save.
 
         Raises:
-          ShardsLost: the cut stays open, and the engine calls again when they are back.
+          ShardsLost: the snapshot stays open, and the engine calls again once the shards are recovered.
         """
-        start, counted, again = time.perf_counter(), (self.saves, self.rows_saved), False
+        start, before, retry = time.perf_counter(), (self.saves, self.rows_saved), False
         try:
-            # Of the state, not of the cut: what is saved late says where a resumed run has to go on.
+            # The step of the state, not of the snapshot: from a delayed save, a resumed run must continue where its
+            # state is.
             self.save(state, int(state.dense.step))
         except ShardsLost:
-            self.saves, self.rows_saved = counted
-            again = True
+            self.saves, self.rows_saved = before
+            retry = True
             raise
         finally:
-            if self._watch and not again:
-                # Also after an error: batches of later steps wait to be tracked until this cut is
-                # over. Of the cut, not of the state: it was begun under that step.
-                self._watch.end_cut(cut_step)
+            if self._row_tracker and not retry:
+                # Also after an error, as batches of later steps wait for this. The snapshot began under its own step,
+                # not under that of the state.
+                self._row_tracker.end_snapshot(snapshot_step)
             self.stall_seconds += time.perf_counter() - start
 
     def save(self, state: TrainState, step: int) -> None:
-        """Saves what is due; it is written while training goes on."""
+        """Start the save that is due; it is written while training continues."""
         state = at_step(state, step)
-        if self._base_wanted:
-            if self._watch:
-                self._watch.picked_ahead(step)  # and dropped, as all rows are saved
-                self._watch.touch(step)
+        if self._needs_base:
+            if self._row_tracker:
+                self._row_tracker.await_pick(step)  # discarded, as all rows are saved
+                self._row_tracker.track_until(step)
             self.save_base(state)
-        elif self._watch:
-            self._save_rows(state, step, self._watch)
+        elif self._row_tracker:
+            self._save_rows(state, step, self._row_tracker)
         else:
             self.settle()
             self.rows_saved += sum(stack.rows for stack in self._spec.stacks.values())
             self.saves += 1
-            self._whole.save(state, self._figures(step, step))
-            self._coming = step
+            self._checkpointer.save(state, self._figures(step, step))
+            self._pending_regular = step
 
-    def _save_rows(self, state, step, watch):
-        """Saves what is picked, and at a regular save, which is due until one is committed, the
-        tables in `whole`."""
-        # Before `touch`, which tracks for the next save: batches up to this step, but for picked
-        # rows.
-        picked = watch.picked_ahead(step)
-        watch.touch(step, picked)
+    def _save_rows(self, state, step, row_tracker):
+        """Save the picked rows, and if a regular save is due also all rows of the tables in `whole`."""
+        # Before `track_until`, which tracks for the next save: all batches up to this step, except for picked rows.
+        picked = row_tracker.await_pick(step)
+        row_tracker.track_until(step, picked)
         if picked is None:
-            # First, so that a row of the save before, once committed, is not picked again
-            # unchanged.
+            # Settle first, so that rows of the previous save are not picked again unchanged.
             self.settle()
-            picked = watch.pick(state.tables)
+            picked = row_tracker.pick(state.tables)
         regular = self._clock.regular_due(step, self.regular)  # only now is the last save settled
-        # Rows of the tables in `whole` are in no pick, and so in no mini-save.
-        rows = self._with_whole(picked, watch.whole) if regular else _rows_of(picked)
+        # Rows of the tables in `whole` are never picked, so no mini-save holds them.
+        rows = self._with_whole(picked, row_tracker.whole) if regular else _rows_of(picked)
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
         figures = self._figures(step, step if regular else self.regular)
-        self._deltas.save(state.tables, rows, step, figures, state.dense)
-        self._picked = picked  # only now: what was not copied stays to be saved
-        self._coming = step if regular else self._coming
+        self._row_checkpointer.save(state.tables, rows, step, figures, state.dense)
+        self._pending_pick = picked  # only now: if the copy fails, the rows stay unsaved
+        self._pending_regular = step if regular else self._pending_regular
 
     def _with_whole(self, picked, whole):
         rows = _rows_of(picked)
@@ -191,59 +188,61 @@ class Saves:
         return rows
 
     def settle(self) -> None:
-        """Waits for the save that is being written; only what is committed counts as saved."""
-        # Taken off first: whatever the save has come to, it is settled once.
-        picked, self._picked = self._picked, {}
-        coming, self._coming = self._coming, self.regular
-        # A list, so that each saver is settled even if one before it has failed. After a failure
-        # nothing counts as saved: its rows keep their counts, and are picked again.
+        """Wait for the save in flight; its rows count as saved only if it was committed."""
+        # Cleared first, so that each save is settled once, even if this raises.
+        pick, self._pending_pick = self._pending_pick, {}
+        regular_step, self._pending_regular = self._pending_regular, self.regular
+        # A list, so that every saver is settled even if an earlier one has failed. Rows of a failed save stay unsaved
+        # and are picked again.
         if not all([saver.settle() for saver in self._savers()]):
             return
-        if self._watch:
-            self._watch.saved(picked)
-        self.regular = self._coming = coming
+        if self._row_tracker:
+            self._row_tracker.saved(pick)
+        self.regular = self._pending_regular = regular_step
 
-    def want_base(self) -> None:
-        """The next save is one of all rows."""
-        self._base_wanted = True
+    def require_base(self) -> None:
+        """Make the next save one of all rows."""
+        self._needs_base = True
 
-    def save_base(self, state: TrainState, tell: bool = False) -> None:
-        """Saves a whole image, waits for it, and lets the chain begin there.
+    def save_base(self, state: TrainState, must_succeed: bool = False) -> None:
+        """Save a whole image, wait for it, and start a new chain there.
 
         Args:
-          state: at its step.
-          tell: whether what goes wrong is raised; if not, the next save tries again.
+          state: state to save, with its step.
+          must_succeed: raise the error of a failed save; otherwise the next save tries again.
         """
         step = int(state.dense.step)
-        # Before the write: if it fails, the next save knows that deltas have nothing to stand on.
-        self._base_wanted = self._base_wanted or not tell
-        self._whole.save(state, self._figures(step, step))
-        if tell:
-            self._whole.wait()
-        elif not self._whole.settle():
+        # Before the write: if it fails, the next save knows that deltas have no base.
+        self._needs_base = self._needs_base or not must_succeed
+        self._checkpointer.save(state, self._figures(step, step))
+        if must_succeed:
+            self._checkpointer.wait()
+        elif not self._checkpointer.settle():
             return
-        if self._watch:
-            # Only when the base is committed: until then the old chain is what a shard would come
-            # back from.
-            self._deltas.restart(self._whole.path_of(step))
-            self._watch.begin(state.tables, self._watch.remember())
-        self._base_wanted = False
-        self.back_to(step)
+        if self._row_tracker:
+            # Only once the base is committed: until then, lost shards are restored from the old chain.
+            self._row_checkpointer.restart(self._checkpointer.path_of(step))
+            self._row_tracker.begin(state.tables, self._row_tracker.remember())
+        self._needs_base = False
+        self.reset_regular(step)
 
-    def back_to(self, step: int) -> None:
-        """All rows are those of a step."""
-        self.regular = self._coming = step
+    def reset_regular(self, step: int) -> None:
+        """Treat all rows as saved at a step."""
+        self.regular = self._pending_regular = step
 
     def sources(self) -> list[Path]:
-        """What a shard may come back from, newest first: the chain, link by link, then older
-        images."""
-        # The chain before older images: its last link holds the newest rows.
-        mine = [self.directory / name for name in reversed(self._deltas.chain_names())] if self._watch else []
+        """Return the images to restore a shard from, newest first: the chain from its tip down, then older images."""
+        # The chain first: its tip has the newest rows.
+        mine = (
+            [self.directory / name for name in reversed(self._row_checkpointer.chain_names())]
+            if self._row_tracker
+            else []
+        )
         return [*mine, *(path for path in images(self.directory) if path not in mine)]
 
 
 def at_step(state: TrainState, step: int) -> TrainState:
-    """A state that says which step it is of: under OAC the dense half of a copy may not."""
+    """Return the state with its step set; under OAC the dense half of a copy may carry another one."""
     return state._replace(dense=state.dense._replace(step=np.int32(step)))
 
 

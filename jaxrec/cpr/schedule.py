@@ -1,9 +1,9 @@
 """When to save and how to recover: the overhead model of CPR in plain floats.
 
-All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the
-mean useful time between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv
-2011.02999, eqs. (1) to (6), reconstructed from its abstract and from what cites it: check them
-against the PDF before quoting them as the paper's.
+All times are in hours, all overheads are fractions of the useful time T_total, and T_fail is the mean useful time
+between failures of the whole job. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, eqs. (1) to (6),
+reconstructed from its abstract and from papers that cite it: check them against the PDF before quoting them as the
+paper's.
 """
 
 import math
@@ -15,20 +15,20 @@ Mode = Literal["full", "partial"]
 
 
 class Costs(NamedTuple):
-    """What a job pays, and how often it fails."""
+    """Costs of saves and recoveries of a job, and its failure rate."""
 
     save_hours: float  # O_save, of one save of everything
-    load_hours: float  # O_load, of one recovery; of a full one, if partial_load_hours says what the other costs
+    load_hours: float  # O_load, of one recovery; of a full one if partial_load_hours is given
     reschedule_hours: float  # O_res, of one recovery
     mtbf_hours: float  # T_fail, of the whole job
-    total_hours: float  # T_total, without any overhead
-    nodes: int  # N_emb, that hold the embedding tables
-    failed_nodes: int = 1  # m of them that a failure takes
-    # The equations have one O_load, though a partial recovery reads the failed nodes alone. None: both cost the same.
+    total_hours: float  # T_total, without overhead
+    nodes: int  # N_emb, number of nodes that hold embedding tables
+    failed_nodes: int = 1  # m, number of nodes lost in a failure
+    # The equations have one O_load, but a partial recovery reads only the failed nodes. None: both cost the same.
     partial_load_hours: float | None = None
 
     def load_of(self, mode: Mode) -> float:
-        """O_load of one recovery in a mode, in hours."""
+        """Return O_load of one recovery in a mode, in hours."""
         partial = self.partial_load_hours
         return self.load_hours if mode == "full" or partial is None else partial
 
@@ -43,12 +43,12 @@ class Overhead(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum of all four."""
+        """Sum of all four."""
         return sum(self)
 
 
 class InSteps(TypedDict):
-    """Of the arguments of `Recovery`, those that a plan decides."""
+    """Arguments of `Recovery` that a plan decides."""
 
     save_every_steps: float
     total_steps: int
@@ -56,26 +56,26 @@ class InSteps(TypedDict):
 
 
 class RecoveryPlan(NamedTuple):
-    """What to do, and what to expect of it."""
+    """Recovery mode and save interval, with their expected overhead and PLS."""
 
     mode: Mode
-    save_every_hours: float  # of useful time
+    save_every_hours: float  # useful time
     expected_overhead: Overhead
     expected_pls: float  # by eq. (5); 0 with full recovery
-    total_hours: float  # of useful time, as in the costs
+    total_hours: float  # useful time, as in the costs
 
     def in_steps(self, seconds_per_step: float) -> InSteps:
-        """The plan as `Recovery` takes it, which counts steps where the equations count hours.
+        """Return the plan as arguments of `Recovery`, which counts steps instead of hours.
 
             Recovery(engine, directory, **plan.in_steps(seconds_per_step=0.05))
 
         A plan of full recovery takes no scheme.
 
         Args:
-          seconds_per_step: the mean useful time of one step, without saves and recoveries.
+          seconds_per_step: mean useful time of one step, without saves and recoveries.
 
         Returns:
-          {'save_every_steps', which need not be whole, 'total_steps', 'mode'}.
+          {'save_every_steps' (may be fractional), 'total_steps', 'mode'}.
 
         Raises:
           ValueError: the plan saves more often than once per step.
@@ -86,7 +86,7 @@ class RecoveryPlan(NamedTuple):
         """
         rule = "above 0 and finite: time some hundred steps without saves, and give the mean"
         seconds = real_number("seconds_per_step", seconds_per_step, rule, is_positive)
-        # Rounded as the hours are made of floats: 44.8 h are no whole number of steps otherwise.
+        # Rounded, as hours are floats: 44.8 h would not be a whole number of steps otherwise.
         every, total = (round(hours * 3600 / seconds, 6) for hours in (self.save_every_hours, self.total_hours))
         if not 1 <= every <= total < math.inf:
             raise ValueError(
@@ -97,20 +97,19 @@ class RecoveryPlan(NamedTuple):
         return InSteps(save_every_steps=every, total_steps=round(total), mode=self.mode)
 
 
-# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of
-# 0.1; not the paper's own numbers. Only the sum of loading and rescheduling can be solved for: it
-# stands under load.
+# Solved from the overheads of the abstract (8.5 % to 0.53 %, 8.2 % to 0.68 %) with a target PLS of 0.1; not the paper's
+# own numbers. Only the sum of loading and rescheduling can be solved for: it is given as load.
 SETTING_A = Costs(5.619 / 60, 5.392 / 60, 0.0, 28.0, 56.0, 8)
 SETTING_B = Costs(4.988 / 60, 8.307 / 60, 0.0, 28.0, 56.0, 8)
 
 
 def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when all nodes go back to the last save (eq. 1).
+    """Return the overhead when all nodes go back to the last save (eq. 1).
 
     O_full = O_save T_total / T_save + (O_load + T_save / 2 + O_res) T_total / T_fail
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
       save_every_hours: T_save, useful time between saves.
 
     Returns:
@@ -123,12 +122,12 @@ def full_overhead(costs: Costs, save_every_hours: float) -> Overhead:
 
 
 def partial_overhead(costs: Costs, save_every_hours: float) -> Overhead:
-    """The overhead when the failed nodes alone go back and no work is done again (eq. 2).
+    """Return the overhead when only the failed nodes go back and no work is repeated (eq. 2).
 
     O_part = O_save T_total / T_save + (O_load + O_res) T_total / T_fail
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
       save_every_hours: T_save, useful time between saves.
 
     Returns:
@@ -148,22 +147,22 @@ def _overhead(costs, mode, save_every_hours):
 
 
 def full_interval(costs: Costs) -> float:
-    """The hours between saves that make full recovery cheapest (eq. 3; Young, 1974).
+    """Return the hours between saves that minimise the overhead of full recovery (eq. 3; Young, 1974).
 
     T_save = sqrt(2 O_save T_fail), where the derivative of eq. (1) is 0
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
 
     Returns:
-      Useful hours; it may be longer than the job.
+      Useful hours; may exceed the length of the job.
     """
     check_costs(costs)
     return math.sqrt(2 * costs.save_hours * costs.mtbf_hours)
 
 
 def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nodes: int = 1) -> float:
-    """What one failure with partial recovery adds to the portion of lost samples, PLS (eq. 4).
+    """Return the portion of lost samples, PLS, that one failure adds with partial recovery (eq. 4).
 
     PLS += m (S_i - S_last_save) / (S_total N_emb), from 0 at the start
 
@@ -189,12 +188,12 @@ def lost_portion(seen: float, saved: float, total: float, nodes: int, failed_nod
 
 
 def expected_pls(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of partial recovery when T_save is much shorter than the job (eq. 5).
+    """Return the expected PLS of partial recovery if T_save is much shorter than the job (eq. 5).
 
     E[PLS] = m T_save / (2 T_fail N_emb)
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
       save_every_hours: T_save, useful time between saves.
 
     Returns:
@@ -205,14 +204,13 @@ def expected_pls(costs: Costs, save_every_hours: float) -> float:
 
 
 def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
-    """The PLS to expect of a job of any length, at a constant rate of failures.
+    """Return the expected PLS of a job of any length, at a constant failure rate.
 
-    Derived here: m / (T_total N_emb T_fail) times the integral over the job of
-    t - (last save before t). It is below eq. (5) unless the job is a whole number of intervals, as
-    the last one is cut short.
+    Derived here: m / (T_total N_emb T_fail) times the integral over the job of t - (last save before t). It is below
+    eq. (5) unless the job is a whole number of intervals, as the last interval is cut short.
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
       save_every_hours: T_save, useful time between saves.
 
     Returns:
@@ -229,16 +227,16 @@ def expected_pls_of_job(costs: Costs, save_every_hours: float) -> float:
 
 
 def partial_interval(costs: Costs, target_pls: float) -> float:
-    """The hours between saves at which partial recovery has the target PLS (eq. 6).
+    """Return the hours between saves at which partial recovery has the target PLS (eq. 6).
 
     T_save = 2 PLS N_emb T_fail / m
 
     Args:
-      costs: of the job.
-      target_pls: portion of lost samples that the model can bear, above 0 and at most 1.
+      costs: costs of the job.
+      target_pls: portion of lost samples that the model tolerates, above 0 and at most 1.
 
     Returns:
-      Useful hours; it may be longer than the job.
+      Useful hours; may exceed the length of the job.
     """
     check_costs(costs)
     real_number("target_pls", target_pls, "above 0 and at most 1: it is a portion of the samples", is_portion)
@@ -246,18 +244,17 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
 
 
 def break_even_pls(costs: Costs) -> float:
-    """The target PLS above which partial recovery is the cheaper one; derived from eqs. (1) to (6).
+    """Return the target PLS above which partial recovery is cheaper; derived from eqs. (1) to (6).
 
-    With F of eq. (3), T = min(F, T_total), and D the hours by which a full recovery loads longer
-    than a partial one, eq. (2) equals eq. (1) at T_save = T F^2 / (F^2 + T^2 + 2 D T). With D = 0,
-    as we recall the paper, that is F / 2 where the job is longer than F:
-    PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
+    With F of eq. (3), T = min(F, T_total), and D the load time of a full recovery minus that of a partial one, eq. (2)
+    equals eq. (1) at T_save = T F^2 / (F^2 + T^2 + 2 D T). With D = 0, as we recall the paper, that is F / 2 if the job
+    is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
 
     Args:
-      costs: of the job.
+      costs: costs of the job.
 
     Returns:
-      A fraction of the samples of the job; inf where partial recovery loads so long that it is never cheaper.
+      A fraction of the samples of the job; inf if partial recovery loads for so long that it is never cheaper.
 
     >>> print(f"{break_even_pls(SETTING_A):.6f} {break_even_pls(SETTING_B):.6f}")
     0.002556 0.002408
@@ -270,15 +267,14 @@ def break_even_pls(costs: Costs) -> float:
 
 
 def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
-    """Chooses partial recovery where it is cheaper than full recovery at its best, each with its
-    own interval.
+    """Choose partial recovery if it is cheaper than full recovery, each with its own save interval.
 
-    The policy of arXiv 2011.02999. Intervals are cut to the length of the job, which must begin
-    with a save or with rows that can be made again.
+    This is the policy of arXiv 2011.02999; full recovery has its cheapest interval. Intervals are limited to the length
+    of the job, which must begin with a save or with rows that can be regenerated.
 
     Args:
-      costs: of the job.
-      target_pls: portion of lost samples that the model can bear, above 0 and at most 1.
+      costs: costs of the job.
+      target_pls: portion of lost samples that the model tolerates, above 0 and at most 1.
 
     Returns:
       RecoveryPlan.
@@ -297,11 +293,11 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
 
 
 def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
-    """Refuses costs, a mode or other numbers outside their range.
+    """Raise if costs, the mode or other numbers are out of range.
 
     Args:
-      costs: of a job.
-      mode: of recovery.
+      costs: costs of a job.
+      mode: recovery mode.
       positive: further numbers that must be above 0, by name.
 
     Raises:

@@ -1,35 +1,247 @@
-"""Which rows are to be saved: batches are tracked in the order of their steps, and rows are picked
-before a save.
+"""Track which rows were trained, in the order of steps, and pick the rows of the next save.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard.
+Trackers live where the rows live: in this process, or at the embedding servers, each of which tracks and picks from its
+own shards. In the latter case no memory of the trainer grows with the tables.
+
+Legend: S shards, p shards of a server, V rows of a stack, U padded unique rows per shard, C padded rows per shard of a
+message.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from jaxrec.checkpoint.state import is_remote
+from jaxrec.cpr import counters
 from jaxrec.cpr.priority import Pick, Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec, Tables
 from jaxrec.embedding.lookup import without_gaps
-from jaxrec.types import Plan
+from jaxrec.embedding.servers import ShardServer
+from jaxrec.types import Plan, ShardsLost
+
+Values = Callable[[str], Any]  # stack -> its rows, in the form that `Priority` takes
+_BATCHES_PER_MESSAGE = 16
+
+
+class Trackers:
+    """One tracker per stack, for all shards of some tables or for those of one server.
+
+    Args:
+      scheme: priority scheme.
+      values: stack -> its rows, all of them as last saved.
+      budgets: {stack: maximum number of rows per shard in a save}.
+      known: {stack: result of `Priority.remember`}; trackers of absent stacks start afresh.
+    """
+
+    def __init__(
+        self, scheme: Priority, values: Values, budgets: Mapping[str, int], known: Mapping[str, Any] | None = None
+    ):
+        self._scheme, self._budgets = scheme, budgets
+        self._by_stack = {name: scheme.init(values(name), budget) for name, budget in budgets.items()}
+        self.recall(known or {})
+
+    def touch(self, batches: Sequence[Mapping[str, Plan]]) -> None:
+        """Track the rows of several batches, in order."""
+        for plans in batches:
+            for name, plan in plans.items():
+                self._by_stack[name] = self._scheme.touch(self._by_stack[name], plan)
+
+    def pick(self, values: Values) -> dict[str, Pick]:
+        """Return {stack: rows to save next}; for schemes that compare values, the tables must not change meanwhile."""
+        picked = {}
+        for name, budget in self._budgets.items():
+            value = None if self._scheme.by_tracker else values(name)
+            picked[name], self._by_stack[name] = self._scheme.pick(self._by_stack[name], budget, value)
+        return picked
+
+    def saved(self, picked: Mapping[str, Pick]) -> None:
+        """Mark the rows of a pick as saved, once the save is committed."""
+        for name, pick in picked.items():
+            self._by_stack[name] = self._scheme.saved(self._by_stack[name], pick)
+
+    def restored(self, shard: int, values: Values) -> None:
+        """Mark the rows of a shard as equal to the saved ones; `shard` indexes the shards of `values`."""
+        for name in self._by_stack:
+            self._by_stack[name] = self._scheme.restored(self._by_stack[name], shard, values(name))
+
+    def remember(self) -> dict[str, Any]:
+        """Return, as JSON, the state that fresh trackers of saved rows lack."""
+        return {name: self._scheme.remember(tracker) for name, tracker in self._by_stack.items()}
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Restore the result of `remember`."""
+        for name in self._by_stack.keys() & known.keys():
+            self._by_stack[name] = self._scheme.recall(self._by_stack[name], known[name])
+
+
+class ServerTrackers:
+    """`Trackers` that live at the embedding servers; each call runs at all servers in parallel.
+
+    The result of `Trackers.remember` is also kept here, for the successor of a dead server; its trackers need nothing
+    more, as its rows are restored to their saved values. Only `pick` and `restored` raise `ShardsLost`: for the other
+    calls a dead server does not matter, as what it tracked is no longer needed.
+
+    Args:
+      scheme, budgets, known: as for `Trackers`.
+      tables: `RemoteTables`.
+    """
+
+    def __init__(self, scheme: Priority, tables: Any, budgets: Mapping[str, int], known: Mapping[str, Any]):
+        self._scheme, self._tables, self._budgets = scheme, tables, dict(budgets)
+        self._spec: EmbeddingSpec = tables.spec
+        no_rows = {
+            name: [np.zeros((0, stack.width), np.float32)] * self._spec.shards
+            for name, stack in self._spec.stacks.items()
+        }
+        self._remembered = Trackers(scheme, no_rows.__getitem__, dict.fromkeys(budgets, 1), known)
+        tables.track(_server_begin, lambda shards: (scheme, self._budgets, self._known_of(shards)))
+
+    def touch(self, batches: Sequence[Mapping[str, Plan]]) -> None:
+        """As `Trackers.touch`."""
+        counted = [{name: (plan, _accesses(plan)) for name, plan in plans.items()} for plans in batches]
+        self._at_servers(
+            _server_touch,
+            lambda shards: ([{name: _plan_part(*of, shards) for name, of in plans.items()} for plans in counted],),
+        )
+        empty = Plan(np.zeros((self._spec.shards, 0), np.int32), {}, np.zeros(self._spec.shards, np.int32), 0)
+        self._remembered.touch([dict.fromkeys(plans, empty) for plans in batches])  # SSU counts batches
+
+    def pick(self, values: Values | None = None) -> dict[str, Pick]:
+        """As `Trackers.pick`; `Pick.seen` stays at the servers, for `saved`.
+
+        Raises:
+          ShardsLost: a server is dead, so its rows cannot be saved.
+        """
+        found = self._tables.track(_server_pick, lambda shards: ())
+        rows: dict[str, list[np.ndarray]] = {
+            name: [np.zeros(0, np.int32)] * self._spec.shards for name in self._budgets
+        }
+        known = self._remembered.remember()
+        for shards, (picked, remembered) in found.items():
+            for name, mine in picked.items():
+                for place, shard in enumerate(shards):
+                    rows[name][shard] = mine[place]
+            for name, of in remembered.items():
+                known[name] = {key: _merged(known[name][key], value, shards) for key, value in of.items()}
+        self._remembered.recall(known)
+        return {name: Pick(of, []) for name, of in rows.items()}
+
+    def saved(self, picked: Mapping[str, Pick]) -> None:
+        """As `Trackers.saved`, for the last pick."""
+        if picked:
+            self._at_servers(_server_saved, lambda shards: ())
+
+    def restored(self, shard: int, values: Values | None = None) -> None:
+        """As `Trackers.restored`."""
+        self._tables.track(
+            _server_restored, lambda shards: (shard, self._scheme, self._budgets, self._known_of(shards))
+        )
+
+    def remember(self) -> dict[str, Any]:
+        """As `Trackers.remember`."""
+        return self._remembered.remember()
+
+    def _known_of(self, shards):
+        """Return the part of `remember` for the server of some shards; lists have one value per shard."""
+        part = lambda value: [value[shard] for shard in shards] if isinstance(value, list) else value
+        return {name: {key: part(value) for key, value in of.items()} for name, of in self.remember().items()}
+
+    def _at_servers(self, function, args_of):
+        with contextlib.suppress(ShardsLost):  # the other servers have done it; the engine's next call reports the loss
+            self._tables.track(function, args_of)
+
+
+def _merged(all_of, mine, shards):
+    """Update a remembered value of all shards with that of one server."""
+    if not isinstance(mine, list):
+        return mine
+    merged = list(all_of)
+    for shard, value in zip(shards, mine, strict=True):
+        merged[shard] = value
+    return merged
+
+
+def _accesses(plan):
+    """Return the number of reads of each row by a batch, i32[S, U]; None for a plan without `inverse`."""
+    return counters.accesses(plan)[:-1].reshape(np.shape(plan.unique)) if plan.inverse else None
+
+
+def _plan_part(plan, accesses, shards):
+    """Cut a plan to the shards of a server: unique i32[p, C], count i32[p], accesses i32[p, C] or None."""
+    shards = list(shards)
+    count = np.asarray(plan.count)[shards]
+    cut = lambda array: np.ascontiguousarray(np.asarray(array)[shards, : count.max()])
+    return cut(plan.unique), count, None if accesses is None else cut(accesses)
+
+
+def _values(tables) -> Values:
+    return lambda name: tables.parts(name)["value"]
+
+
+# ---- at a server: its trackers number its p shards from 0 to p - 1, so row r of a stack is (r // S) p + place
+
+
+def _server_begin(server: ShardServer, scheme, budgets, known):
+    server.memory["trackers"], server.memory["pick"] = Trackers(scheme, _values(server), budgets, known), {}
+
+
+def _server_touch(server, batches):
+    if "trackers" in server.memory:  # else a successor whose rows have not been restored yet
+        server.memory["trackers"].touch(
+            [{name: _server_plan(server, *of) for name, of in batch.items()} for batch in batches]
+        )
+
+
+def _server_plan(server, unique, count, accesses):
+    places = np.arange(len(server.shards), dtype=np.int32)[:, None]
+    inverse = {} if accesses is None else {"": np.repeat(np.arange(unique.size, dtype=np.int32), accesses.reshape(-1))}
+    return Plan(unique // server.spec.shards * len(server.shards) + places, inverse, count, np.int32(0))
+
+
+def _server_pick(server):
+    if "trackers" not in server.memory:
+        return {}, {}
+    trackers = server.memory["trackers"]
+    server.memory["pick"] = picked = trackers.pick(_values(server))
+    p, shards = len(server.shards), server.spec.shards
+    rows = {
+        name: [mine // p * shards + shard for mine, shard in zip(pick.rows, np.int32(server.shards), strict=True)]
+        for name, pick in picked.items()
+    }
+    return rows, trackers.remember()
+
+
+def _server_saved(server):
+    if "trackers" in server.memory:
+        server.memory["trackers"].saved(server.memory["pick"])
+
+
+def _server_restored(server, shard, scheme, budgets, known):
+    if shard in server.shards:
+        if "trackers" not in server.memory:
+            _server_begin(server, scheme, budgets, known)
+        server.memory["trackers"].restored(server.shards.index(shard), _values(server))
+
+
+# ---- one run
 
 
 class RowTracker:
-    """The trackers of a run's rows, and the thread that picks rows ahead of a save.
+    """The trackers of a run, with a thread that picks rows ahead of a save.
 
-    Three threads meet here: the one that iterates tells of batches, the picker picks, and under OAC
-    the thread of a cut saves. A thread that is late finds the batches in order: while a pick or a cut
-    is under way they wait in a list, and what a pick or a save sees depends on steps alone, never on
-    which thread was faster.
+    Three threads use it: the one that iterates reports batches, the picker picks, and under OAC another one saves
+    snapshots. While a pick is running or the rows of a snapshot have not been picked, batches wait in a list. So picks
+    and saves depend on steps alone, never on the timing of threads.
 
     Args:
-      spec: the tables.
-      scheme: which rows go first.
-      fraction: r, of the rows that a save may hold.
-      whole: {stack: [(first, end)]}, rows that are saved at regular saves and not tracked, see
+      spec: spec of the tables.
+      scheme: priority scheme.
+      fraction: r, maximum fraction of the rows in a save.
+      whole: {stack: [(first, end)]}, ranges of rows that every regular save holds and that are not tracked, see
         `ranges_of`.
     """
 
@@ -37,179 +249,163 @@ class RowTracker:
         self, spec: EmbeddingSpec, scheme: Priority, fraction: float, whole: Mapping[str, list[tuple[int, int]]]
     ):
         self.spec, self.scheme, self.fraction, self.whole = spec, scheme, fraction, whole
-        self.trackers: dict[str, Any] = {}
-        self._waiting: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet
+        self.trackers: Any = None  # set by `begin`: `Trackers` or `ServerTrackers`
+        self._batches_per_call = 1
+        self._untracked: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet, in the order of steps
         self._lock = threading.Lock()
         self._picker = ThreadPoolExecutor(1, "pick")
-        # Step of a save -> its pick. Under OAC the pick of the next save begins while the cut of
-        # this one waits.
-        self._picking: dict[int, Future] = {}
-        self._cuts: dict[int, threading.Event] = {}  # of those that have still to pick their rows
-        self._cut_over = threading.Event()  # of the latest one
-        self._cut_over.set()
+        # Step of a save -> its pick. Under OAC the next pick can start before the previous snapshot is saved.
+        self._picks: dict[int, Future] = {}
+        # Step -> event, set once the rows of its snapshot are picked and copied.
+        self._snapshots: dict[int, threading.Event] = {}
+        self._snapshot_done = threading.Event()  # event of the latest snapshot
+        self._snapshot_done.set()
 
     def begin(self, tables: Tables, known: Mapping[str, Any]) -> None:
-        """Trackers of rows that are all as they were saved; the little more that they know comes
-        from an image."""
-        for name in self.spec.stacks:
-            tracker = self.scheme.init(tables.parts(name)["value"], self.budget(name))
-            self.trackers[name] = self.scheme.recall(tracker, known[name]) if name in known else tracker
+        """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
+        budgets = {name: self.budget(name) for name in self.spec.stacks}
+        self._batches_per_call = _BATCHES_PER_MESSAGE if is_remote(tables) else 1
+        if is_remote(tables):
+            self.trackers = ServerTrackers(self.scheme, tables, budgets, known)
+        else:
+            self.trackers = Trackers(self.scheme, _values(tables), budgets, known)
 
     def remember(self) -> dict[str, Any]:
-        """What an image keeps of the trackers, for `begin`."""
-        return {name: self.scheme.remember(tracker) for name, tracker in self.trackers.items()}
+        """Return the state of the trackers that an image records, for `begin`."""
+        return self.trackers.remember()
 
     def budget(self, name: str) -> int:
-        """How many tracked rows of one shard of a stack a save may hold."""
+        """Return the maximum number of tracked rows per shard of a stack in a save."""
         stack = self.spec.stacks[name]
-        watched = stack.rows - sum(end - first for first, end in self.whole.get(name, ()))
-        return budget_rows(-(-watched // self.spec.shards), self.fraction)
+        tracked = stack.rows - sum(end - first for first, end in self.whole.get(name, ()))
+        return budget_rows(-(-tracked // self.spec.shards), self.fraction)
 
-    def tell(self, step: int, plans: dict[str, Plan]) -> None:
-        """A batch was trained."""
+    def mark_trained(self, step: int, plans: dict[str, Plan]) -> None:
+        """Report a trained batch."""
         with self._lock:
-            # The lock guards this list alone; a tracker is touched by one thread at a time, see
-            # below.
-            self._waiting.append((step, plans))
-        # While a pick is under way, or a cut is to pick yet, the tracker stands still, so that what
-        # they see depends on steps and not on which thread was faster.
-        if not self._picking and self._cut_over.is_set():
-            self.touch(step)
+            # The lock guards only this list; trackers are used by one thread at a time.
+            self._untracked.append((step, plans))
+        # See the class: batches wait for picks and snapshots.
+        if not self._picks and self._snapshot_done.is_set() and len(self._untracked) >= self._batches_per_call:
+            self.track_until(step)
 
-    def touch(self, step: int, picked: Mapping[str, Pick] | None = None) -> None:
-        """Tracks the batches up to a step; but for rows that are picked, as their save holds them
-        as they are then."""
+    def track_until(self, step: int, picked: Mapping[str, Pick] | None = None) -> None:
+        """Track the batches up to a step, except for picked rows, whose values at this step are saved."""
         with self._lock:
-            # They came in the order of their steps, so that these are the first of the list.
-            mine = [plans for at, plans in self._waiting if at <= step]
-            self._waiting = self._waiting[len(mine) :]
-        for plans in mine:
-            for name, plan in plans.items():
-                self.trackers[name] = self.scheme.touch(self.trackers[name], self._tracked(name, plan, picked))
+            mine = [plans for at, plans in self._untracked if at <= step]
+            self._untracked = self._untracked[len(mine) :]
+        if mine:
+            self.trackers.touch(
+                [{name: self._rows_to_track(name, plan, picked) for name, plan in plans.items()} for plans in mine]
+            )
 
-    def _tracked(self, name, plan, picked):
+    def _rows_to_track(self, name, plan, picked):
         if not picked and name not in self.whole:
             return plan
-        # A picked row is saved as it is at the cut, with what these batches have done to it:
-        # counted now, it would be saved again for nothing.
-        gone = in_ranges(plan, self.whole.get(name, ()))
-        gone = gone | in_pick(plan, picked[name].rows) if picked else gone
-        return without_rows(plan, gone, self.spec.stacks[name].rows)
+        # The save holds the effect of these batches on picked rows; tracking it would save the rows again unchanged.
+        dropped = in_ranges(plan, self.whole.get(name, ()))
+        dropped = dropped | in_pick(plan, picked[name].rows) if picked else dropped
+        return without_rows(plan, dropped, self.spec.stacks[name].rows)
 
-    def begin_cut(self, step: int) -> None:
-        """The state of a step will be saved, perhaps beside training: batches of later steps wait
-        until then."""
-        # Under OAC the cut is saved in a thread, and training may be at a later step by then.
-        self._cuts[step] = self._cut_over = threading.Event()
+    def begin_snapshot(self, step: int) -> None:
+        """Hold back batches of later steps until the snapshot of a step is saved."""
+        self._snapshots[step] = self._snapshot_done = threading.Event()
 
-    def end_cut(self, step: int) -> None:
-        """The rows of a step's cut are picked and copied. Training may have reached the cut after
-        it by now."""
-        if cut := self._cuts.pop(step, None):
-            cut.set()
+    def end_snapshot(self, step: int) -> None:
+        """Mark the rows of a snapshot as picked and copied; training may have reached the next snapshot by now."""
+        if done := self._snapshots.pop(step, None):
+            done.set()
 
     def pick_ahead(self, step: int, save_step: int, settle: Callable[[], None]) -> None:
-        """Begins to pick the rows of the next save, in the thread.
+        """Start to pick the rows of the next save, in the picker thread.
 
         Args:
-          step: the pick knows the batches up to here.
-          save_step: of the save.
-          settle: waits for the save before it; a row of that one, once committed, is not picked
-            again unchanged.
+          step: last step whose batch the pick takes into account.
+          save_step: step of the save.
+          settle: waits for the previous save, so that its rows are not picked again unchanged.
         """
 
-        last_cut_over = self._cut_over  # of the save before this one, whose rows are picked first
+        previous_done = self._snapshot_done
 
         def pick():
-            # In this order: the save before must have picked its rows, then the tracker learns the
-            # batches up to now, then that save is settled, which takes its rows off, and only then
-            # rows are picked.
-            last_cut_over.wait()
-            self.touch(step)
+            # The order matters: the previous save picks its rows, batches up to `step` are tracked, settling the save
+            # subtracts what it holds, and only then are rows picked.
+            previous_done.wait()
+            self.track_until(step)
             settle()
             return self.pick()
 
-        self._picking[save_step] = self._picker.submit(pick)
+        self._picks[save_step] = self._picker.submit(pick)
 
-    def picked_ahead(self, save_step: int) -> dict[str, Pick] | None:
-        """Waits for the thread to pick the rows of a save; None if nothing was picked ahead."""
-        for older in [step for step in self._picking if step < save_step]:
-            self._picking.pop(older).result()  # of a save that did not come: what it picked stays to be saved
-        picking = self._picking.pop(save_step, None)
-        # Raises here what the thread has raised, in the thread that saves.
-        return picking.result() if picking else None
+    def await_pick(self, save_step: int) -> dict[str, Pick] | None:
+        """Wait for the pick of a save and return it; None if its rows were not picked ahead."""
+        for older in [step for step in self._picks if step < save_step]:
+            self._picks.pop(older).result()  # its save did not happen: the rows stay unsaved
+        future = self._picks.pop(save_step, None)
+        # Re-raises, in the thread that saves, an error of the picker.
+        return future.result() if future else None
 
     def drop_picks(self) -> None:
-        """Forgets what the thread has picked, as rows have changed that no batch has touched; while
-        no cut is saved."""
-        # Lost shards have kept them; the thread that picks would wait for them, and we for it.
-        late = list(self._cuts)
-        for step in late:
-            self.end_cut(step)
-        for save_step in list(self._picking):
-            self.picked_ahead(save_step)
-        for step in late:  # their saves come now, beside training: what is trained from here on is not in them
-            self.begin_cut(step)
+        """Discard picks made ahead, as rows change outside training; not to be called while a snapshot is saved."""
+        # Lost shards have delayed these snapshots: the picker would wait for them, and this thread for the picker.
+        unsaved = list(self._snapshots)
+        for step in unsaved:
+            self.end_snapshot(step)
+        for save_step in list(self._picks):
+            with contextlib.suppress(ShardsLost):  # a server died during the pick
+                self.await_pick(save_step)
+        for step in unsaved:  # they will be saved concurrently with later training
+            self.begin_snapshot(step)
 
     def pick(self, tables: Tables | None = None) -> dict[str, Pick]:
-        """{stack: Pick} of the next save; of tables that lie still, if the scheme looks at
-        values."""
-        picked = {}
-        for name in self.spec.stacks:
-            # Values are looked at only where the tables lie still, at a cut; the tracker alone can
-            # be read at any time.
-            value = None if tables is None else tables.parts(name)["value"]
-            picked[name], self.trackers[name] = self.scheme.pick(self.trackers[name], self.budget(name), value)
-        return picked
+        """Return {stack: Pick} for the next save; only schemes that compare values need `tables`."""
+        return self.trackers.pick(_values(tables))
 
     def saved(self, picked: Mapping[str, Pick]) -> None:
-        """A save is committed, and what it holds counts as saved."""
-        for name, pick in picked.items():
-            self.trackers[name] = self.scheme.saved(self.trackers[name], pick)
+        """Mark the rows of a pick as saved, once the save is committed."""
+        self.trackers.saved(picked)
 
     def restored(self, tables: Tables, shard: int) -> None:
-        """A shard has come back: its rows are as they were saved."""
-        for name in self.trackers:
-            self.trackers[name] = self.scheme.restored(self.trackers[name], shard, tables.parts(name)["value"])
+        """Mark the rows of a restored shard as equal to the saved ones."""
+        self.trackers.restored(shard, _values(tables))
 
     def close(self) -> None:
-        """Ends the thread."""
-        for step in list(self._cuts):  # they will never be saved
-            self.end_cut(step)
-        # After the cuts, for which a pick may wait.
+        """End the picker thread."""
+        for step in list(self._snapshots):  # they will never be saved
+            self.end_snapshot(step)
+        # After the snapshots: a pick may wait for one.
         self._picker.shutdown()
 
 
 def lose(tables: Tables, shard: int) -> Tables:
-    """Makes the rows and slots of one shard NaN in all stacks, as if its node were gone; nothing of
-    it survives.
+    """Set all rows and slots of one shard to NaN, as if its node had failed.
 
     Args:
-      tables: those of the host change in place, those of devices are donated.
+      tables: host tables are changed in place, device tables are donated.
       shard: from 0 to S - 1.
 
     Returns:
       The tables.
     """
     for name, stack in tables.spec.stacks.items():
-        nothing = {
+        nan_rows = {
             part: np.full((stack.rows_per_shard, one.width), np.nan, one.dtype)
             for part, one in tables.layout[name].items()
         }
-        tables = tables.with_shard(name, shard, nothing)
+        tables = tables.with_shard(name, shard, nan_rows)
     return tables
 
 
-def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
-    """A plan on the host that reads nothing of some of its rows.
+def without_rows(plan: Plan, dropped: np.ndarray, absent: int) -> Plan:
+    """Remove some rows from a plan on the host, with all reads of them.
 
     Args:
-      plan: of one stack.
-      gone: bool[S, U], which rows.
-      absent: V, which marks no row.
+      plan: Plan of one stack.
+      dropped: bool[S, U], rows to remove.
+      absent: V, marker for "no row".
     """
-    shards, padded = gone.shape
-    keep = ~gone & (np.arange(padded) < np.asarray(plan.count)[:, None])
+    shards, padded = dropped.shape
+    keep = ~dropped & (np.arange(padded) < np.asarray(plan.count)[:, None])
     kept, place = without_gaps(plan, keep, padded, absent)
     missing = shards * padded
     place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
@@ -219,7 +415,7 @@ def without_rows(plan: Plan, gone: np.ndarray, absent: int) -> Plan:
 
 
 def in_ranges(plan, ranges):
-    """bool[S, U]: rows of a plan that lie in any of [(first, end)]."""
+    """Return bool[S, U]: whether each row of a plan lies in one of the ranges [(first, end)]."""
     unique = np.asarray(plan.unique)
     found = np.zeros(unique.shape, bool)
     for first, end in ranges:
@@ -228,14 +424,13 @@ def in_ranges(plan, ranges):
 
 
 def in_pick(plan, rows):
-    """bool[S, U]: rows of a plan that are among ascending rows of the stack, one array per
-    shard."""
+    """Return bool[S, U]: whether each row of a plan was picked; `rows` has one ascending array per shard."""
     found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
     return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
 
 
 def ranges_of(spec, whole):
-    """{stack: [(first, end)]} of the tables saved whole."""
+    """Return {stack: [(first, end)]}, the row ranges of the tables that are saved whole."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for name, stack in spec.stacks.items():
         for place, table in enumerate(stack.tables):
@@ -245,5 +440,5 @@ def ranges_of(spec, whole):
 
 
 def shard_rows(first, end, shard, shards):
-    """i32[n]: the rows of one shard among the rows from `first` to `end` of a stack."""
+    """Return i32[n], the rows of one shard among rows `first` to `end` of a stack."""
     return np.arange(first + (shard - first) % shards, end, shards, dtype=np.int32)

@@ -1,10 +1,8 @@
-"""Embeddings: what to look up (`EmbeddingSpec`), what a batch touches (`plan`), and where rows live
-(`Tables`).
+"""Embeddings: tables and lookups (`EmbeddingSpec`), the rows that a batch touches (`plan`), and row storage (`Tables`).
 
-Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` are three homes of
-that one interface, whose verbs are `read`, `put` and `add`. `lookup` numbers rows and turns them
-into activations, and `optimizers` step them. `embedding_matrix` copies a table out of
-any home. Remote rows are with `servers`.
+Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` implement that one interface, whose
+operations are `read`, `put` and `add`. `lookup` numbers rows and turns them into activations; `optimizers` updates
+them. `embedding_matrix` copies a table out of any implementation. The servers of remote rows are in `servers`.
 """
 
 from jaxrec.embedding.device import DeviceTables

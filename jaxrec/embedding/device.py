@@ -1,8 +1,6 @@
-"""Tables on the devices: a pytree of arrays [S, V / S, E] split over the mesh, with pure read, put
-and add.
+"""Tables in device memory: a pytree of arrays [S, V / S, E] sharded over the mesh, with pure read, put and add.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot
-width.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
 """
 
 import contextlib
@@ -36,10 +34,10 @@ class DeviceTables:
     """Embedding tables and their optimizer slots in device memory.
 
     Attributes:
-      value: {stack: f32[S, V / S, E]}; inside shard_map a device's own shards.
+      value: {stack: f32[S, V / S, E]}; inside shard_map only the local shards.
       slots: {stack: {slot: f32[S, V / S, K]}}.
-      spec: the whole tables.
-      layout: what a row consists of.
+      spec: the complete spec, also inside shard_map.
+      layout: parts of a row, per stack.
     """
 
     value: dict[str, jax.Array]
@@ -52,10 +50,10 @@ class DeviceTables:
 
     @classmethod
     def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":
-        """Makes initial tables on a mesh, each device its own shards.
+        """Create initial tables on a mesh; each device draws its own shards.
 
         Args:
-          spec: the tables.
+          spec: tables and shards.
           row_optimizer: decides the slots.
           mesh: from `jaxrec.sharding.make_mesh`; one device if None.
         """
@@ -65,8 +63,7 @@ class DeviceTables:
         return jax.jit(make, out_shardings=shardings(SPLIT, mesh))()
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots; padding reads zero. Plans of another spec are refused
-        by `ValueError`."""
+        """Gather the planned rows and slots; padding yields zeros. Raises ValueError for plans of another spec."""
 
         def gather(name, plan):
             where = self._where(name, plan)
@@ -76,11 +73,11 @@ class DeviceTables:
         return {name: gather(name, plan) for name, plan in plans.items()}
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "DeviceTables":
-        """Stores final rows; the caller owns the tables and donates them."""
+        """Store updated rows; the caller donates the tables."""
         return self._scatter(plans, rows, lambda at, new: at.set(new, mode="drop", unique_indices=True))
 
     def add(self, plans, rows, old) -> "DeviceTables":
-        """Adds rows - old to what the tables hold now, for writers that do not take turns."""
+        """Add rows - old to the current rows; for concurrent writers."""
         change = jax.tree.map(jnp.subtract, rows, old)
         return self._scatter(plans, change, lambda at, delta: at.add(delta, mode="drop", unique_indices=True))
 
@@ -96,12 +93,11 @@ class DeviceTables:
         return dataclasses.replace(self, value=value, slots=slots)
 
     def parts(self, stack: str) -> dict[str, jax.Array]:
-        """{part: [S, V / S, width]} of a stack, on the devices."""
+        """Return {part: [S, V / S, width]} of a stack, on the devices."""
         return {"value": self.value[stack], **self.slots[stack]}
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack; parts are on
-        the devices."""
+        """Run function(stack, shard, parts, *args) for every shard of every stack; parts are on the devices."""
         return {
             (name, shard): function(name, shard, {part: rows[shard] for part, rows in self.parts(name).items()}, *args)
             for name in self.spec.stacks
@@ -109,8 +105,7 @@ class DeviceTables:
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows to the host; those of a stack in one gather, padded to one of few
-        sizes."""
+        """Copy selected rows to the host, with one gather per stack, padded to one of few sizes."""
         taken = {}
         for name in dict.fromkeys(stack for stack, _ in rows):
             mine = [rows.get((name, shard), np.zeros(0, np.int32)) for shard in range(self.spec.shards)]
@@ -122,22 +117,21 @@ class DeviceTables:
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "DeviceTables":
-        """Tables with other rows in one shard: the first ones, as many as are given; these tables
-        are donated."""
+        """Replace the first n rows of one shard; donates these tables and returns new ones."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         new = {part: _set_shard(rows, shard, parts[part], rows.sharding) for part, rows in self.parts(stack).items()}
         value = {**self.value, stack: new.pop("value")}
         return dataclasses.replace(self, value=value, slots={**self.slots, stack: new})
 
     def reset_shard(self, stack: str, shard: int) -> "DeviceTables":
-        """Tables whose rows of one shard are initial ones; these are donated."""
+        """Reset all rows of one shard to their initial values; donates these tables and returns new ones."""
         check_shard(self.spec, shard)
         parts = empty_parts(self.spec.stacks[stack], self.layout[stack])
         fill_initial(self.spec, self.layout, stack, shard, parts)
         return self.with_shard(stack, shard, parts)
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None):
-        """Nothing of these tables outlives the process, so that nothing need be said."""
+        """Return a null context: these tables do not outlive the process and need not be marked torn."""
         return contextlib.nullcontext(self)
 
     def _where(self, name: str, plan: Plan):
@@ -146,8 +140,7 @@ class DeviceTables:
                 f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {list(self.value)} in "
                 f"{self.spec.shards}: plan with their own spec."
             )
-        # Padding ids are V: their row V // S lies just past the end, where scatters drop and
-        # gathers fill.
+        # Padding rows are V: index V // S is just past the end, where scatters drop and gathers fill.
         return jnp.arange(plan.unique.shape[0])[:, None], plan.unique // self.spec.shards
 
 
@@ -167,7 +160,7 @@ def _initial(spec, layout):
 
 
 def _plan_of(rows: Sequence[np.ndarray], absent: int) -> Plan:
-    """A plan that reads some rows of each shard."""
+    """Return a plan that reads the given rows, one array i32[n] per shard, padded with `absent`."""
     count = np.array([len(ids) for ids in rows], np.int32)
     unique = np.full((len(rows), bucket(int(count.max()))), absent, np.int32)
     for shard, ids in enumerate(rows):

@@ -1,12 +1,11 @@
-"""Tables in host memory or in mapped files.
+"""Tables in host memory or in memory-mapped files.
 
-A table file holds one (stack, shard); a manifest says what they hold, and the puts that each shard has seen. `steps`
-holds i64[S, 2], for each shard the puts begun and the puts done: the first is written before the first row of a put,
-the second after its last. What a killed process has written stays in the page cache, in its order, so that files whose
-numbers are not all equal are torn, and files whose numbers are equal stand after that many puts.
+Each file holds one (stack, shard); a manifest names their spec and slots. The file `steps` holds i64[S, 2], the puts
+begun and done per shard: the first is written before the first row of a put, the second after its last. Writes of a
+killed process stay in the page cache in their order. So tables whose numbers are not all equal are torn, and tables
+whose numbers all equal k are in the state after k puts.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot
-width.
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ Shards = dict[str, list[dict[str, np.ndarray]]]
 
 
 def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
-    """Makes arrays in RAM, rows not filled yet, and the steps."""
+    """Allocate arrays in RAM with uninitialised rows, and `steps` i64[S, 2]."""
 
     shards = {
         name: [empty_parts(stack, layout[name]) for _ in range(stack.shards)] for name, stack in spec.stacks.items()
@@ -53,12 +52,11 @@ def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
 
 @contextlib.contextmanager
 def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
-    """Makes files for the caller to fill; on leaving without an error a manifest names them
-    complete.
+    """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete.
 
     Raises:
-      ValueError: the directory holds tables already, or another process is making some there.
-      OSError: there is no room, or no right to write; what was begun is removed.
+      ValueError: the directory holds tables already, or another process is creating some there.
+      OSError: no space or no write permission; the files are removed.
     """
     make_directory(directory)
     with Lock(directory / _LOCK, f"making tables in {directory}"):
@@ -78,10 +76,10 @@ def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tup
 
 
 def attach(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> tuple[Shards, np.ndarray]:
-    """Maps files that are there.
+    """Map existing files.
 
     Raises:
-      ValueError: they are not complete, damaged, of another spec or row optimizer, or torn.
+      ValueError: the files are incomplete, damaged, of another spec or row optimizer, or torn.
     """
     _check_manifest(directory, _manifest(spec, layout))
     for path, size in _sizes(directory, spec, layout).items():
@@ -99,22 +97,22 @@ def attach(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> t
 
 
 def flush(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
-    """Waits until all files are on disk, what was written through their maps included."""
+    """Wait until all files are on disk, including writes through their maps."""
     for path in _sizes(directory, spec, layout):
         sync(path)
 
 
 def is_untorn(steps: np.ndarray) -> bool:
-    """Whether all shards stand after the same put, and none within one."""
+    """Return whether all shards are after the same put, and none within one."""
     return bool((steps == steps[0, 0]).all())
 
 
 @contextlib.contextmanager
 def torn_within(spec: EmbeddingSpec, steps: np.ndarray, shards: Sequence[int] | None, step: int | None) -> Iterator:
-    """Within it some shards count as torn, and after it they stand at a step; as `Tables.overwriting`.
+    """Mark shards as torn within the context, and as being at a step on exit without an error; see `overwriting`.
 
     Raises:
-      ValueError: there is no such shard, or a negative step; nothing was marked.
+      ValueError: no such shard, or a negative step; nothing was marked.
     """
     chosen = chosen_shards(spec, shards)
     if step is not None:
@@ -165,7 +163,7 @@ def _manifest(spec: EmbeddingSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _sizes(directory, spec, layout) -> dict[Path, int]:
-    """{file: bytes} of all that is mapped."""
+    """Return {file: bytes} of all mapped files."""
     sizes = {directory / _STEPS: 16 * spec.shards}
     for name, stack in spec.stacks.items():
         size = stack.rows_per_shard * sum(map(_row_bytes, layout[name].values()))
@@ -189,13 +187,13 @@ def _map_all(directory, spec, layout, create):
 def _map(path, size, create):
     with open(path, "w+b" if create else "r+b") as file:
         if create:
-            # A sparse map on a full tmpfs dies with SIGBUS; this raises OSError instead.
+            # Writing to a sparse map on a full tmpfs raises SIGBUS; this raises OSError instead.
             os.posix_fallocate(file.fileno(), 0, size)
         return mmap.mmap(file.fileno(), size)
 
 
 def _arrays(mapped, stack: Stack, parts: dict[str, Part]):
-    """One shard's arrays, one after the other in its file."""
+    """Return one shard's arrays, which are stored one after the other in its file."""
     arrays, start, rows = {}, 0, stack.rows_per_shard
     for name, part in parts.items():
         arrays[name] = np.frombuffer(mapped, part.dtype, rows * part.width, start).reshape(rows, part.width)
@@ -207,28 +205,27 @@ def _row_bytes(part: Part) -> int:
     return part.width * np.dtype(part.dtype).itemsize
 
 
-_THREADS = 4  # that copy rows while training waits for a save
+_THREADS = 4  # threads that copy rows while training waits for a save
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostTables:
-    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file per shard.
+    """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file per stack and shard.
 
-    Reads and writes release the GIL and take no lock. `put` is for one writer in batch order;
-    writers that do not take turns use `add`.
+    Reads and writes release the GIL and take no lock. `put` is for a single writer in batch order; concurrent writers
+    use `add`.
 
-    Mapped files know where they stand: each `put` counts itself in them as begun and as done, so
-    that after a kill -9 `attach` finds torn tables and refuses them. `add` does not count: its
-    writers come from several processes without a lock, no row of theirs belongs to a step, and each
-    sum is whole by itself. A power cut is another matter, as pages reach the disk in any order:
-    after one, only tables that have not changed since `flush` are what they say.
+    Each `put` is counted in the mapped files as begun and as done, so that `attach` detects and refuses tables torn by
+    kill -9. `add` is not counted: its writers are in several processes without a lock, its rows belong to no step, and
+    each addition is complete by itself. A power cut can lose pages in any order: after one, trust only tables that have
+    not changed since `flush`.
 
     Attributes:
-      spec: the tables.
-      layout: what a row consists of.
+      spec: tables and shards.
+      layout: parts of a row, per stack.
       shards: {stack: one dict {'value': f32[V / S, E], slot: f32[V / S, K]} per shard}.
-      directory: where the files are, or None.
-      steps: i64[S, 2], for each shard the puts begun and the puts done.
+      directory: directory of the files, or None for tables in RAM.
+      steps: i64[S, 2], puts begun and puts done per shard.
     """
 
     spec: EmbeddingSpec
@@ -240,25 +237,24 @@ class HostTables:
     in_place: ClassVar[bool] = True
 
     def __post_init__(self):
-        if not len(self.steps):  # made from arrays
+        if not len(self.steps):  # constructed from arrays, without steps
             object.__setattr__(self, "steps", np.zeros((self.spec.shards, 2), np.int64))
 
     @classmethod
     def create(
         cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: str | Path | None = None
     ) -> "HostTables":
-        """Makes initial tables in RAM, or as files under a directory (best on tmpfs) that others
-        can attach.
+        """Create initial tables in RAM, or in files of a directory (best on tmpfs) that other processes can attach.
 
         Args:
-          spec: the tables.
+          spec: tables and shards.
           row_optimizer: decides the slots.
-          directory: where to put one file a (stack, shard); must not hold tables yet.
+          directory: directory for one file per (stack, shard), which must not hold tables yet; RAM if None.
 
         Raises:
-          ValueError: the directory holds tables already, or another process is making some there; a
-            URL; not a row optimizer.
-          OSError: there is no room, or no right to write; what was begun is removed.
+          ValueError: the directory holds tables already, or another process is creating some there; a URL; not a row
+            optimizer.
+          OSError: no space or no write permission; the files are removed.
         """
         layout = spec.layout(row_optimizer)
         if directory is None:
@@ -280,18 +276,18 @@ class HostTables:
     def attach(
         cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: str | Path, torn: str = "refuse"
     ) -> "HostTables":
-        """Maps the files of tables that this or another process has created.
+        """Map the files of tables that this or another process has created.
 
         Args:
-          spec: the tables.
-          row_optimizer: that created them.
-          directory: where the files are.
-          torn: 'refuse' tables that a process was killed in the middle of writing; 'accept' them if
-            all rows will be overwritten, within `overwriting`.
+          spec: tables and shards, as at creation.
+          row_optimizer: the row optimizer that the tables were created with.
+          directory: directory of the files.
+          torn: 'refuse' tables whose writer was killed within a put; 'accept' them to overwrite all rows within
+            `overwriting`.
 
         Raises:
-          ValueError: no complete tables are there; a file is missing, damaged, cut short or too
-            long; they were made for another spec or row optimizer; they are torn.
+          ValueError: the directory holds no complete tables; a file is missing, damaged, truncated or too long; the
+            tables are of another spec or row optimizer; they are torn.
         """
         if torn not in ("refuse", "accept"):
             raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
@@ -301,8 +297,7 @@ class HostTables:
 
     @property
     def step(self) -> int | None:
-        """How many puts all shards have seen, which is the step of training where each step is one
-        put; None if torn.
+        """Number of puts applied to all shards, the training step if each step is one put; None if torn.
 
         >>> from jaxrec.embedding import Lookup, Table, sgd
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
@@ -313,25 +308,23 @@ class HostTables:
 
     @contextlib.contextmanager
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["HostTables"]:
-        """Within it the caller fills whole shards through `shards`; until it is left without an
-        error they are torn.
+        """Context in which the caller overwrites whole shards; they count as torn until it exits without an error.
 
             with tables.overwriting(step=image.step):
                 ...  # all rows and slots
 
         Args:
-          shards: which ones will be filled; all if None.
-          step: where they will stand; if None, where the furthest of all shards stands, so that one
-            lost shard comes back beside the others.
+          shards: numbers of the shards to overwrite; all if None.
+          step: step of the new rows; if None, the highest step of any shard, to restore lost shards beside the others.
 
         Raises:
-          ValueError: there is no such shard, or a negative step; nothing was marked.
+          ValueError: no such shard, or a negative step; nothing was marked.
         """
         with torn_within(self.spec, self.steps, shards, step):
             yield self
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots into fresh arrays; padding reads zero."""
+        """Gather the planned rows and slots into fresh arrays; padding yields zeros."""
         return {name: self._read_stack(name, *used_rows(self, name, plan)) for name, plan in plans.items()}
 
     def _read_stack(self, name, unique, count):
@@ -345,7 +338,7 @@ class HostTables:
         return Rows(out.pop("value"), out)
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
-        """Stores final rows, in place, of all shards or of some; returns the same tables.
+        """Store updated rows of some shards, or of all, in place; return the same tables.
 
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
@@ -368,8 +361,7 @@ class HostTables:
         old: dict[str, Rows],
         shards: Sequence[int] | None = None,
     ) -> "HostTables":
-        """Adds rows - old to what the tables hold now, in place and without a lock; returns the
-        same tables.
+        """Add rows - old to the current rows, in place and without a lock; return the same tables.
 
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
@@ -393,12 +385,12 @@ class HostTables:
         return self
 
     def parts(self, stack: str) -> dict[str, list[np.ndarray]]:
-        """{part: [V / S, width] of each shard} of a stack: the rows themselves, no copies."""
+        """Return {part: one array [V / S, width] per shard} of a stack, not copied."""
         shards = self.shards[stack]
         return {part: [mine[part] for mine in shards] for part in self.layout[stack]}
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard; parts are the rows."""
+        """Run function(stack, shard, parts, *args) for every shard of every stack; parts are not copied."""
         return {
             (name, shard): function(name, shard, parts, *args)
             for name, shards in self.shards.items()
@@ -406,9 +398,9 @@ class HostTables:
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows, in threads: training waits for the copy, and its cores are free."""
+        """Copy selected rows, in threads, as training waits for the copy and leaves its cores free."""
         shards = self.shards
-        # Allocated on this thread, to which glibc gives back what it freed (see `keep_memory`).
+        # Allocated on the calling thread, for which glibc reuses freed memory (see `keep_memory`).
         taken = {
             (name, shard): {part: np.empty((len(ids), one.width), one.dtype) for part, one in self.layout[name].items()}
             for (name, shard), ids in rows.items()
@@ -424,19 +416,19 @@ class HostTables:
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
-        """Overwrites the first rows of one shard, as many as are given; returns the same tables."""
+        """Overwrite the first n rows of one shard; return the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         for part, rows in self.shards[stack][shard].items():
             rows[: len(parts[part])] = parts[part]
         return self
 
     def reset_shard(self, stack: str, shard: int) -> "HostTables":
-        """Gives all rows of one shard their initial values and slots; returns the same tables."""
+        """Reset all rows and slots of one shard to their initial values; return the same tables."""
         check_shard(self.spec, shard)
         fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
         return self
 
     def flush(self) -> None:
-        """Writes mapped files through to their disk; a no-op for tables in RAM."""
+        """Flush mapped files to disk; a no-op for tables in RAM."""
         if self.directory is not None:
             flush(self.directory, self.spec, self.layout)

@@ -1,4 +1,4 @@
-"""The host's inner loops, compiled by numba and free of the GIL: number rows, gather, scatter.
+"""Inner loops of the host, compiled by numba and run without the GIL: number rows, gather, scatter.
 
 Legend: N ids, F columns of a lookup, S shards, V rows of a stack, U capacity, C columns of a table.
 """
@@ -11,21 +11,20 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 @_compiled
 def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, position):
-    """Numbers the rows of one lookup by first appearance, shard by shard, continuing an
-    open-addressing hash.
+    """Number the rows of one lookup by first appearance, shard by shard, adding to an open-addressing hash table.
 
     Args:
       ids: i32[N], row-major over columns and hots.
-      hots: H.
+      hots: H, ids of a bag.
       offset, limit: i32[F], first row and number of rows of the table of each column.
       shards: S.
-      keys, ranks: i32[power of two >= 2 N], the hash; keys are -1 where empty.
+      keys, ranks: i32[power of two >= 2 N], the hash table; empty keys are -1.
       unique: i32[S, N], rows found so far.
-      count: i32[S], how many.
-      position: i64[N], out: shard * 2**32 + rank, or -1 if missing.
+      count: i32[S], number of rows found so far.
+      position: i64[N], output: shard * 2**32 + rank, or -1 if missing.
 
     Returns:
-      How many ids lie outside their table.
+      Number of ids outside their table.
     """
     mask = keys.shape[0] - 1
     columns = offset.shape[0]
@@ -38,7 +37,7 @@ def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, po
             invalid += given != -1
         else:
             row = given + offset[column]
-            # Fibonacci hashing; the high bits are the good ones.
+            # Fibonacci hashing; the high bits are the well-mixed ones.
             place = ((np.uint32(row) * np.uint32(2654435769)) >> np.uint32(7)) & mask
             while keys[place] != row and keys[place] != -1:
                 place = (place + 1) & mask
@@ -60,8 +59,7 @@ def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, po
 
 @_compiled
 def flatten_positions(position, capacity, missing, inverse):
-    """Turns shard * 2**32 + rank into shard * U + rank, i32[N]; `missing` where there is none or
-    rank >= U."""
+    """Convert shard * 2**32 + rank to shard * U + rank, i32[N]; `missing` for -1 or rank >= U."""
     for i in range(position.shape[0]):
         rank = position[i] & 0xFFFFFFFF
         if position[i] < 0 or rank >= capacity:
@@ -72,19 +70,19 @@ def flatten_positions(position, capacity, missing, inverse):
 
 @_compiled
 def misplaced(ids, hots, offset, limit, unique, inverse):
-    """Counts the ids of one lookup that do not find their own row in a plan.
+    """Count the ids of one lookup that a plan does not map to their own row.
 
     Args:
       ids: i32[N], row-major over columns and hots.
       hots, offset, limit: as for `number_rows`.
       unique: i32[S * U], the rows of the plan.
-      inverse: i32[N], the place of each id among them; S * U where there is no row.
+      inverse: i32[N], position of each id's row in `unique`; S * U where there is no row.
     """
     size, wrong, i = np.uint32(unique.shape[0]), 0, 0
     while i < ids.shape[0]:
         for column in range(offset.shape[0]):
             for _ in range(hots):
-                given, place = ids[i], np.uint32(inverse[i])  # a negative one is large
+                given, place = ids[i], np.uint32(inverse[i])  # negative positions become large
                 if 0 <= given < limit[column]:
                     if place >= size or unique[place] != given + offset[column]:
                         wrong += 1
@@ -96,8 +94,7 @@ def misplaced(ids, hots, offset, limit, unique, inverse):
 
 @_compiled
 def outside(unique, count, rows):
-    """How many of the rows in use, i32[S, U] up to count i32[S], are none of a stack's V: no kernel
-    may follow them."""
+    """Count the rows in use of unique i32[S, U] that are outside a stack of `rows` rows: kernels check no bounds."""
     wrong = 0
     for shard in range(unique.shape[0]):
         for u in range(count[shard]):
@@ -107,8 +104,7 @@ def outside(unique, count, rows):
 
 @_compiled
 def gather(table, rows, shards, count, out):
-    """out[u] = table[rows[u] // S] for u < count, 0 after; table f32[V / S, C], rows i32[U], out
-    f32[U, C]."""
+    """out[u] = table[rows[u] // S] for u < count, else 0; table f32[V / S, C], rows i32[U], out f32[U, C]."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -119,8 +115,7 @@ def gather(table, rows, shards, count, out):
 
 @_compiled
 def scatter(table, rows, shards, count, values):
-    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values
-    f32[U, C]."""
+    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values f32[U, C]."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -130,8 +125,7 @@ def scatter(table, rows, shards, count, values):
 
 @_compiled
 def scatter_add(table, rows, shards, count, values, old):
-    """table[rows[u] // S] += values[u] - old[u] for u < count, on the row as it is now, without a
-    lock."""
+    """table[rows[u] // S] += values[u] - old[u] for u < count, on the current row, without a lock."""
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -141,18 +135,18 @@ def scatter_add(table, rows, shards, count, values, old):
 
 @_compiled
 def last_writers(unique, count, number, window, depth, writer, place, source):
-    """Where the ring holds each row of a batch, and that this batch is now their last writer.
+    """Find the position in the ring of each row of a batch, and record the batch as the last writer of its rows.
 
-    source[s, u] = w % depth * U + place of the row in batch w, if its last writer w >= number -
-    window; else -1. All shards in one call: each return to Python waits for the GIL, which the other
-    threads of a pipeline want as well.
+    source[s, u] = w % depth * U + position of the row in batch w, if its last writer w >= number - window; else -1. One
+    call handles all shards, as each return to Python waits for the GIL, for which the pipeline's threads compete.
 
     Args:
       unique, count: i32[S, U] and i32[S], the rows in use.
-      number, window, depth: the batch, and the sizes of pipeline and ring.
-      writer, place: i32[S, V / S], the last batch of each row, and where the row was in it; changed
-        in place.
-      source: i32[S, U], out.
+      number: number of the batch.
+      window: number of previous batches whose writes count.
+      depth: number of slots in the ring.
+      writer, place: i32[S, V / S], last batch that wrote each row, and the row's position in it; changed in place.
+      source: i32[S, U], output.
     """
     shards, capacity = unique.shape
     source[:] = -1

@@ -1,10 +1,10 @@
-"""A lookup: which rows a batch touches, and from these to what a model sees.
+"""Embedding lookup: the unique rows that a batch touches, and the activations gathered from them.
 
-`plan` numbers rows by first appearance, on the host or on the devices, bitwise the same; plans depend on ids alone,
-never on parameters, so any number of threads can plan ahead. `activations` gathers by position, masks what is missing
-and pools bags.
+`plan` numbers rows by first appearance, on the host or on the devices, with bitwise equal results; plans depend on ids
+alone, never on parameters, so any number of threads can plan ahead. `activations` gathers by position, masks missing
+ids and pools bags.
 
-Legend: N ids of one stack in the batch, S shards, U capacity, V rows of the stack (and the mark of "no row"), E
+Legend: N ids of one stack in the batch, S shards, U capacity, V rows of the stack (and the marker for "no row"), E
 embedding width, H hots.
 """
 
@@ -22,25 +22,24 @@ from jaxrec.types import Plan
 
 
 def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
-    """Plans which rows a batch touches; nothing is ever dropped.
+    """Find the unique rows that a batch touches; no row is ever dropped, except under jit.
 
-    Numpy ids are planned on the host, jax arrays on their device, with the same result. Both give
-    plans of static shape [S, U]: U is the given capacity if the batch fits; else (an overflow) the
-    plan is made again with the next bucket; without a capacity it is the need of this batch x 1.25,
-    bucketed.
+    Numpy ids are planned on the host, jax arrays on their device, with the same result. Plans have the static shape
+    [S, U]: U is the given capacity if the batch fits, the next sufficient bucket if not (an overflow), and 1.25 x the
+    rows of this batch, bucketed, without a capacity. Under jit the caller must check the plan for `count <= U` and
+    `invalid == 0`.
 
     Args:
-      spec: the tables and lookups.
+      spec: tables and lookups.
       ids: {lookup: i32[B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, usually `capacity_of` the plan of the batch before; required under jit.
+      capacity: {stack: U}, usually `capacity_of` the previous batch's plan; required under jit.
 
     Returns:
       {stack: Plan}.
 
     Raises:
-      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not
-        one positive number for each stack, or none under jit, where the caller must check `count <=
-        U` and `invalid == 0` of the plan.
+      ValueError: ids that do not fit the lookups; an id outside its table; a capacity that is not one positive number
+        for each stack, or is missing under jit.
 
     >>> from jaxrec.embedding import Lookup, Table
     >>> spec = EmbeddingSpec({'item': Table(1000, 4)}, {'item': Lookup('item')}, shards=1)
@@ -68,7 +67,7 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
 
 
 def bucket(rows: int) -> int:
-    """Rounds a capacity up to one of eight sizes an octave, so that few shapes are ever compiled.
+    """Round a capacity up to one of eight sizes per octave, so that few shapes are compiled.
 
     >>> [bucket(n) for n in (1, 8, 100, 1000, 1025)]
     [8, 8, 104, 1024, 1152]
@@ -78,7 +77,7 @@ def bucket(rows: int) -> int:
 
 
 def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
-    """The capacities {stack: U} that plans were made with."""
+    """Return the capacities {stack: U} of plans."""
     return {name: p.unique.shape[1] for name, p in plans.items()}
 
 
@@ -104,19 +103,17 @@ def _refuse_invalid(plans):
 
 
 def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
-    """Numbers the rows of a batch by first appearance, shard by shard, in one pass over a hash of 2
-    N entries.
+    """Number the rows of a batch by first appearance, shard by shard, in one pass with a hash table of 2 N entries.
 
     Stateless, so any number of threads can plan at once; bitwise equal to `device_plan`.
 
     Args:
-      spec: the tables and lookups.
+      spec: tables and lookups.
       ids: {lookup: integers [B, ...]}, -1 where an id is missing.
-      capacity: {stack: U}, padded unique rows per shard; the exact need of the batch for stacks
-        that it lacks.
+      capacity: {stack: U}, padded unique rows per shard; for stacks not given, the exact need of the batch.
 
     Returns:
-      {stack: Plan} of numpy arrays. Where count > U the plan has dropped rows and must not be used.
+      {stack: Plan} of numpy arrays. A plan with count > U has dropped rows and must not be used.
     """
     capacity = capacity or {}
     plans = {}
@@ -127,8 +124,7 @@ def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None)
 
 
 def _as_int32(ids):
-    """Row-major i32; what does not fit stays outside every table instead of wrapping around into
-    one."""
+    """Convert to row-major i32; values that do not fit are clipped to invalid ids instead of wrapping around."""
     ids = np.asarray(ids)
     if ids.dtype.itemsize > 2 and ids.dtype != np.int32:
         ids = np.clip(ids, -2, np.iinfo(np.int32).max)
@@ -161,12 +157,12 @@ def _plan_stack(spec, stack, lookups, capacity):
 
 
 def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
-    """Whether a plan leads every id to its own row: false for the plan of another batch.
+    """Return whether a plan maps every id to its own row, which a plan of another batch does not.
 
     Args:
-      spec: the tables and lookups.
-      stack: its name.
-      plan: of numpy arrays, of the shapes of the ids.
+      spec: tables and lookups.
+      stack: name of the stack.
+      plan: Plan of numpy arrays, with `inverse` of the shapes of the ids.
       ids: {lookup: integers [B, ...]}.
     """
     unique = plan.unique.reshape(-1)
@@ -180,17 +176,17 @@ def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np
 
 
 def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray]:
-    """A plan of some of a plan's rows alone.
+    """Compact a plan to a subset of its rows.
 
     Args:
-      plan: of one stack.
-      keep: bool[S, U], which rows to keep.
-      size: C, padded rows per shard, at least the kept rows of any shard.
-      rows: V.
+      plan: Plan of one stack.
+      keep: bool[S, U], rows to keep.
+      size: C, padded rows per shard, at least the number of kept rows of any shard.
+      rows: V, marker for "no row".
 
     Returns:
-      Plan of [S, C], without `inverse`, of the kept rows in their order; which of C each row of U is, i32[S, U], 0
-      if not kept.
+      Plan [S, C] of the kept rows in their order, without `inverse`; and the new position of each row in its shard,
+      i32[S, U], 0 if not kept.
     """
     rows_of, unique = np.asarray(plan.unique), np.full((len(keep), size), rows, np.int32)
     for shard, row in enumerate(keep):
@@ -204,21 +200,20 @@ def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
 
 
 def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, Plan]:
-    """Numbers the rows of a batch by first appearance, shard by shard.
+    """Number the rows of a batch by first appearance, shard by shard.
 
-    Without a pass over the table: the cost depends on N, not on V. First appearances are found by a
-    scatter-min of positions into N slots, the slot of an id being its rank in the sorted ids.
+    The cost depends on N, not on V. First appearances are found by a scatter-min of positions into N slots; the slot of
+    an id is its rank in the sorted ids.
 
     Args:
-      spec: the tables and lookups.
+      spec: tables and lookups.
       ids: {lookup: i32[B, ...]}, -1 where an id is missing.
       capacity: {stack: U}, padded unique rows per shard.
-      sharded: True inside a shard_map over the mesh, where ids are the device's own part: the plan
-        then holds the rows of the device's own shards and the positions of its own ids.
+      sharded: True inside a shard_map over the mesh, where ids are the local part of the batch: the plan then holds the
+        rows of the local shards and the positions of the local ids.
 
     Returns:
-      {stack: Plan}. Where count > U the plan has dropped rows and must not be used: plan again with
-      more capacity.
+      {stack: Plan}. A plan with count > U has dropped rows and must not be used: plan again with more capacity.
     """
     plans = {}
     for name, stack in spec.stacks.items():
@@ -230,8 +225,7 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, 
 
 
 def _stack_rows(spec, stack, lookups, sharded):
-    """Row numbers i32[N] of all ids of all devices, V where missing; and how many ids are outside
-    their table."""
+    """Return row numbers i32[N] of all devices' ids, V where missing, and the number of ids outside their table."""
     parts, invalid = [], jnp.zeros((), jnp.int32)
     for key, local in lookups.items():
         hots = spec.lookups[key].hots
@@ -242,13 +236,12 @@ def _stack_rows(spec, stack, lookups, sharded):
         invalid += jnp.sum(~valid & (part != -1), dtype=jnp.int32)
         parts.append(jnp.where(valid, part + offset, stack.rows).reshape(-1))
     if sharded:
-        invalid = jax.lax.pmax(invalid, AXES)  # equal on all devices; says so to the type system
+        invalid = jax.lax.pmax(invalid, AXES)  # equal on all devices already; marks it as replicated
     return jnp.concatenate(parts), invalid
 
 
 def _number(rows, stack, capacity, sharded):
-    """unique i32[S', U] and count i32[S'] of the local shards, position i32[N] in the flattened [S
-    * U]."""
+    """Return unique i32[S', U] and count i32[S'] of the S' local shards, and position i32[N] in flattened [S * U]."""
     n, shards = rows.shape[0], stack.shards
     here = shards // jax.lax.axis_size(AXES) if sharded else shards
     first_shard = device_index() * here if sharded else 0
@@ -261,14 +254,14 @@ def _number(rows, stack, capacity, sharded):
     count = order[-1]
     mine = (shard >= 0) & (shard < here)
     local = jnp.clip(shard, 0, here - 1)
-    # Meant at first appearances.
+    # Valid at first appearances only.
     rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1
     unique = jnp.full((here, capacity), stack.rows, jnp.int32)
     target = jnp.where(mine & (first == index), rank, capacity)
     unique = unique.at[local, target].set(rows, mode="drop")
     rank = rank[first]
     found = mine & (rank < capacity)
-    # One more than the position, so that 0 says "not here" when the devices' parts are added up.
+    # Position + 1, so that 0 means "not on this device" in the sum over devices.
     marked = jnp.where(found, (first_shard + local) * capacity + rank + 1, 0)
     if sharded:
         marked = jax.lax.psum(marked, AXES)
@@ -276,7 +269,7 @@ def _number(rows, stack, capacity, sharded):
 
 
 def _split_back(position, lookups, sharded):
-    """Cuts positions i32[N] into one array a lookup, of the shape of the (device's own) ids."""
+    """Split positions i32[N] into one array per lookup, of the shape of the (local) ids."""
     inverse, start = {}, 0
     for key, local in lookups.items():
         size = int(np.prod(local.shape))
@@ -290,20 +283,20 @@ def _split_back(position, lookups, sharded):
     return inverse
 
 
-_AT_ONCE = 8  # hots that one fused loop of XLA adds up; twice as many are no faster, and take longer to compile
+_AT_ONCE = 8  # hots summed in one fused XLA loop; twice as many are no faster, and take longer to compile
 
 
 def activations(spec: EmbeddingSpec, values, plans):
-    """Looks up and pools the embeddings of a batch.
+    """Look up and pool the embeddings of a batch.
 
     Args:
-      spec: the tables and lookups.
+      spec: tables and lookups.
       values: {stack: f32[S, U, E]}, the rows of all shards.
       plans: {stack: Plan}, whose `inverse` i32[B, ...] points into the flattened [S * U].
 
     Returns:
-      {lookup: f32[B, ..., E]}; a lookup of several hots has lost its axis H; missing ids count as
-      nothing, and an empty bag reads zero.
+      {lookup: f32[B, ..., E]}, with the axis H of multi-hot lookups pooled; missing ids are ignored, and an empty bag
+      yields zeros.
     """
     result = {}
     for name, plan in plans.items():
@@ -319,9 +312,9 @@ def activations(spec: EmbeddingSpec, values, plans):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _totals(bags, rows, positions):
-    """{lookup: f32[B, ..., E]}: the rows f32[S U, E] at the positions, those of each bag summed over the last axis.
+    """Gather rows f32[S U, E] at the positions, and sum those of each bag over the last axis: {lookup: f32[B, ..., E]}.
 
-    No [B, ..., H, E] is made, neither here nor in the derivative: memory goes by bags, not by ids.
+    No [B, ..., H, E] is materialised, neither here nor in the derivative: memory grows with bags, not with ids.
     """
     return {key: _sum(rows, at) if key in bags else _taken(rows, at) for key, at in positions.items()}
 
@@ -352,9 +345,9 @@ def _totals_forward(bags, rows, positions):
 
 
 def _totals_backward(bags, saved, gradients):
-    # One array of gradients for all lookups, to which each adds in turn: autodiff would make one for each lookup and
-    # sum them, which takes longer than all that is added. One hot after the other, as all rows of a bag gain the same
-    # vector; autodiff would write it H times.
+    # All lookups accumulate into one gradient array: autodiff would make one per lookup and sum them, which takes
+    # longer than the additions themselves. Hots are added one at a time, as all rows of a bag get the same gradient;
+    # autodiff would materialise it H times.
     rows, positions = saved
     total = jnp.zeros_like(rows)
     for key, position in positions.items():

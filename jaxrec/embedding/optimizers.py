@@ -1,12 +1,11 @@
-"""Row optimizers: pure (init, update) pairs that step only the rows a batch touched.
+"""Row optimizers: pure (init, update) pairs that update only the rows a batch touched.
 
-Duplicate ids are reduced before they arrive here, so that a row takes one step per batch. All leave
-a row with zero gradient unchanged, its slots too: moments of a row that no batch touches do not fade
-("lazy"). `learning_rate` is a float or a schedule of optax, a function of the step i32[] -> f32[];
-the step is that of the dense parameters, 0 at the first update, so that one schedule given to both
-halves gives both the same rate.
+Gradients of duplicate ids are summed beforehand, so that a row takes one step per batch. A row with zero gradient stays
+unchanged, including its slots: moments of untouched rows do not decay ("lazy"). `learning_rate` is a float or an optax
+schedule, step i32[] -> f32[]; the step is that of the dense parameters, 0 at the first update, so that one schedule
+gives dense parameters and rows the same rate.
 
-| | slots of a row, floats | with every row touched in every step it is |
+| | slots of a row, floats | equivalent, if every step touches every row |
 |---|---|---|
 | `sgd` | 0 | `optax.sgd` |
 | `momentum_sgd` | E | `optax.sgd(momentum=, nesterov=)` |
@@ -16,7 +15,7 @@ halves gives both the same rate.
 | `rowwise_adam` | E + 2 | FBGEMM's PARTIAL_ROWWISE_ADAM |
 | `ftrl` | 2 E | FTRL-proximal (McMahan et al., KDD 2013, algorithm 1) |
 
-`with_weight_decay` and `with_clipping` go around any of them, or around one of your own.
+`with_weight_decay` and `with_clipping` wrap any of them, or a RowOptimizer of your own.
 
 Legend: E embedding width; gradients, values and slots have any leading shape.
 """
@@ -55,12 +54,11 @@ def sgd(learning_rate: Rate) -> RowOptimizer:
 
 
 def adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
-    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator per element (Duchi et al.,
-    JMLR 2011).
+    """Adagrad, a += g^2; v -= lr * g / (sqrt(a) + eps), one accumulator per element (Duchi et al., JMLR 2011).
 
     Args:
       learning_rate: lr, a float or a schedule.
-      initial_accumulator_value: value of a for a row never touched.
+      initial_accumulator_value: initial value of a.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
     _check(learning_rate)
@@ -75,12 +73,11 @@ def adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> Row
 def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
     """Row-wise Adagrad, a += mean(g^2); v -= lr * g / (sqrt(a) + eps), one accumulator per row.
 
-    The optimizer of DLRM (arXiv 1906.00091) and of FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state
-    per row.
+    The optimizer of DLRM (arXiv 1906.00091), FBGEMM's EXACT_ROWWISE_ADAGRAD: 4 bytes of state per row.
 
     Args:
       learning_rate: lr, a float or a schedule.
-      initial_accumulator_value: value of a for a row never touched.
+      initial_accumulator_value: initial value of a.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
     _check(learning_rate)
@@ -93,13 +90,14 @@ def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8
 
 
 def momentum_sgd(learning_rate: Rate, momentum: float = 0.9, nesterov: bool = False) -> RowOptimizer:
-    """Gradient descent with momentum, u = momentum * u + g; v -= lr * u, or with Nesterov's v -= lr * (g +
-    momentum * u), one velocity per element (Sutskever et al., ICML 2013; the form of optax and PyTorch).
+    """Gradient descent with momentum, u = momentum * u + g; v -= lr * u, one velocity per element.
+
+    With Nesterov's momentum v -= lr * (g + momentum * u) (Sutskever et al., ICML 2013; the form of optax and PyTorch).
 
     Args:
       learning_rate: lr, a float or a schedule.
-      momentum: share of the velocity that stays at each touch of a row, from 0 to below 1.
-      nesterov: look one step ahead.
+      momentum: decay rate of the velocity per update of a row, in [0, 1).
+      nesterov: use Nesterov's momentum.
     """
     _check(learning_rate)
     momentum = _share("momentum", momentum)
@@ -114,15 +112,15 @@ def momentum_sgd(learning_rate: Rate, momentum: float = 0.9, nesterov: bool = Fa
 
 
 def lazy_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0) -> RowOptimizer:
-    """Adam (Kingma and Ba, ICLR 2015, algorithm 1) whose moments stand still between the touches of a row.
+    """Adam (Kingma and Ba, ICLR 2015, algorithm 1) whose moments do not decay while a row is untouched.
 
-    m = b1 m + (1 - b1) g, s = b2 s + (1 - b2) g^2, and after t touches of this row
-    v -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + weight_decay * v). Counting t by the row, and not
-    by steps, is what makes the first steps of a rare row as long as those of others.
+    m = b1 m + (1 - b1) g, s = b2 s + (1 - b2) g^2, and at the t-th update of this row
+    v -= lr * (m / (1 - b1^t) / (sqrt(s / (1 - b2^t)) + eps) + weight_decay * v). Since t counts updates of the row, not
+    training steps, the first updates of rare rows are as large as those of frequent ones.
 
     Args:
       learning_rate: lr, a float or a schedule.
-      b1, b2: share of the first and second moment that stays at each touch, from 0 to below 1.
+      b1, b2: decay rates of the first and second moment per update of a row, in [0, 1).
       eps: added to the root.
       weight_decay: decoupled, as in AdamW (Loshchilov and Hutter, ICLR 2019); 0 or more.
     """
@@ -130,8 +128,9 @@ def lazy_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0)
 
 
 def rowwise_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0) -> RowOptimizer:
-    """`lazy_adam` with one second moment per row, s = b2 s + (1 - b2) mean(g^2), as FBGEMM's
-    PARTIAL_ROWWISE_ADAM: E + 2 floats of state per row instead of 2 E + 1.
+    """`lazy_adam` with one second moment per row, s = b2 s + (1 - b2) mean(g^2), as FBGEMM's PARTIAL_ROWWISE_ADAM.
+
+    E + 2 floats of state per row instead of 2 E + 1.
 
     Args:
       learning_rate, b1, b2, eps, weight_decay: as for `lazy_adam`.
@@ -153,7 +152,7 @@ def _adam(learning_rate, b1, b2, eps, weight_decay, second_width, second_of):
         first = b1 * slots["first"] + (1 - b1) * gradient
         second = b2 * slots["second"] + (1 - b2) * second_of(gradient * gradient)
         root = jnp.sqrt(second / (1 - b2**touches)) + eps
-        # Guard: with eps 0 a row whose gradient is zero would turn into NaN before it is left out.
+        # Guard: with eps 0 a row of zero gradient would give NaN before it is masked.
         move = jnp.where(root > 0, first / (1 - b1**touches) / root, 0.0)
         move = move + weight_decay * value if weight_decay else move
         new = value - _rate(learning_rate, step) * move, {"first": first, "second": second, "touches": touches}
@@ -163,31 +162,31 @@ def _adam(learning_rate, b1, b2, eps, weight_decay, second_width, second_of):
 
 
 def ftrl(learning_rate: Rate, beta=1.0, l1=0.0, l2=0.0) -> RowOptimizer:
-    """FTRL-proximal (McMahan et al., KDD 2013, algorithm 1), which leaves rarely used weights at exactly 0.
+    """FTRL-proximal (McMahan et al., KDD 2013, algorithm 1), which keeps rarely used weights at exactly 0.
 
     With n the sum of g^2 and z that of g - (sqrt(n + g^2) - sqrt(n)) / lr * v:
     v = 0 where |z| <= l1, else -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2).
 
-    The paper begins with v = 0 and has one rate. Rows begin at random here and rates may follow a schedule, so
-    z is taken from that equation wherever v is not 0, by the rate of this step: a row moves on from where it is.
-    From `Table(scale=0.0)`, v = 0, and with one rate it is as printed.
+    The paper starts from v = 0 with a constant rate. Here rows start at random and rates may follow a schedule: where v
+    is not 0, z is recomputed from that equation with the rate of this step, so that the row continues from its current
+    value. With v = 0 initially, `Table(scale=0.0)`, and a constant rate it is the paper's algorithm.
 
     Args:
       learning_rate: lr (alpha in the paper), a float or a schedule.
-      beta: makes the first steps shorter, 0 or more.
+      beta: shortens the first steps, 0 or more.
       l1, l2: penalties, 0 or more.
     """
     _check(learning_rate)
     beta, l1, l2 = _least_zero("beta", beta), _least_zero("l1", l1), _least_zero("l2", l2)
 
     def update(gradient, value, slots, step):
-        # A rate of 0, at which a warm-up begins, would be divided by.
+        # Guard: division by a rate of 0, at which a warm-up starts.
         rate, old = jnp.maximum(_rate(learning_rate, step), 1e-30), slots["squares"]
         squares = old + gradient * gradient
         stiffness = lambda total: (beta + jnp.sqrt(total)) / rate + l2
         linear = jnp.where(value != 0, -value * stiffness(old) - jnp.sign(value) * l1, slots["linear"])
         linear = linear + gradient - (jnp.sqrt(squares) - jnp.sqrt(old)) / rate * value
-        # Guard: 0 / 0 with beta and l2 0, where the gradient has been 0.
+        # Guard: 0 / 0 with beta = l2 = 0, where all gradients so far were 0.
         still = (jnp.abs(linear) <= l1) | (stiffness(squares) == 0)
         moved = jnp.where(still, 0.0, -(linear - jnp.sign(linear) * l1) / stiffness(squares))
         return _where_touched(gradient, (moved, {"squares": squares, "linear": linear}), (value, slots))
@@ -196,14 +195,14 @@ def ftrl(learning_rate: Rate, beta=1.0, l1=0.0, l2=0.0) -> RowOptimizer:
 
 
 def with_weight_decay(optimizer: RowOptimizer, rate: float) -> RowOptimizer:
-    """L2 regularisation of the rows that a batch touches: the gradient is g + rate * v, as
-    `optax.chain(optax.add_decayed_weights(rate), ...)` and FBGEMM's WeightDecayMode.L2.
+    """Add L2 regularisation of touched rows: the gradient becomes g + rate * v.
 
-    Rows that no batch touches do not decay. `lazy_adam` has the decoupled form, too.
+    As `optax.chain(optax.add_decayed_weights(rate), ...)` and FBGEMM's WeightDecayMode.L2. Untouched rows do not decay.
+    `lazy_adam` also has the decoupled form.
 
     Args:
-      optimizer: a RowOptimizer.
-      rate: 0 or more; CTR models of BARS use 1e-6 to 1e-4.
+      optimizer: RowOptimizer to wrap.
+      rate: decay rate, 0 or more; CTR models of BARS use 1e-6 to 1e-4.
 
     >>> optimizer = with_weight_decay(sgd(1.0), 0.1)
     >>> optimizer.update(jnp.array([[1.0], [0.0]]), jnp.array([[10.0], [10.0]]), {}, 0)[0].tolist()
@@ -220,13 +219,13 @@ def with_weight_decay(optimizer: RowOptimizer, rate: float) -> RowOptimizer:
 
 
 def with_clipping(optimizer: RowOptimizer, largest_norm: float) -> RowOptimizer:
-    """Clips the gradient of each row to a norm: g * min(1, largest_norm / |g|).
+    """Clip the gradient of each row to a norm: g * min(1, largest_norm / |g|).
 
-    A row's, and not all rows', as the norm over a batch's rows would depend on how many they are.
+    Rows are clipped individually, as the norm over all rows of a batch would depend on their number.
 
     Args:
-      optimizer: a RowOptimizer.
-      largest_norm: of the gradient of a row, summed over the batch; above 0.
+      optimizer: RowOptimizer to wrap.
+      largest_norm: maximum norm of a row's gradient, summed over the batch; above 0.
 
     >>> optimizer = with_clipping(sgd(1.0), 5.0)
     >>> optimizer.update(jnp.array([[6.0, 8.0], [0.0, 1.0]]), jnp.zeros((2, 2)), {}, 0)[0].tolist()
@@ -243,7 +242,7 @@ def with_clipping(optimizer: RowOptimizer, largest_norm: float) -> RowOptimizer:
 
 
 def _touched(gradient):
-    """Which rows take a step; the rest is padding, or had no part in the loss."""
+    """Return which rows take a step, bool[..., 1]; the others are padding, or do not affect the loss."""
     return jnp.any(gradient != 0, axis=-1, keepdims=True)
 
 
@@ -256,7 +255,7 @@ def _where_touched(gradient, new, old):
 
 
 def _adagrad_step(learning_rate, gradient, accumulator, eps, step):
-    # Guard: with accumulator 0 and eps 0 an untouched row would turn into NaN.
+    # Guard: with accumulator 0 and eps 0 an untouched row would become NaN.
     root = jnp.sqrt(accumulator) + eps
     return jnp.where(root > 0, _rate(learning_rate, step) * gradient / root, 0.0)
 
@@ -275,7 +274,7 @@ def _rate(learning_rate, step):
 
 
 def _check(learning_rate):
-    """Refuses what is no rate where it is given, and not where it is traced."""
+    """Raise ValueError for an invalid rate at construction rather than during tracing."""
     if callable(learning_rate) or (isinstance(learning_rate, jax.Array | np.ndarray) and learning_rate.shape == ()):
         return
     real_number("learning_rate", learning_rate, "0 or more and finite, or a schedule (step -> rate)", is_not_negative)

@@ -1,9 +1,9 @@
-"""Tables whose rows live with servers: the third home.
+"""`RemoteTables`: embedding tables whose rows live at shard servers.
 
-Every verb sends one message to each server that it concerns, with all its stacks and shards, and waits for all
-answers. A server that dies, that does not answer in time, or whose place another has taken, has lost its shards:
-`ShardsLost` says so when all other servers have done their part, and a call into a lost shard goes on raising it until
-a successor is there (`replace`). `servers` says what makes a write that comes twice, late or from the past harmless.
+Each call sends one message to every server concerned, with all its stacks and shards, and waits for all answers. A
+server that dies, times out, or has been replaced by another incarnation has lost its shards: the call raises
+`ShardsLost` after all other servers have done their part, and so does every later call into a lost shard until
+`replace` puts a successor in its place. Module `servers` makes repeated, late and outdated writes harmless.
 
 Legend: S shards, P servers, U padded unique rows per shard, C rows of a message per shard, E embedding width.
 """
@@ -40,21 +40,21 @@ _LOST = (ServerGone, OtherIncarnation, TimeoutError)
 
 
 class Connection:
-    """One server as its client knows it; the place is None for a successor."""
+    """The client's record of one server; `place` is None for a successor that has not been placed yet."""
 
     def __init__(self, place: int | None, server: Server):
         self.place, self.server, self.numbers = place, server, itertools.count(1)
         self.shards: tuple[int, ...] = ()
         self.incarnation = ANY
-        self.lost = ""  # why
-        self.told = False  # a caller knows, by ShardsLost
+        self.lost = ""  # the reason, once it is lost
+        self.reported = False  # a call has raised ShardsLost for it
 
     def __str__(self) -> str:
         return "the successor" if self.place is None else f"server {self.place} (incarnation {self.incarnation})"
 
 
 class _Call:
-    """A message on its way, perhaps more than once; `found` is the answer or the error that has come."""
+    """A message in flight, possibly sent several times; `found` is its answer or error."""
 
     def __init__(self, link: Connection, verb: str, sender: Sender, args: tuple):
         self._message = link.server.call, verb, sender, args
@@ -63,7 +63,7 @@ class _Call:
         self.send()
 
     def send(self) -> None:
-        """Sends it, once more if it was sent before."""
+        """Send the message, or repeat it."""
         call, verb, sender, args = self._message
         try:
             self._answers.append(call(verb, sender, *args))
@@ -73,7 +73,7 @@ class _Call:
             self._answers.append(failed)
 
     def has_answer(self, timeout_s: float) -> bool:
-        """Whether an answer to any of its messages is there, after at most so many seconds."""
+        """Wait up to `timeout_s` seconds; return whether any copy of the message has been answered."""
         *before, last = self._answers
         return any(self._look(answer, 0.0) for answer in before) or self._look(last, timeout_s)
 
@@ -88,14 +88,14 @@ class _Call:
 
 
 def _with_each_shard_once(links, shards):
-    """The links, if their servers have each shard once between them."""
+    """The links, if their servers hold each shard exactly once between them."""
     having = {shard: [link.place for link in links if shard in link.shards] for shard in range(shards)}
     missing = [shard for shard, places in having.items() if not places]
     twice = {shard: places for shard, places in having.items() if len(places) > 1}
     if missing or twice:
         raise ValueError(
-            f"the {len(links)} servers must have each of the {shards} shards once between them: nobody has "
-            f"{missing}, and several have {{shard: servers}} {twice}. Start them with the shards of "
+            f"the {len(links)} servers must hold each of the {shards} shards once between them: none holds "
+            f"{missing}, and several hold {{shard: servers}} {twice}. Start them with the shards of "
             f"deal({shards}, {len(links)})."
         )
     return links
@@ -106,35 +106,34 @@ def _said(error):
 
 
 class RemoteTables:
-    """Embedding tables and their optimizer slots in the memory of servers.
+    """Embedding tables and their optimizer slots in the memory of shard servers.
 
-    What is read lies in fresh buffers, whatever the messages came in. Several threads may call; `put` is for one writer
-    of a shard at a time, in batch order, and writers that do not take turns use `add`, as over host tables.
+    Thread-safe like `HostTables`: `put` takes one writer per shard at a time, in batch order; concurrent writers use
+    `add`. Reads return fresh buffers.
 
     Args:
-      spec: the tables; its number of shards S has nothing to do with that of the servers.
+      spec: the tables; the number of shards S is independent of the number of servers.
       row_optimizer: decides the slots.
-      servers: ways to P servers, which have each shard once between them.
-      timeout_s: seconds in which a server has to answer a call; a longer silence counts as its death. More than it
-        takes to save or to restore what it has.
-      client: the name of this client, for the servers; one of its own if None. What goes on with the run of a
-        process that is gone gives the same name and a higher incarnation: then no late write of that process
-        changes a row.
-      incarnation: of the client.
-      tries: how often a message is sent within `timeout_s` while no answer comes, for ways that may lose one.
+      servers: handles of P servers, which hold each shard once between them.
+      timeout_s: seconds in which a server must answer a call, else it counts as dead; longer than it takes to save or
+        restore all of its rows.
+      client: name of this client at the servers; a random one if None. A process that resumes a run gives the same name
+        and a higher incarnation: then no late write of its predecessor changes a row.
+      incarnation: incarnation of the client.
+      tries: how often a message is sent within `timeout_s` while unanswered, for transports that may lose messages.
 
     Attributes:
-      steps: i64[S, 2], for each shard the puts begun and the puts done, as those of `HostTables`.
+      steps: i64[S, 2], puts begun and puts done per shard, as in `HostTables`.
 
     Raises:
-      ValueError: a server of another spec or row optimizer; shards that no server has, or two have; a number out of
-        range; another object is this client already.
+      ValueError: a server of another spec or row optimizer; shards held by no server or by two; a number out of range;
+        another object uses this client name and incarnation.
       Superseded: the client has a successor.
       ServerGone, TimeoutError: a server does not answer.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
     >>> from jaxrec.embedding.servers import ShardServer, deal
-    >>> class Here(ShardServer):  # a way to itself: no message travels
+    >>> class Here(ShardServer):  # its own handle: no message travels
     ...     def call(self, verb, sender, *args):
     ...         answer = Future()
     ...         answer.set_result(self.answer(verb, sender, *args))
@@ -151,7 +150,7 @@ class RemoteTables:
     """
 
     in_place: ClassVar[bool] = True
-    remote_rows: ClassVar[bool] = True  # the rows: they are saved and brought back where they live
+    remote_rows: ClassVar[bool] = True  # rows are saved and restored by the servers
     directory: ClassVar[Path | None] = None
 
     def __init__(
@@ -170,40 +169,40 @@ class RemoteTables:
 
     @property
     def step(self) -> int | None:
-        """How many puts all shards have seen; None if they have not seen the same ones, or some are lost."""
+        """Number of puts applied to all shards; None if shards differ or some are lost."""
         return int(self.steps[0, 0]) if is_untorn(self.steps) and not self.lost else None
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The shards whose servers are gone, without a successor so far."""
+        """The shards whose servers are lost and have not been replaced."""
         return tuple(sorted(shard for link in self._links if link.lost for shard in link.shards))
 
     @contextlib.contextmanager
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["RemoteTables"]:
-        """Within it the caller fills whole shards; until it is left without an error they count as torn.
+        """Context in which the caller overwrites whole shards; they count as torn until it exits without an error.
 
         Args:
-          shards: which ones will be filled; all if None.
-          step: where they will stand; if None, where the furthest of all shards stands.
+          shards: shards to be overwritten; all if None.
+          step: their step afterwards; that of the furthest shard if None.
 
         Raises:
-          ValueError: there is no such shard, or a negative step; nothing was marked.
+          ValueError: an unknown shard or a negative step; nothing was marked.
         """
         with torn_within(self.spec, self.steps, shards, step):
             yield self
 
-    # ---- the verbs
+    # ---- rows of a batch
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots into fresh arrays; padding reads zero.
+        """Gather the planned rows and slots into fresh arrays; padding reads zero.
 
         Raises:
           ValueError: the plans were made with another spec.
-          ShardsLost: rows of some are gone.
+          ShardsLost: some of the rows are lost.
         """
         used = {name: used_rows(self, name, plan) for name, plan in plans.items()}
         messages = self._messages(range(self.spec.shards), {name: (*both, {}) for name, both in used.items()})
-        # Never reused, and never what the messages came in: jax may alias them (jax#37830).
+        # Never reused, and never the buffers of the messages: jax may alias them (jax#37830).
         out = {
             name: {part: np.zeros((*unique.shape, one.width), np.float32) for part, one in self.layout[name].items()}
             for name, (unique, _) in used.items()
@@ -216,11 +215,11 @@ class RemoteTables:
         return {name: Rows(parts.pop("value"), parts) for name, parts in out.items()}
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "RemoteTables":
-        """Stores final rows of all shards or of some; returns the same tables.
+        """Store final rows of all shards or of some; return the same tables.
 
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
-          ShardsLost: some are gone; all others are written.
+          ShardsLost: some shards are lost; all others are written.
         """
         chosen = chosen_shards(self.spec, shards)
         work = {
@@ -230,7 +229,7 @@ class RemoteTables:
         self.steps[chosen, 0] += 1
         try:
             self._ask("put", messages)
-        except ShardsLost as lost:  # which stay torn until they are overwritten
+        except ShardsLost as lost:  # the lost shards stay torn until they are overwritten
             self.steps[[shard for shard in chosen if shard not in lost.shards], 1] += 1
             raise
         self.steps[chosen, 1] += 1
@@ -239,34 +238,34 @@ class RemoteTables:
     def add(
         self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
     ) -> "RemoteTables":
-        """Adds rows - old to what the servers hold now; returns the same tables.
+        """Add rows - old to the current rows; return the same tables.
 
         Raises:
           ValueError: plans or rows do not fit these tables; nothing was written.
-          ShardsLost: some are gone; all others are written.
+          ShardsLost: some shards are lost; all others are written.
         """
         work = {}
         for name, plan in plans.items():
             new, before = parts_on_host(self, name, plan, rows), parts_on_host(self, name, plan, old)
-            # Half of what would travel; the servers add it, with the bits of `HostTables.add`.
+            # The difference is half as many bytes as both; adding it gives the bits of `HostTables.add`.
             work[name] = (*used_rows(self, name, plan), {part: new[part] - before[part] for part in new})
         self._ask("add", self._messages(chosen_shards(self.spec, shards), work))
         return self
 
     def _messages(self, shards, work):
-        """{link: (shards, {stack: Piece})} of {stack: (unique, count, parts)}; for links with rows among them."""
+        """{link: (shards, {stack: RowBlock})} of {stack: (unique, count, parts)}, for servers with rows among them."""
         found, wanted = {}, set(shards)
         for link in self._links:
             mine = [shard for shard in link.shards if shard in wanted]
-            pieces = {name: _piece(mine, *of) for name, of in work.items() if of[1][mine].any()}
+            pieces = {name: _row_block(mine, *of) for name, of in work.items() if of[1][mine].any()}
             if pieces:
                 found[link] = mine, pieces
         return found
 
-    # ---- rows where they are
+    # ---- whole shards and chosen rows
 
     def parts(self, stack: str) -> dict[str, list["RemoteRows"]]:
-        """{part: the rows of each shard} of a stack; they travel when they are looked at."""
+        """{part: the rows of each shard} of a stack; rows are fetched when they are indexed."""
         rows = self.spec.stacks[stack].rows_per_shard
         return {
             part: [
@@ -281,14 +280,14 @@ class RemoteTables:
         return self._ask("shard", {link: (stack, shard, part, where)})[link]
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard, at its server."""
+        """Run function(stack, shard, parts, *args) for every shard, at its server."""
         found: dict[tuple[str, int], Any] = {}
         for results in self._ask("on_shards", dict.fromkeys(self._links, (function, *args))).values():
             found |= results
         return {(name, shard): found[name, shard] for name in self.spec.stacks for shard in range(self.spec.shards)}
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows to the host."""
+        """Copy chosen rows to the host, as `Tables.take`."""
         messages: dict[Connection, tuple[dict]] = {}
         for (name, shard), ids in rows.items():
             check_shard(self.spec, shard)
@@ -299,24 +298,24 @@ class RemoteTables:
         return {key: {part: np.array(held) for part, held in found[key].items()} for key in rows}
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "RemoteTables":
-        """Overwrites the first rows of one shard, as many as are given; returns the same tables."""
+        """Overwrite the first rows of one shard, as `Tables.with_shard`; return the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         whole = {part: np.ascontiguousarray(rows) for part, rows in parts.items()}
         self._ask("with_shard", {self._of(shard): (stack, int(shard), whole)})
         return self
 
     def reset_shard(self, stack: str, shard: int) -> "RemoteTables":
-        """Gives all rows of one shard their initial values and slots; returns the same tables."""
+        """Give all rows of one shard their initial values and slots; return the same tables."""
         check_shard(self.spec, shard)
         self._ask("reset_shard", {self._of(shard): (stack, int(shard))})
         return self
 
     def change_shards(self, shards: Sequence[int], function: Callable[..., Any], *args) -> "RemoteTables":
-        """Runs function(server, shards, *args) on every `ShardServer` that has some of the shards, all at once.
+        """Run function(server, shards, *args) on every `ShardServer` that holds some of the shards, in parallel.
 
         Args:
-          shards: the ones that the function may change; it is given those that its server has.
-          function: picklable; what it returns is dropped.
+          shards: shards that the function may change; it is given those of its server.
+          function: picklable; its result is dropped.
           args: picklable.
         """
         there: dict[Connection, list[int]] = {}
@@ -325,25 +324,44 @@ class RemoteTables:
         self._ask("change", {link: (function, mine, *args) for link, mine in there.items()})
         return self
 
-    # ---- servers that are lost
+    def track(self, function: Callable[..., Any], args_of: Callable[[Sequence[int]], tuple]) -> dict[tuple, Any]:
+        """Run function(server, *args) on every `ShardServer`, in parallel, concurrently with reads and writes of rows.
+
+        For state beside the rows, in `ShardServer.memory`; one call at a time.
+
+        Args:
+          function: picklable; runs once at each server and changes no row.
+          args_of: shards of a server -> picklable arguments.
+
+        Returns:
+          {shards of a server: result of the function there}.
+
+        Raises:
+          ShardsLost: some servers are lost; the function has run at all others.
+        """
+        messages = {link: (function, *args_of(link.shards)) for link in self._links}
+        return {link.shards: found for link, found in self._ask("track", messages).items()}
+
+    # ---- lost servers
 
     def mark_lost(self, shards: Iterable[int], why: str) -> None:
-        """Says that the servers of some shards are dead, before a call finds out: the next one into them raises."""
+        """Declare the servers of some shards dead; the next call into these shards raises `ShardsLost`."""
         for link in {self._of(shard) for shard in chosen_shards(self.spec, list(shards))}:
             link.lost = link.lost or f"{link} is gone: {why}"
 
     def replace(self, server: Server) -> None:
-        """Takes the successor of a server that is lost; its rows are used from here on as they are.
+        """Replace a lost server by its successor, whose rows are used as they are from here on.
 
-        For the `recover(shards)` of a watcher that is entered before the `Recovery`, which then brings the rows back.
+        To be called by `recover(shards)` of a watcher that is entered before the `Recovery`, which then restores the
+        rows.
 
         Args:
-          server: a way to a server of the same shards and a higher incarnation.
+          server: handle of a server of the same shards and a higher incarnation.
 
         Raises:
-          ValueError: it is of other shards, or of an incarnation that was seen before; the one before it is not lost,
-            or no call has raised `ShardsLost` for it yet: then rows would be set back in silence.
-          ServerGone, TimeoutError: it does not answer.
+          ValueError: other shards; an incarnation seen before; the predecessor is not lost, or no call has raised
+            `ShardsLost` for it yet: rows would be rolled back silently.
+          ServerGone, TimeoutError: the successor does not answer.
         """
         self._refuse_closed()
         link = Connection(None, server)
@@ -352,7 +370,7 @@ class RemoteTables:
         if before is None:
             known = [list(old.shards) for old in self._links]
             raise ValueError(f"the successor has the shards {list(link.shards)}, but the servers have {known}.")
-        if not before.told:
+        if not before.reported:
             state = "is lost, but no call has raised ShardsLost for it yet" if before.lost else "is not lost"
             raise ValueError(
                 f"{before} {state}: its successor would set rows back in silence. Say that it is dead by "
@@ -367,7 +385,7 @@ class RemoteTables:
         self._links = [link if old is before else old for old in self._links]
 
     def close(self) -> None:
-        """Ends the use of these tables; the servers go on."""
+        """Close these tables; the servers go on."""
         self._closed = True
 
     def _refuse_closed(self):
@@ -377,19 +395,19 @@ class RemoteTables:
     # ---- messages
 
     def _of(self, shard: int) -> Connection:
-        """The one whose server has a shard."""
+        """The connection to the server of a shard."""
         return next(link for link in self._links if shard in link.shards)
 
     def _ask(self, verb: str, messages: Mapping[Connection, tuple]) -> dict[Connection, Any]:
-        """Sends a message to each of some servers, and waits for all answers.
+        """Send one message each to some servers and wait for all answers.
 
         Args:
-          verb: of `ShardServer`.
+          verb: as in `ShardServer.answer`.
           messages: {link: arguments}.
 
         Raises:
-          ShardsLost: some of them are gone; all others have done their part.
-          Whatever a server has raised, when all others have done their part.
+          ShardsLost: some servers are lost; all others have done their part.
+          Any error raised by a server, after all others have done their part.
         """
         self._refuse_closed()
         answers = self._exchange(verb, {link: args for link, args in messages.items() if not link.lost})
@@ -401,12 +419,12 @@ class RemoteTables:
             raise errors[0]
         if lost := [link for link in messages if link.lost]:
             for link in lost:
-                link.told = True
+                link.reported = True
             raise ShardsLost([s for link in lost for s in link.shards], "; ".join(link.lost for link in lost))
         return answers
 
     def _exchange(self, verb, messages):
-        """{link: answer or error} of messages that are sent at once."""
+        """{link: answer or error} of messages sent in parallel."""
         calls = {link: _Call(link, verb, self._sender(verb, link), args) for link, args in messages.items()}
         start, waiting = time.monotonic(), list(calls.values())
         for attempt in range(1, self._tries + 1):
@@ -440,7 +458,7 @@ class RemoteTables:
 
 
 class RemoteRows:
-    """One part of the rows of a shard, [V / S, width]: `np.asarray` and an index fetch them from their server."""
+    """One part of the rows of a shard, [V / S, width]; `np.asarray` and indexing fetch rows from their server."""
 
     def __init__(self, look: Callable, stack: str, shard: int, part: str, shape: tuple[int, int], dtype: str):
         self._look, self._where = look, (stack, shard, part)
@@ -458,7 +476,7 @@ class RemoteRows:
 
 
 def _check_about(spec, layout, about: ServerInfo, server: str):
-    """Refuses a server of other tables."""
+    """Refuse a server of other tables."""
     parts = {name: {part: (one.width, one.dtype) for part, one in stack.items()} for name, stack in layout.items()}
     if about.spec != spec.digest or about.layout != parts:
         what = "spec" if about.spec != spec.digest else "row optimizer"
@@ -467,8 +485,8 @@ def _check_about(spec, layout, about: ServerInfo, server: str):
         )
 
 
-def _piece(shards, unique, count, parts):
-    """The rows in use of some shards, as a message has them."""
+def _row_block(shards, unique, count, parts):
+    """The `RowBlock` of the rows in use of some shards."""
     most = int(count[shards].max())
     cut = lambda array: np.ascontiguousarray(array[shards, :most])
     return RowBlock(cut(unique), count[shards], {part: cut(array) for part, array in parts.items()})

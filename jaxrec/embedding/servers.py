@@ -1,12 +1,12 @@
-"""Servers of shards: rows that live in other threads, processes or machines, and how they are asked for.
+"""Shard servers: embedding rows in other threads, processes or machines, and the protocol of messages to them.
 
-A server has some shards of a spec and answers messages: verb, sender, arguments. The sender says who it is and which
-server it believes to talk to. So a server refuses what was meant for the one whose place it has taken (its rows are
-other ones), and what a client sends that another has taken the place of; it does each write once, however often the
-message comes, and none that is older than what it has written, which would roll rows back. Nothing in here knows how
-messages travel.
+A server holds some shards of a spec and answers messages of verb, sender and arguments. The sender names itself and the
+incarnation of the server that it addresses. A server therefore refuses messages meant for its predecessor, whose rows
+are lost, and messages from a client that has been superseded. It applies each write once, however often the message
+arrives, and rejects a write older than one that it has applied, which would roll rows back. The transport of messages
+is left to the implementations of `Server`.
 
-Legend: S shards, V rows of a stack, p shards of a message, C rows of each of them, padded, E embedding width.
+Legend: S shards, V rows of a stack, p shards of a message, C rows of each of them (padded), E embedding width.
 """
 
 import contextlib
@@ -23,82 +23,82 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import Parts, RowIds, check_parts, check_shard, empty_parts, fill_initial
 from jaxrec.types import Array
 
-ANY = 0  # in place of an incarnation, in a hello, whose sender does not know it yet
+ANY = 0  # the server incarnation of a first hello, whose sender does not know it yet
 
 
 class Sender(NamedTuple):
-    """The sender of a message, and its receiver."""
+    """The sender of a message, and the server incarnation that it addresses."""
 
     client: str
-    incarnation: int  # of the client: its successor has a higher one
-    server: int  # the incarnation of the server that the client believes in; `ANY` for a first hello
-    number: int = 0  # of a write: 1, 2, ... for each server; a message that is sent again keeps it
+    incarnation: int  # of the client; its successor has a higher one
+    server: int  # incarnation of the server; `ANY` in a first hello
+    number: int = 0  # sequence number of a write: 1, 2, ... per server; a repeated message keeps it
 
 
 class ServerInfo(NamedTuple):
-    """What a server says of itself."""
+    """A server's answer to hello."""
 
-    spec: str  # the digest of its spec
+    spec: str  # digest of its spec
     layout: dict[str, dict[str, tuple[int, str]]]  # {stack: {part: (width, dtype)}}
     shards: tuple[int, ...]
     incarnation: int
 
 
 class RowBlock(NamedTuple):
-    """What a message holds of one stack, for p shards in the order of the message."""
+    """The rows of one stack in a message, for p shards in the order of the message."""
 
     unique: Array  # i32[p, C] rows of the stack
-    count: Array  # i32[p] of them in use
-    parts: dict[str, np.ndarray]  # {part: f32[p, C, width]} new rows, or what is to be added; empty to read
+    count: Array  # i32[p] rows in use per shard
+    parts: dict[str, np.ndarray]  # {part: f32[p, C, width]} new values or differences to add; empty in a read
 
 
 class ServerGone(Exception):
-    """A server has ended, and its rows with it; or nothing reaches it any more."""
+    """A server has died, and its rows are lost; or it cannot be reached any more."""
 
 
 class OtherIncarnation(Exception):
-    """A message was meant for another incarnation of a server, whose rows are gone."""
+    """A message was meant for an earlier incarnation of a server, whose rows are lost."""
 
 
 class Superseded(Exception):
-    """Another client has taken the place of the one that has sent this: it must not change a row any more."""
+    """The client that sent this message has been superseded, and may not write any more."""
 
 
 class OldWrite(ValueError):
-    """A write came after a newer one to the same shard, and would have rolled rows back."""
+    """A write arrived after a newer one to the same shard, and would have rolled rows back."""
 
 
 class Answer(Protocol):
-    """What a call returns at once; a `concurrent.futures.Future` is one."""
+    """A future answer; a `concurrent.futures.Future` is one."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the answer.
+        """Wait for the answer.
 
         Args:
-          timeout: seconds; 0 only looks.
+          timeout: seconds; 0 polls.
 
         Raises:
-          TimeoutError: there is none yet; it may be asked for again.
-          ServerGone: there will be none.
-          Whatever `ShardServer.answer` has raised, as it was raised there.
+          TimeoutError: no answer yet; call again.
+          ServerGone: no answer will come.
+          Any error that `ShardServer.answer` raised.
         """
 
 
 class Server(Protocol):
-    """A way to a `ShardServer`; whatever carries messages there is made into one of these."""
+    """A handle to a `ShardServer`; each transport of messages implements it."""
 
     def call(self, verb: str, sender: Sender, *args) -> Answer:
-        """Sends a message, and returns at once; the server may see it late, never, or more than once."""
+        """Send a message and return at once; it may arrive late, never, or more than once."""
 
 
 READS = ("hello", "read", "take", "shard", "on_shards")
-# Of one writer at a time for each shard, in the order of their numbers; `add` comes in any order.
+# These have one writer at a time per shard, in the order of their numbers; `add` and `track` come in any order.
 IN_ORDER = ("put", "with_shard", "reset_shard", "change")
-WRITES = (*IN_ORDER, "add")
+WRITES = (*IN_ORDER, "add", "track")
 
 
 def deal(shards: int, servers: int) -> list[list[int]]:
-    """The shards of each server: few servers, each with many.
+    """Deal S shards to P servers in turn; return the shards of each server.
 
     >>> deal(5, 2)
     [[0, 2, 4], [1, 3]]
@@ -109,19 +109,20 @@ def deal(shards: int, servers: int) -> list[list[int]]:
 
 
 class ShardServer:
-    """Some shards of all stacks, in memory, and what is done to them where they are.
+    """Some shards of all stacks in memory, and the operations on them.
 
-    It is used by several threads at once as `HostTables` is: what reads takes no lock, and writes come one after the
-    other.
+    Like `HostTables` it may be used by several threads at once: reads take no lock, and writes are serialised.
 
     Args:
       spec: the tables.
-      layout: what a row consists of, `spec.layout(row_optimizer)`.
-      shards: numbers of those that it has; only they take memory.
-      incarnation: 1, or one more than that of the server whose place it takes.
+      layout: the parts of a row, `spec.layout(row_optimizer)`.
+      shards: numbers of the shards that this server holds; only they take memory.
+      incarnation: 1, or that of the predecessor plus one.
 
-    All rows are initial ones at first. A successor may fill them before the first message, as
-    `restore_shard(path, server, shard)` does, which asks for no more of tables than is here.
+    Attributes:
+      memory: whatever functions of `track` keep beside the rows.
+
+    All rows have their initial values at first; a successor restores its rows by `restore_shards`.
 
     >>> from jaxrec.embedding import Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')}, shards=2)
@@ -148,24 +149,26 @@ class ShardServer:
         }
         for name, shard in self._parts:
             fill_initial(spec, layout, name, shard, self._parts[name, shard])
-        self._initial = set(self._parts)  # what nobody has written to so far
+        self._initial = set(self._parts)  # shards never written to
         self._clients: dict[str, _Client] = {}
-        self._lock = threading.Lock()
+        self._lock, self._tracking = threading.Lock(), threading.Lock()
+        self.memory: dict[str, Any] = {}
 
     def answer(self, verb: str, sender: Sender, *args) -> Any:
-        """Does what a message says, and returns what goes back.
+        """Carry out a message and return the answer.
 
         Args:
-          verb: `hello`, which every client says first; `read`, `take`, `shard` and `on_shards`, which change nothing;
-            `put`, `add`, `with_shard`, `reset_shard` and `change`.
-          sender: of the message.
-          args: of the verb.
+          verb: `hello`, the first message of every client; `read`, `take`, `shard` and `on_shards`, which change
+            nothing; `put`, `add`, `with_shard`, `reset_shard` and `change`, which write rows; `track`, which changes
+            `memory` alone.
+          sender: client, incarnations and sequence number.
+          args: arguments of the verb.
 
         Raises:
-          OtherIncarnation: it was meant for another incarnation of this server.
+          OtherIncarnation: the message was meant for another incarnation of this server.
           Superseded: the client has a successor.
-          OldWrite: a newer write has reached the same shard.
-          ValueError: an unknown verb; arguments that do not fit; a client that has not said hello. Nothing has changed.
+          OldWrite: a newer write has been applied to the same shard.
+          ValueError: an unknown verb; arguments that do not fit; no hello before. Nothing has changed.
         """
         if verb not in READS + WRITES:
             raise ValueError(f"verb={verb!r:.80} must be one of {READS + WRITES}.")
@@ -179,19 +182,21 @@ class ShardServer:
         if verb in READS:
             self._client(verb, sender)
             return getattr(self, "_" + verb)(*args)
-        with self._lock:  # after it: a successor may have said hello while this one waited
+        if verb == "track":
+            return self._track(sender, *args)
+        with self._lock:  # checked within it: a successor may have said hello while this message waited
             self._write(verb, sender.number, self._client(verb, sender), args)
 
     # ---- clients and their writes
 
     def _hello(self, sender: Sender, token: str) -> ServerInfo:
-        """What this server is; `token` is of the object that says hello, which may have to say it again."""
+        """Register a client; `token` identifies the client object, which may have to repeat its hello."""
         with self._lock:
             known = self._clients.get(sender.client)
             if known is None or known.incarnation < sender.incarnation:
                 known = self._clients[sender.client] = _Client(sender.incarnation, token)
             self._client("hello", sender)
-            if known.token != token:  # its numbers begin at 1, and would pass for repeats
+            if known.token != token:  # its numbers begin at 1 and would be taken for repeats
                 raise ValueError(
                     f"incarnation {sender.incarnation} of client {sender.client!r:.80} uses this server already: give "
                     "a higher incarnation, or a client of another name."
@@ -217,7 +222,7 @@ class ShardServer:
 
     def _write(self, verb, number, client, args):
         number = whole_number("number", number, why=": each write has one of its own")
-        if client.done(number):  # sent again: what the first one has done stands
+        if client.done(number):  # a repeated message
             return
         shards = {"put": args[0], "add": args[0], "change": args[1]}.get(verb, [args[1]])
         self._check_mine(shards)
@@ -228,7 +233,7 @@ class ShardServer:
                 "back: a shard has one writer at a time, which waits for the answer to one write before the next."
             )
         getattr(self, verb if verb in ("with_shard", "reset_shard") else "_" + verb)(*args)
-        client.tell_done(number, shards if verb in IN_ORDER else ())
+        client.mark_done(number, shards if verb in IN_ORDER else ())
 
     # ---- the verbs
 
@@ -253,7 +258,7 @@ class ShardServer:
         self._store(put, shards, pieces)
 
     def _add(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
-        """Adds the parts of the pieces to the rows as they are now."""
+        """Add differences to the current rows."""
 
         def add(table, unique, count, difference):
             kernels.scatter_add(table, unique, self.spec.shards, count, difference, np.zeros_like(difference))
@@ -268,7 +273,7 @@ class ShardServer:
                     store(table, piece.unique[place], piece.count[place], piece.parts[part][place])
 
     def _take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """{(stack, shard): {part: [n, width]}} of rows i32[n] of the stack, all of that shard."""
+        """{(stack, shard): {part: [n, width]}} for {(stack, shard): i32[n] rows of the stack}."""
         self._check_mine({shard for _, shard in rows})
         taken = {}
         for (name, shard), ids in rows.items():
@@ -278,7 +283,7 @@ class ShardServer:
         return taken
 
     def _shard(self, stack: str, shard: int, part: str, index: Any) -> np.ndarray:
-        """What an index gives of one part of the rows of a shard, [V / S, width]."""
+        """rows[index] of one part of a shard, whose rows are [V / S, width]."""
         check_shard(self.spec, shard)
         self._check_mine([shard])
         return self._parts[stack, shard][part][index]
@@ -288,13 +293,31 @@ class ShardServer:
         return {(name, shard): function(name, shard, parts, *args) for (name, shard), parts in self._parts.items()}
 
     def _change(self, function: Callable[..., Any], shards: Sequence[int], *args) -> None:
-        """Runs function(this server, shards, *args), which may change all rows of those shards."""
+        """Run function(server, shards, *args), which may change any row of those shards."""
         function(self, shards, *args)
 
-    # ---- whole shards, also for a successor that restores them before the first message
+    def _track(self, sender: Sender, function: Callable[..., Any], *args) -> Any:
+        """Run function(server, *args) once, concurrently with reads and writes of rows; return its result."""
+        whole_number("number", sender.number, why=": each message that changes something has one of its own")
+        with self._tracking:
+            with self._lock:
+                client = self._client("track", sender)
+                if client.done(sender.number):
+                    return client.tracked.get(sender.number)
+            found = function(self, *args)
+            with self._lock:
+                client.mark_done(sender.number, ())
+                client.tracked = {sender.number: found}  # one is enough: a client waits before it sends the next
+            return found
+
+    def parts(self, stack: str) -> dict[str, list[np.ndarray]]:
+        """{part: one array [V / S, width] per shard held} of a stack, to be read."""
+        return {part: [self._parts[stack, shard][part] for shard in self.shards] for part in self.layout[stack]}
+
+    # ---- whole shards
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "ShardServer":
-        """Overwrites the first rows of a shard, as many as are given; as that of `Tables`."""
+        """Overwrite the first rows of a shard, as `Tables.with_shard`."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         self._check_mine([shard])
         for part, rows in self.writable(stack, shard).items():
@@ -302,24 +325,24 @@ class ShardServer:
         return self
 
     def writable(self, stack: str, shard: int) -> Parts:
-        """{part: [V / S, width]} of a shard that it has, as they lie in memory, to be written to."""
+        """{part: [V / S, width]}, the arrays of a shard themselves, to be written to."""
         self._initial.discard((stack, shard))
         return self._parts[stack, shard]
 
     def reset_shard(self, stack: str, shard: int) -> "ShardServer":
-        """Gives all rows of a shard their initial values; as that of `Tables`."""
+        """Give all rows of a shard their initial values, as `Tables.reset_shard`."""
         check_shard(self.spec, shard)
         self._check_mine([shard])
-        if (stack, shard) not in self._initial:  # else a successor would draw them twice
+        if (stack, shard) not in self._initial:  # a successor has just drawn them
             fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
             self._initial.add((stack, shard))
         return self
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
-        """As that of `Tables`: these rows do not outlive their process, so that no file has to say anything."""
+        """As `Tables.overwriting`; nothing has to be marked, as these rows do not outlive their process."""
         return contextlib.nullcontext(self)
 
-    # ---- what kernels follow unchecked
+    # ---- checks of what the kernels follow unchecked
 
     def _check_mine(self, shards):
         if len(set(shards)) < len(shards) or not set(shards) <= set(self.shards):
@@ -346,23 +369,25 @@ class ShardServer:
 
 
 class _Client:
-    """What a server remembers of one incarnation of a client: which of its writes are done.
+    """A server's record of one incarnation of a client and its writes.
 
     Attributes:
-      newest: {shard: number of the last write in order}.
+      newest: {shard: number of the last ordered write}.
+      tracked: {number: answer} of the last `track`.
     """
 
     def __init__(self, incarnation: int, token: str):
         self.incarnation, self.token = incarnation, token
         self.newest: dict[int, int] = {}
-        self._below, self._above = 0, set[int]()  # all up to the one are done, and these after it
+        self.tracked: dict[int, Any] = {}
+        self._below, self._above = 0, set[int]()  # done: all numbers up to `_below`, and those in `_above`
 
     def done(self, number: int) -> bool:
-        """Whether a write was done before."""
+        """Whether a write has been applied before."""
         return number <= self._below or number in self._above
 
-    def tell_done(self, number: int, shards: Sequence[int]) -> None:
-        """A write is done, for some shards in order."""
+    def mark_done(self, number: int, shards: Sequence[int]) -> None:
+        """Mark a write as applied, as the newest ordered one of some shards."""
         self.newest |= dict.fromkeys(shards, number)
         self._above.add(number)
         while self._below + 1 in self._above:

@@ -1,7 +1,7 @@
-"""What is embedded: tables, the lookups that read them, and the stacks that store them.
+"""Embedding tables, the lookups that read them, and the stacks that store them.
 
-A stack is all tables of one width in one array of V rows; row r lives on shard r % S at r // S, so
-that each shard holds an equal share of every table.
+A stack concatenates all tables of one width into V rows; row r is stored on shard r % S at index r // S, so that each
+shard holds an equal share of every table.
 """
 
 import dataclasses
@@ -23,8 +23,7 @@ class Table:
     Attributes:
       rows: number of rows; ids run from 0 to rows - 1.
       width: embedding width E.
-      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv
-        1906.00091).
+      scale: initial rows are uniform in [-scale, scale); 1 / sqrt(rows) if None, as in DLRM (arXiv 1906.00091).
     """
 
     rows: int
@@ -42,14 +41,13 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """How ids of one feature group turn into activations.
+    """Mapping from the ids of one feature group to activations.
 
     Attributes:
-      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per
-        column, for ids of shape [B, F].
-      hots: ids of one bag; if above 1, ids have a last axis of that size, which pooling removes.
-      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag reads
-        zero.
+      tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per column, for ids of
+        shape [B, F].
+      hots: number of ids in a bag; if above 1, ids have a last axis of that size, which pooling removes.
+      pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag yields zeros.
     """
 
     tables: str | tuple[str, ...]
@@ -65,11 +63,11 @@ class Lookup:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The table of each column; a single name if one table serves all."""
+        """Table names, one per column; a single name if one table serves all columns."""
         return (self.tables,) if isinstance(self.tables, str) else self.tables
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuses ids whose shape does not fit this lookup."""
+        """Raise ValueError if ids of this shape do not fit the lookup."""
         tail: tuple[int, ...] = () if isinstance(self.tables, str) else (len(self.tables),)
         tail += () if self.hots == 1 else (self.hots,)
         if len(shape) <= len(tail) or shape[len(shape) - len(tail) :] != tail:
@@ -81,13 +79,13 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """All tables of one width, stored one after the other.
+    """All tables of one width, concatenated.
 
     Attributes:
       width: embedding width E.
-      tables: names, in the order in which they are stored.
-      offsets: first row of each table, then the number of rows in use.
-      shards: S.
+      tables: table names, in storage order.
+      offsets: first row of each table, followed by the number of rows in use.
+      shards: number of shards S.
     """
 
     width: int
@@ -97,24 +95,24 @@ class Stack:
 
     @property
     def rows_per_shard(self) -> int:
-        """V / S: rows of one shard, the last ones possibly not in use."""
+        """V / S: rows of one shard; the last ones may be padding."""
         return -(-self.offsets[-1] // self.shards)
 
     @property
     def rows(self) -> int:
-        """V: rows of the stack, a multiple of S; also the mark of "no row" in a plan."""
+        """V: rows of the stack, a multiple of S; also the marker for "no row" in a plan."""
         return self.rows_per_shard * self.shards
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingSpec:
-    """Tables, lookups, number of shards and the seed of the initial rows.
+    """Tables, lookups, number of shards and seed of the initial rows.
 
     Attributes:
       tables: {name: Table}.
-      lookups: {name: Lookup}; their order is the order in which rows are numbered.
-      shards: S, a multiple of the number of devices.
-      seed: of the initial rows.
+      lookups: {name: Lookup}; plans number rows in this order.
+      shards: number of shards S, a multiple of the number of devices.
+      seed: seed of the initial rows.
 
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
@@ -149,18 +147,17 @@ class EmbeddingSpec:
         return hash(self.digest)
 
     def __eq__(self, other):
-        # Tables carry their spec through jit, which compares it in every dispatch: mostly it is the
-        # same object.
+        # jit compares the specs of tables at every dispatch: mostly the same object.
         if self is other:
             return True
         if not isinstance(other, EmbeddingSpec):
             return NotImplemented
-        # Lookups in order, as rows are numbered in theirs.
+        # In order, since plans number rows in the order of the lookups.
         return self.digest == other.digest and list(self.lookups.items()) == list(other.lookups.items())
 
     @functools.cached_property
     def stacks(self) -> dict[str, Stack]:
-        """{'width_E': Stack}, one for each width, tables in the order of the spec."""
+        """{'width_E': Stack}, one per width, with tables in the order of the spec."""
         widths = dict.fromkeys(table.width for table in self.tables.values())
         return {f"width_{width}": self._stack(width) for width in widths}
 
@@ -170,12 +167,12 @@ class EmbeddingSpec:
         return Stack(width, names, (0, *map(int, ends)), self.shards)
 
     def lookups_of(self, stack: str) -> dict[str, Lookup]:
-        """The lookups that read one stack, in order."""
+        """Return the lookups that read one stack, in order."""
         names = self.stacks[stack].tables
         return {name: lookup for name, lookup in self.lookups.items() if lookup.columns[0] in names}
 
     def columns_of(self, lookup: str) -> tuple[np.ndarray, np.ndarray]:
-        """First row in the stack and number of rows, i32[F] each, of the table of each column."""
+        """Return, for the table of each column, its first row in the stack and its number of rows, i32[F] each."""
         return self._columns[lookup]
 
     @functools.cached_property
@@ -189,8 +186,13 @@ class EmbeddingSpec:
         return offset, np.array([self.tables[t].rows for t in columns], np.int32)
 
     def layout(self, row_optimizer: RowOptimizer) -> "Layout":
-        """What the rows of each stack consist of with a row optimizer; raises as
-        `check_row_optimizer`.
+        """Return the parts of a row (embedding and optimizer slots) for each stack.
+
+        Args:
+          row_optimizer: decides the slots.
+
+        Raises:
+          ValueError: as `check_row_optimizer`; a slot is named 'value'.
 
         >>> from jaxrec.embedding import rowwise_adagrad
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
@@ -208,7 +210,7 @@ class EmbeddingSpec:
         return Layout(parts)
 
     def row_scale(self, stack: str, row, xp=np):
-        """Half width of the initial distribution, f32[n], of rows i32[n] of a stack."""
+        """Return half the width of the initial distribution, f32[n], of the rows i32[n] of a stack."""
         layout = self.stacks[stack]
         tables = [self.tables[name] for name in layout.tables]
         scales = [t.rows**-0.5 if t.scale is None else t.scale for t in tables]
@@ -216,7 +218,7 @@ class EmbeddingSpec:
         return xp.asarray(scales, dtype=np.float32)[table]
 
     def check_ids(self, ids: Mapping) -> None:
-        """Refuses ids that do not fit the lookups."""
+        """Raise ValueError if ids do not fit the lookups."""
         if ids.keys() != self.lookups.keys():
             raise ValueError(f"ids for {sorted(ids)}, but the spec has lookups {sorted(self.lookups)}.")
         for name, lookup in self.lookups.items():
@@ -231,16 +233,14 @@ class EmbeddingSpec:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A short hash of what decides the content and place of a row: tables in order, shards,
-        seed."""
+        """Short hash of all that determines a row's initial value and location: tables in order, shards, seed."""
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
         text = json.dumps([tables, self.shards, self.seed])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Layout(Mapping[str, dict[str, Part]]):
-    """{stack: {part: Part}} of tables, 'value' first and then the slots; hashable, as tables carry
-    it through jit."""
+    """{stack: {part: Part}}, 'value' first and then the slots; hashable, so that tables can pass it through jit."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Part]]):
         self._parts = {stack: dict(mine) for stack, mine in parts.items()}
@@ -265,15 +265,14 @@ class Layout(Mapping[str, dict[str, Part]]):
         return f"Layout({self._parts})"
 
     def __reduce__(self):
-        return Layout, (self._parts,)  # without the hash, which is another one in another process
+        return Layout, (self._parts,)  # without the hash, which differs between processes
 
 
 def check_row_optimizer(optimizer) -> RowOptimizer:
-    """Refuses anything that is not a `RowOptimizer`, such as an optax transformation.
+    """Return the optimizer; raise ValueError if it is not a `RowOptimizer` but, say, an optax transformation.
 
-    Dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would
-    need a gradient of the size of the table; only optimizers that leave untouched rows alone can be
-    exact here.
+    Dense optimizers move every row at every step (momentum, weight decay, Adam's moments), which would need a gradient
+    the size of the table; only optimizers that leave untouched rows unchanged can be exact here.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(

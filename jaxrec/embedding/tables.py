@@ -1,8 +1,8 @@
-"""Tables: the one interface of all homes of the rows. What a technique does to rows where they are,
-it does through it. Initial rows are an integer hash of (seed, row, column), so that a row can always be made again.
+"""`Tables`: the one interface to embedding rows, in device memory, in host memory or at shard servers.
 
-Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n rows
-picked.
+Initial rows are an integer hash of (seed, row, column), so that any row can be redrawn at any time.
+
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n selected rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B9
 
 
 def _mix(h):
-    """Scrambles u32 by xor-shift-multiply rounds ("lowbias32", Wellons 2018)."""
+    """Hash u32 by xor-shift-multiply rounds ("lowbias32", Wellons 2018)."""
     h = h ^ (h >> 16)
     h = h * np.uint32(0x7FEB352D)
     h = h ^ (h >> 15)
@@ -28,14 +28,13 @@ def _mix(h):
 
 
 def initial_rows(row, width, scale, seed, xp=np):
-    """Draws the initial embedding rows, uniform in [-scale, scale), from (seed, row, column) alone.
+    """Draw initial embedding rows, uniform in [-scale, scale), from (seed, row, column) alone.
 
-    Written once for numpy and jax.numpy: all steps are exact in f32 except the last product, so
-    that both give the same bits.
+    numpy and jax.numpy give the same bits, as all steps except the last product are exact in f32.
 
     Args:
       row: i32[n] row numbers within the stack.
-      width: number of columns E.
+      width: embedding width E.
       scale: f32[n] or a float, half the width of each row's distribution.
       seed: non-negative integer below 2**32.
       xp: `numpy` or `jax.numpy`.
@@ -57,24 +56,21 @@ def initial_rows(row, width, scale, seed, xp=np):
 _CHUNK_ROWS = 1 << 14
 
 Parts = dict[str, Array]  # {'value': [V / S, E], slot: [V / S, K]} of one shard of one stack
-# {(stack, shard): i32[n] rows of the stack, all of that shard}
+# {(stack, shard): i32[n] rows of the stack that lie on that shard}
 RowIds = Mapping[tuple[str, int], np.ndarray]
 
 
 class Tables(Protocol):
-    """Embedding rows and their optimizer slots, wherever they live.
+    """Embedding rows and their optimizer slots, independent of where they are stored.
 
-    Device tables are immutable: what changes them donates them and returns new ones. Host tables
-    change in place and return themselves. Code for any home therefore always goes on with what is
-    returned.
+    Device tables are immutable: writes donate them and return new ones. Host tables change in place and writes return
+    the same object. Generic code must therefore always continue with the returned tables.
 
     Attributes:
-      spec: the tables.
-      layout: what a row consists of.
-      step: how many puts all shards have seen; None for a home that does not count, or for torn
-        tables.
-      in_place: whether what is written changes these tables themselves, so that several threads
-        can.
+      spec: tables and shards.
+      layout: parts of a row, per stack.
+      step: number of puts applied to all shards; None if puts are not counted, or if the tables are torn.
+      in_place: whether writes change these tables in place, so that several threads can write.
     """
 
     @property
@@ -90,61 +86,58 @@ class Tables(Protocol):
     def in_place(self) -> bool: ...
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gathers the planned rows and slots; padding reads zero."""
+        """Gather the planned rows and slots; padding yields zeros."""
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> Self:
-        """Stores final rows, of one writer in batch order."""
+        """Store updated rows; for a single writer in batch order."""
 
     def add(self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows]) -> Self:
-        """Adds rows - old to the rows as they are now, for writers that do not take turns."""
+        """Add rows - old to the current rows; for concurrent writers."""
 
     def parts(self, stack: str) -> Mapping[str, Any]:
-        """{part: the rows of each shard, [S] arrays [V / S, width]} of a stack, as they are now and
-        where they are."""
+        """Return {part: S arrays [V / S, width], one per shard} of a stack: the current rows, where they are stored."""
 
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """Runs function(stack, shard, parts, *args) for every shard of every stack, where its rows
-        live.
+        """Run function(stack, shard, parts, *args) for every shard of every stack, where its rows are stored.
 
         Args:
-          function: pure, and picklable, as a home may be another process; parts are {part: [V / S,
-            width]}.
-          args: picklable.
+          function: a pure function, picklable since rows may be in another process; `parts` is {part: [V / S, width]}.
+          args: further arguments, picklable.
 
         Returns:
           {(stack, shard): result}.
         """
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copies picked rows to the host: {(stack, shard): {part: [n, width]}}."""
+        """Copy selected rows to the host: {(stack, shard): {part: [n, width]}}."""
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
-        """Tables with other rows in one shard: the first ones, as many as are given; the rest stay.
+        """Replace the first n rows of one shard; return the tables.
 
         Args:
-          stack, shard: which one.
-          parts: {part: [n, width]}, all parts of the layout, n of them at most V / S.
+          stack: name of the stack.
+          shard: shard number.
+          parts: {part: [n, width]} for all parts of the layout, n at most V / S.
 
         Raises:
-          ValueError: there is no such shard, or parts of other shapes; nothing has changed.
+          ValueError: no such shard, or parts of wrong shapes; nothing has changed.
         """
 
     def reset_shard(self, stack: str, shard: int) -> Self:
-        """Tables whose rows of one shard are initial ones, with slots as if never touched."""
+        """Reset all rows and slots of one shard to their initial values; return the tables."""
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
-        """Within it whole shards are replaced; a home whose rows outlive the process says so on its
-        files."""
+        """Context in which the caller replaces whole shards; tables that outlive the process are marked torn in it."""
 
 
 def check_shard(spec: EmbeddingSpec, shard: int) -> None:
-    """Refuses a shard that there is not: a negative one would be counted from the end, a large one dropped."""
+    """Raise ValueError if there is no such shard: a negative one would wrap around, too large a one be dropped."""
     if not isinstance(shard, int | np.integer) or not 0 <= shard < spec.shards:
         raise ValueError(f"shard={shard!r} must be a whole number from 0 to {spec.shards - 1}.")
 
 
 def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, parts: Mapping[str, Any]) -> None:
-    """Refuses rows that do not fit a shard, which would be broadcast over it, or leave it half changed."""
+    """Raise ValueError if rows do not fit a shard: they would be broadcast, or leave it partly written."""
     check_shard(spec, shard)
     most, found = spec.stacks[stack].rows_per_shard, {name: np.shape(rows) for name, rows in parts.items()}
     given = min([most, *(shape[0] for shape in found.values() if shape)])
@@ -157,7 +150,7 @@ def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, par
 
 
 def chosen_shards(spec: EmbeddingSpec, shards: Sequence[int] | None) -> list[int]:
-    """Some shards as a list, all if None."""
+    """Return checked shard numbers as a list; all if None."""
     chosen = list(range(spec.shards) if shards is None else shards)  # a tuple would be an index of several axes
     for shard in chosen:
         check_shard(spec, shard)
@@ -165,7 +158,7 @@ def chosen_shards(spec: EmbeddingSpec, shards: Sequence[int] | None) -> list[int
 
 
 def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers i32[S, U] and rows in use i32[S] of a plan; kernels follow them unchecked."""
+    """Return row numbers i32[S, U] and rows in use i32[S] of a plan, checked, as kernels do not check bounds."""
     unique, rows = np.asarray(plan.unique), tables.spec.stacks[name].rows
     count = np.minimum(np.asarray(plan.count), unique.shape[1])
     if len(unique) != tables.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
@@ -177,7 +170,7 @@ def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.nda
 
 
 def fitting_parts(tables: Tables, name: str, plan: Plan, rows: Rows) -> dict[str, Array]:
-    """{'value' or slot: f32[S, U, width]} of the rows of one stack, of the shapes that the tables take."""
+    """Return {'value' or slot: f32[S, U, width]} of one stack's rows, after checking their shapes."""
     parts = {"value": rows.value, **rows.slots}
     found = {part: array.shape for part, array in parts.items()}
     wanted = {part: (*plan.unique.shape, one.width) for part, one in tables.layout[name].items()}
@@ -195,20 +188,21 @@ def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
-    """Arrays of one shard of a stack, not filled yet."""
+    """Allocate uninitialised arrays for one shard of a stack."""
     return {name: np.empty((stack.rows_per_shard, one.width), one.dtype) for name, one in parts.items()}
 
 
 def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of a stack as they are before any step touches them.
+    """Return the initial values and slots of rows of a stack.
 
     Args:
-      spec, layout: of the tables.
-      stack: its name.
-      row: i32[n] row numbers of the stack.
+      spec: tables, shards and seed.
+      layout: parts of a row, per stack.
+      stack: name of the stack.
+      row: i32[n] row numbers within the stack.
 
     Returns:
-      {part: [n, width]}, as in every home.
+      {part: [n, width]}, the same for all implementations of `Tables`.
     """
     width, scale = spec.stacks[stack].width, spec.row_scale(stack, row)
     value = initial_rows(row, width, scale, spec.seed)
@@ -219,7 +213,7 @@ def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarr
 
 
 def fill_initial(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, parts: Parts) -> None:
-    """Overwrites numpy arrays of one shard with initial rows."""
+    """Fill the numpy arrays of one shard with initial rows."""
     for rows, initial in initial_chunks(spec, layout, stack, shard):
         for name, array in initial.items():
             parts[name][rows] = array
@@ -228,8 +222,7 @@ def fill_initial(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, pa
 def initial_chunks(
     spec: EmbeddingSpec, layout: Layout, stack: str, shard: int
 ) -> Iterator[tuple[slice, dict[str, np.ndarray]]]:
-    """Yields (slice of the rows of one shard, their initial parts): in chunks, as drawing takes far
-    more memory."""
+    """Yield (slice of one shard's rows, their initial parts), in chunks, as drawing takes far more memory than rows."""
     rows = spec.stacks[stack].rows_per_shard
     for start in range(0, rows, _CHUNK_ROWS):
         chunk = slice(start, min(start + _CHUNK_ROWS, rows))
@@ -237,19 +230,18 @@ def initial_chunks(
 
 
 def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
-    """Copies the embeddings of one table to the host, in the order of their ids.
+    """Copy the embeddings of one table to the host, in the order of the ids.
 
     Args:
-      tables: in any home.
-      table: its name in the spec.
-      ids: i32[...], from 0 to rows - 1, in any order and more than once; all rows if None.
+      tables: any `Tables`.
+      table: name of the table in the spec.
+      ids: i32[...], from 0 to rows - 1, in any order, with or without repeats; all rows if None.
 
     Returns:
-      f32[rows, E], or f32[..., E] for ids.
+      f32[rows, E] for all rows, f32[..., E] for ids.
 
     Raises:
-      ValueError: there is no such table; ids that are no whole numbers or lie outside of it; tables
-        of a pipeline's state that lag behind it.
+      ValueError: no such table; ids that are not integers or are out of range; stale tables of a pipeline's state.
 
     >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'user': Table(9, 4), 'item': Table(5, 4)}, {'pair': Lookup(('user', 'item'))})
@@ -277,7 +269,7 @@ def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
 
 
 def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
-    """The stack that holds a table, and its first row there and that after its last."""
+    """Return a table's stack, its first row in the stack, and the row after its last."""
     if not isinstance(table, str) or table not in spec.tables:
         known = list(spec.tables)
         raise ValueError(f"table {table!r:.80} is none of the {len(known)} of the spec: {str(known)[:300]}.")
@@ -288,15 +280,16 @@ def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
 
 
 def write_shard(matrix: np.ndarray, rows: Array, first: int, shard: int, shards: int) -> None:
-    """Writes the rows of one table that lie on one shard of its stack into the table's matrix.
+    """Copy a table's rows on one shard of its stack into the table's matrix.
 
     Args:
-      matrix: [rows, width], changed in place.
+      matrix: [rows, width] of the table, changed in place.
       rows: [V / S, width] of the whole shard, on the host or on a device.
       first: the table's first row in the stack.
-      shard, shards: which one, of how many.
+      shard: shard number.
+      shards: number of shards S.
     """
-    begin = (shard - first) % shards  # the first row of the table that lies there
+    begin = (shard - first) % shards  # the table's first row on this shard
     wanted = matrix[begin::shards]
     place = (first + begin) // shards
     wanted[:] = rows[place : place + len(wanted)]
@@ -304,7 +297,7 @@ def write_shard(matrix: np.ndarray, rows: Array, first: int, shard: int, shards:
 
 def _checked_ids(table, ids, rows):
     ids = np.asarray(ids)
-    ids = ids if ids.size else ids.astype(np.int32)  # an empty list is of floats
+    ids = ids if ids.size else ids.astype(np.int32)  # numpy makes floats of an empty list
     if ids.dtype.kind not in "iu":
         raise ValueError(f"ids of {table!r} are {ids.dtype}, but ids are whole numbers: cast them.")
     if ids.size and not (ids.min() >= 0 and ids.max() < rows):
@@ -317,8 +310,7 @@ def _checked_ids(table, ids, rows):
 
 
 def is_initial(tables: Tables) -> bool:
-    """Whether all rows have their initial values: then nothing need be saved for them to come
-    back."""
+    """Return whether all rows have their initial values, so that they can be restored without being saved."""
     return all(tables.on_shards(_shard_is_initial, tables.spec, tables.layout).values())
 
 

@@ -55,12 +55,12 @@ def _(directory):
     over(server(range(4), rows=sgd(0.1)))
 
 
-@situation("two servers with the same shard", ValueError, r"nobody has \[\], and several have .* \{2: \[0, 1\]\}")
+@situation("two servers with the same shard", ValueError, r"none holds \[\], and several hold .* \{2: \[0, 1\]\}")
 def _(directory):
     over(server([0, 2]), server([1, 2, 3]))
 
 
-@situation("a shard that no server has", ValueError, r"the 2 servers must have each .* nobody has \[3\]")
+@situation("a shard that no server has", ValueError, r"the 2 servers must hold each .* none holds \[3\]")
 def _(directory):
     over(server([0, 2]), server([1]))
 
