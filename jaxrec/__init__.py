@@ -1,21 +1,19 @@
-"""Recommendation models in JAX with functional state: large tables, many trainers, machines that
-fail.
+"""Recommendation models in JAX with functional state: large tables, many trainers, failing machines.
 
-A training step is plan -> read -> update -> put, and a batch flows through it so:
+A training step is plan -> read -> update -> put:
 
-    plans = plan(spec, batch.ids)         which rows of which tables the batch touches, each once
-    rows = tables.read(plans)             from `DeviceTables` or, if they are larger, `HostTables`
+    plans = plan(spec, batch.ids)         deduplicated rows that the batch touches, per stack of tables
+    rows = tables.read(plans)             from `DeviceTables` or, if the tables are larger, `HostTables`
     dense, rows, metrics = update(...)    pure: loss, gradients, optax, and a row optimizer
-    tables = tables.put(plans, rows)      the new rows back to where they live
+    tables = tables.put(plans, rows)      store the updated rows
 
-`make_train_step` makes one function of all four, whose docstring trains a whole model. `Serial` and
-`train` repeat it over batches with hooks, `fit` folds it over planned batches, and `evaluate` tells
-AUC and log loss. Three techniques stand on it, each usable alone and with the others; `help` of
-each says what to read first:
+`make_train_step` combines all four in one function; its docstring trains a whole model. `Serial` and `train` run it
+over batches with hooks, `fit` folds it over planned batches, and `evaluate` computes AUC and log loss. Three techniques
+build on it, each usable alone or with the others; `help` of each package says what to read first:
 
-    jaxrec.oac          batches overlap over host tables, results are those of one after the other: `Pipeline`
-    jaxrec.shadowsync   copies of the dense network are averaged in the background: `SyncGroup`
-    jaxrec.cpr          lost shards come back alone, from checkpoints of the most used rows: `Recovery`
+    jaxrec.oac          overlap batches over host tables, with the results of serial training: `Pipeline`
+    jaxrec.shadowsync   average replicas of the dense network in the background: `SyncGroup`
+    jaxrec.cpr          restore only the lost shards, from checkpoints of the most used rows: `Recovery`
 
 >>> spec = EmbeddingSpec({"user": Table(1000, 8), "item": Table(50, 8)}, {"pair": Lookup(("user", "item"))})
 >>> tables, batch = HostTables.create(spec, adagrad(0.1)), SyntheticClicks((1000, 50), lookup="pair").batch(0, 32)

@@ -1,5 +1,4 @@
-"""Numbers that are given as arguments: one that does not fit is refused by its name, with its value
-and the rule."""
+"""Validation of numeric arguments; errors give the argument's name, its value and the rule."""
 
 import math
 import numbers
@@ -11,14 +10,18 @@ import numpy as np
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, why: str = "") -> int:
-    """A whole number within bounds, as an int of Python; numpy's are taken, truth values and floats
-    are not.
+    """Check that an argument is an integer within bounds, and return it as a Python int.
+
+    Numpy integers are accepted, booleans and floats are not.
 
     Args:
-      name: of the argument.
-      value: what was given.
-      least, most: the bounds, both allowed.
-      why: what the error says after the rule, with its own ", " or ": ".
+      name: name of the argument, for the error.
+      value: the argument.
+      least, most: inclusive bounds.
+      why: text appended to the rule in the error, including its leading ", " or ": ".
+
+    Raises:
+      ValueError: the value is not such an integer.
 
     >>> whole_number("window", np.int64(3), least=0)
     3
@@ -34,14 +37,18 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, 
 
 
 def real_number(name: str, value: Any, rule: str, fits: Callable[[Any], bool]) -> Any:
-    """A real number that fits a rule, as it was given; truth values and text are refused, and so is
-    a NaN by any rule.
+    """Check that an argument is a real number that satisfies a rule, and return it unchanged.
+
+    Booleans, strings and NaN are refused.
 
     Args:
-      name: of the argument.
-      value: what was given.
-      rule: in words, and what it is for where that helps.
-      fits: the rule as a function of the number; comparisons alone, so that a NaN does not fit.
+      name: name of the argument, for the error.
+      value: the argument.
+      rule: the rule in words, for the error, with its purpose where that helps.
+      fits: predicate for the rule; it uses comparisons only, so that NaN fails.
+
+    Raises:
+      ValueError: the value is not such a number.
 
     >>> real_number("eta", 0.5, "above 0 and finite", is_positive)
     0.5
@@ -52,15 +59,15 @@ def real_number(name: str, value: Any, rule: str, fits: Callable[[Any], bool]) -
 
 
 def is_positive(value: float) -> bool:
-    """Above 0 and finite."""
+    """Return whether a number is above 0 and finite."""
     return 0 < value < math.inf
 
 
 def is_not_negative(value: float) -> bool:
-    """0 or more, and finite."""
+    """Return whether a number is 0 or more, and finite."""
     return 0 <= value < math.inf
 
 
 def is_portion(value: float) -> bool:
-    """Above 0 and at most 1."""
+    """Return whether a number is above 0 and at most 1."""
     return 0 < value <= 1

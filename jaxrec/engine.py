@@ -1,8 +1,9 @@
-"""Engines take a state from batch to batch: what techniques rely on, and the serial engine, in any home of the rows.
+"""Engines, which train a state over a stream of batches: the protocol, a common base class and the serial engine.
 
-`Engine` is what hooks and techniques see; `EngineBase` is what every engine does alike: one run at a time, a `with`
-block, its watchers, and `CutSchedule`, at which steps its state is to be saved. `Serial` runs one batch after the
-other, `jaxrec.oac.Pipeline` several at once, with the same bits.
+`Engine` is the interface that hooks and techniques use. `EngineBase` implements what all engines share: one run at a
+time, the `with` block and its watchers (context managers such as `cpr.Recovery`). `CutSchedule` holds the cuts, the
+steps at which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline` overlaps several,
+with bitwise the same results.
 
 Legend: B batch, U padded unique rows per shard.
 """
@@ -28,17 +29,17 @@ from jaxrec.validate import check_not_donated
 
 
 class Engine(Protocol):
-    """What trains over tables in some home: `Serial`; `oac.Pipeline`, with the same bits; `shadowsync.FreeTrainers`.
+    """Interface of engines: `Serial`; `oac.Pipeline`, with bitwise the same results; `shadowsync.FreeTrainers`.
 
-    At each step the order is: commit, hooks in their order, shards that their home has lost, the cut of the step if one
-    is announced, and then what hooks have lost. A step that is committed keeps its cut though a hook of it has failed.
-    An engine is a context manager: leaving it ends its run, waits for its cuts, and then leaves whatever was entered
-    with `enter`. Leaving a run never waits for the stream.
+    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the cut of the step if
+    one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its cut even if
+    one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its cuts, and then leaves
+    the watchers. Leaving a run never waits for the stream.
 
     Attributes:
-      tables: as they are now.
-      step: how many steps are committed.
-      state: between two steps; inside a hook it is refused, as the hook is given the state.
+      tables: the current tables.
+      step: number of committed steps.
+      state: the state between two steps; hooks may not read it, as they get the state as an argument.
       running: whether a run has begun and not ended.
     """
 
@@ -57,32 +58,32 @@ class Engine(Protocol):
     def run(
         self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Iterator[tuple[TrainState, dict]]:
-        """Trains on all batches; yields the state and the metrics after each."""
+        """Train on all batches; yield the state and the metrics after each."""
 
     def exclusive(self, change: Callable[[Any], Any]) -> None:
-        """Replaces the tables by change(tables), alone with them; for the thread that iterates, also in a hook."""
+        """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announces that a state is to be saved after a step that is not committed yet."""
+        """Announce a cut: after the given step, which is not committed yet, call save(state)."""
 
     def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more."""
+        """Cancel the cut of a step."""
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Says that shards are lost; after the step and its cut the watchers that can `recover` do so."""
+        """Mark shards as lost; watchers that have `recover` restore them after the step and its cut."""
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, between two runs; watchers that have `restarted(state)` are told before."""
+        """Continue from another state, between two runs; watchers that have `restarted(state)` are notified before."""
 
     def enter(self, watcher: AbstractContextManager) -> Any:
-        """Enters a context manager that is left when this one is, and after it."""
+        """Enter a watcher, a context manager that is left after this engine."""
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
-        """Has the watchers before one recover shards that were lost while that one restores all rows."""
+        """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows."""
 
 
 def caught(function: Callable):
-    """What a function returns, or what it raised."""
+    """Return the result of a function, or the exception it raises."""
     try:
         return function()
     except BaseException as error:
@@ -90,14 +91,13 @@ def caught(function: Callable):
 
 
 def first(failures: Sequence[BaseException]) -> BaseException:
-    """The first of some failures, which tells of the others."""
+    """Return the first of several failures, with the others noted on it."""
     note(failures[0], failures[1:])
     return failures[0]
 
 
 def note(error: BaseException, failures: Sequence[BaseException]) -> None:
-    """Lets an error tell of failures of the engine beside it: a note each, and the failures in
-    its context."""
+    """Attach failures of the engine to an error, each as a note and as the end of its chain of contexts."""
     for failure in failures:
         known = _chain(error)
         if failure in known:
@@ -109,7 +109,7 @@ def note(error: BaseException, failures: Sequence[BaseException]) -> None:
 
 
 def _chain(error):
-    """An error, its cause or context, that of the latter, and so on."""
+    """Return an error and its chain of causes or contexts."""
     found = [error]
     while (error := error.__cause__ or error.__context__) is not None and error not in found:
         found.append(error)
@@ -117,20 +117,20 @@ def _chain(error):
 
 
 class Cut(NamedTuple):
-    """What is to be done at a step."""
+    """The save function of a step, and whether to warn if a run ends before the step."""
 
     save: Callable[[TrainState], Any]
     unreached: Literal["warn", "ignore"]
 
 
 class CutSchedule:
-    """The cuts of an engine that are still to come."""
+    """The pending cuts of an engine."""
 
     def __init__(self):
         self._to_come: dict[int, Cut] = {}
 
     def announce(self, step: int, now: int, cut: Cut) -> None:
-        """Keeps a cut for a step after that of now.
+        """Add a cut for a step after `now`, the current step.
 
         Raises:
           ValueError: the step is committed, or has a cut already.
@@ -142,23 +142,23 @@ class CutSchedule:
         self._to_come[step] = cut
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """The save of a step, which stays announced until `tell_begun`; None if there is none."""
+        """Return the save function of a step, or None; the cut stays pending until `tell_begun`."""
         return self._to_come[step].save if step in self._to_come else None
 
     def tell_begun(self, step: int) -> None:
-        """The cut of a step has begun."""
+        """Remove the cut of a step, which has begun."""
         self._to_come.pop(step)
 
     def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken, or never announced."""
+        """Cancel the cut of a step; does nothing if it was taken or never announced."""
         self._to_come.pop(step, None)
 
     def _wanted(self):
-        """Steps of the cuts to warn of if they are not taken."""
+        """Return the sorted steps of pending cuts with unreached="warn"."""
         return sorted(step for step, cut in self._to_come.items() if cut.unreached == "warn")
 
     def forget(self, now: int) -> None:
-        """No cut is to come any more, as another state takes the place of that of now."""
+        """Drop all cuts, as the state of step `now` is replaced; warn of those that were not taken."""
         steps = self._wanted()
         self._to_come = {}
         if steps:
@@ -169,7 +169,7 @@ class CutSchedule:
             )
 
     def warn(self, now: int) -> None:
-        """Says, once, which cuts a run was left without, and forgets those that lie behind."""
+        """Warn once of cuts that a run ending at step `now` has not taken; drop those of past steps."""
         steps = self._wanted()
         later = {step: cut for step, cut in self._to_come.items() if step > now}
         self._to_come = {step: cut._replace(unreached="ignore") for step, cut in later.items()}
@@ -181,15 +181,15 @@ class CutSchedule:
             )
 
 
-# How often shards may be lost again before one more step is committed, or the cut that they keep is saved.
+# Limit of successive recoveries without a further committed step, or without the save of the cut they delay.
 MOST_TRIES = 8
 
 
 def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) -> set[int]:
-    """The shards that a hook wants lost.
+    """Validate shard numbers that a hook marks as lost, and return them as a set.
 
     Raises:
-      ValueError: there is no such shard; nothing runs.
+      ValueError: there is no such shard, or no run is active.
     """
     wanted = set(shards)
     for shard in wanted:
@@ -200,27 +200,27 @@ def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) ->
 
 
 def notify_restarted(watchers: Iterable[Any], state: TrainState) -> None:
-    """Tells watchers which state an engine will go on from; what they raise keeps it where it is."""
+    """Notify watchers of the state that an engine will continue from; if one raises, the engine is not reset."""
     for watcher in watchers:
         getattr(watcher, "restarted", lambda state: None)(state)
 
 
 class Losses:
-    """The losses of steps, on the device: to look at each would make every step wait for it."""
+    """Unchecked losses of steps, kept on the device, as fetching each would block every step."""
 
     def __init__(self):
-        self._waiting: list[tuple[int, Any]] = []  # (step, loss), not looked at yet
+        self._waiting: list[tuple[int, Any]] = []  # (step, loss), not checked yet
 
     def note(self, step: int, metrics: dict) -> None:
-        """Keeps the loss of a step, if it has one."""
+        """Record the loss of a step, if it has one."""
         if "loss" in metrics:
             self._waiting.append((step, metrics["loss"]))
 
     def check(self, from_number: int = 1) -> None:
-        """Looks at the losses since the last time, if there are so many.
+        """Fetch and check the recorded losses if there are at least `from_number`.
 
         Raises:
-          FloatingPointError: one is not finite; names the first such step, and what to look at.
+          FloatingPointError: a loss is not finite; the error gives the first such step and what to inspect.
         """
         if len(self._waiting) >= from_number:
             waiting, self._waiting = self._waiting, []
@@ -236,21 +236,21 @@ class Losses:
 
 
 class Tries:
-    """How often shards were brought back at one place: what is lost again and again ends the run."""
+    """Counter of successive recoveries at one place, to end a run whose shards are lost again and again."""
 
     def __init__(self):
         self._place, self._tries = "", 0
 
     def count(self, place: str, shards: Iterable[int], remedy: str) -> None:
-        """Counts a recovery; at another place than the last one it begins anew.
+        """Count a recovery; the count restarts whenever the place changes.
 
         Args:
-          place: as in "step 5".
-          shards: the lost ones.
-          remedy: what is said when it is one too many.
+          place: description for the error, such as "step 5".
+          shards: lost shard numbers.
+          remedy: end of the error message.
 
         Raises:
-          ShardsLost: it is one too many.
+          ShardsLost: this is more than MOST_TRIES recoveries at the place.
         """
         self._tries = self._tries + 1 if self._place == place else 1
         self._place = place
@@ -262,20 +262,20 @@ Entered = TypeVar("Entered")
 
 
 class EngineBase:
-    """An engine's run and `with` block, and the watchers that its end leaves."""
+    """Base class of engines: the lifetime of a run, the `with` block and the watchers."""
 
-    _name = "engine"  # in what is said to users
+    _name = "engine"  # in error messages
     _cuts: CutSchedule
     step: int
 
     def __init__(self):
-        # Weak: a caller that drops the iterator of a run has left it.
+        # Weak, so that dropping the iterator of a run ends the run.
         self._generator: Callable = lambda: None
-        self._untold: list[BaseException] = []  # what went wrong in a run, until it is raised
+        self._untold: list[BaseException] = []  # failures of a run that were not raised yet
         self._tries = Tries()
-        self._watchers: list[Any] = []  # in the order in which they were entered
-        self._entered = contextlib.ExitStack()  # what leaves them
-        self._within = 0  # how many will raise what leaving a run has found: `with` blocks, `close`
+        self._watchers: list[Any] = []  # in order of `enter`
+        self._entered = contextlib.ExitStack()  # leaves the watchers
+        self._within = 0  # depth of callers that will raise failures of the run: `with` blocks, `close`
         self._recovering = False
 
     @property
@@ -289,20 +289,19 @@ class EngineBase:
         return generator
 
     def _take_untold(self) -> list[BaseException]:
-        # Taken off: what was told once is not raised again by the next call.
+        # Cleared, so that the next call does not raise the same failures again.
         failures, self._untold = self._untold, []
         return failures
 
     def _end(self) -> list[BaseException]:
-        """Ends the run, if one goes on; what went wrong in it and was not raised yet. Engines say how."""
+        """End the active run, if any, and return its failures that were not raised yet."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends the run, if one goes on.
+        """End the active run, if any.
 
         Raises:
-          Whatever went wrong in it, unless it was raised before; FloatingPointError for a loss that
-            was not looked at yet.
+          Failures of the run that were not raised before; FloatingPointError if an unchecked loss is not finite.
         """
         if failures := self._end():
             raise first(failures)
@@ -322,24 +321,26 @@ class EngineBase:
             self._cuts.warn(self.step)
 
     def withdraw(self, step: int) -> None:
-        """The cut of a step is not wanted any more; no harm if it was taken, or there is none."""
+        """Cancel the cut of a step; does nothing if there is none or it was taken."""
         self._cuts.withdraw(step)
 
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
-        """Enters a context manager, which is left when the `with` block of this engine ends.
+        """Enter a context manager, which is left when the `with` block of this engine ends.
 
             with engine:
                 recovery = engine.enter(Recovery(engine, ...))
 
-        It is left after the run: when that is closed, and its cuts are saved. Of several the last
-        is left first. If it has `recover(shards)`, that is called when shards are lost: see `lose`.
+        Watchers are left after the run is closed and its cuts are saved, the last one first. If a watcher has
+        `recover(shards)`, that is called when shards are lost: see `lose`.
 
         Args:
-          watcher: with `__enter__` and `__exit__`, which is told the error that ends the block, if
-            there is one.
+          watcher: context manager; its `__exit__` gets the error that ends the block, if any.
 
         Returns:
-          What its `__enter__` has returned.
+          The result of its `__enter__`.
+
+        Raises:
+          ValueError: called outside the `with` block.
         """
         if not self._within:
             raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
@@ -359,15 +360,15 @@ class EngineBase:
         try:
             self._close_within(error)
         except BaseException as failure:
-            # Watchers leave last: what a cut has begun to save belongs to them until the run is
-            # closed. They are told what ends the block.
+            # Watchers are left last, as a cut may be saving for them until the run is closed. They get the error that
+            # ends the block.
             if not entered.__exit__(type(failure), failure, failure.__traceback__):
                 raise
             return False
         return bool(entered.__exit__(kind, error, trace))
 
     def _changed_when_whole(self, change: Callable) -> Any:
-        """What change(tables) returns; it is called again when watchers have brought back lost shards that it met."""
+        """Return change(tables), calling it again after recovery if it raises ShardsLost."""
         while True:
             changed, lost = self._changed(change)
             if not lost:
@@ -375,25 +376,25 @@ class EngineBase:
             self._recover_met(lost)
 
     def _changed(self, change: Callable) -> tuple[Any, Collection[int]]:
-        """What `_or_lost` finds, alone with the tables. Engines say how."""
+        """Return the result of `_or_lost`, called with exclusive access to the tables."""
         raise NotImplementedError
 
     def _recover_met(self, shards: Collection[int]) -> None:
-        """Has shards brought back that a change has met. Engines say how."""
+        """Have watchers recover lost shards that a change of the tables has met."""
         raise NotImplementedError
 
     def _or_lost(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
-        """What change(tables) returns, and no shards; or nothing, and lost ones that it met and watchers bring back."""
+        """Return (change(tables), ()), or (None, lost shards) if it meets lost shards that a watcher can recover."""
         try:
             return change(tables), ()
         except ShardsLost as lost:
-            # What is lost while shards come back is the matter of what brings them back.
+            # A loss during a recovery is handled by the caller of the recovery.
             if self._recovering or not any(hasattr(watcher, "recover") for watcher in self._watchers):
                 raise
             return None, lost.shards
 
     def _bring_back(self, watchers: Iterable[Any], shards: Iterable[int]) -> None:
-        """Has watchers bring shards back, in their order."""
+        """Call `recover` of watchers in order."""
         before, self._recovering = self._recovering, True
         try:
             for watcher in watchers:
@@ -402,34 +403,36 @@ class EngineBase:
             self._recovering = before
 
     def _who_recovers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
-        """The watchers that can bring shards back.
+        """Return the watchers that have `recover`, and count the recovery.
 
         Args:
-          step: that the engine has committed.
-          shards: the lost ones.
-          again: what is said when they are lost at one step again and again.
-          otherwise: what is said after the remedy when there is no such watcher.
+          step: number of committed steps.
+          shards: lost shard numbers.
+          again: end of the error message if shards are lost too often at this step.
+          otherwise: end of the error message if there is no such watcher.
 
         Raises:
-          ShardsLost: there is no such watcher, or it is one time too many.
+          ShardsLost: there is no such watcher, or shards were lost too often at this step.
         """
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
             remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
             raise ShardsLost(shards, f"no watcher brings them back: {remedy}")
-        # Counted per step: a home that loses again what was just brought back would go on for ever.
+        # Counted per step: storage that loses restored shards again and again would loop forever.
         self._tries.count(f"step {step}", shards, again)
         return watchers
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
-        """Has the watchers before one recover shards that were lost while that one restores all rows, between two runs.
+        """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows.
+
+        Call it between two runs.
 
         Args:
-          shards: the lost ones.
-          but: the watcher that restores; those after it are not asked.
+          shards: lost shard numbers.
+          but: the watcher that restores all rows; it and later ones are not called.
 
         Raises:
-          ShardsLost: no watcher is before it, or it is one time too many at this step.
+          ShardsLost: no watcher was entered before `but`, or shards were lost too often at this step.
         """
         watchers = self._who_recovers(self.step, shards, "the servers that restore them die")
         before = watchers[: watchers.index(but)] if but in watchers else watchers
@@ -440,7 +443,7 @@ class EngineBase:
 
 
 class Serial(EngineBase):
-    """Trains one batch after the other, over tables in any home; plans are made ahead, in a thread.
+    """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
         with Serial(state, train_step) as engine:
             for state, metrics in engine.run(batches, hooks=[...]): ...
@@ -449,11 +452,11 @@ class Serial(EngineBase):
     Args:
       state: TrainState; it is donated.
       train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
-      capacity: {stack: U} of the plans to begin with: `capacity_of` the last ones, if a run is to go on bit for bit.
+      capacity: initial {stack: U} of the plans: `capacity_of` the last plans, to resume a run bitwise.
 
-    Whatever ends a run, the state is that of the last step committed, with what the last whole hook has returned; a
-    Ctrl-C or a SIGTERM waits for the commit. The iterator of the run before, if it comes again, begins with what was
-    taken and not trained.
+    However a run ends, the state is that of the last committed step, with the changes of the hooks that completed;
+    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator starts with the batches that were taken
+    but not trained.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -474,39 +477,39 @@ class Serial(EngineBase):
         self._state, self._train_step, self._capacity = state, train_step, capacity
         self._streams, self._cuts = Streams(), CutSchedule()
         self._losses, self._in_hook, self._alone = Losses(), False, False
-        self._lost_shards = set[int]()  # that their home has lost, and that are not back yet
-        self._to_lose = set[int]()  # after the cut of this step, by the wish of a hook
+        self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
+        self._to_lose = set[int]()  # marked by a hook with `lose`, to be recovered after the cut
         self.step = int(state.dense.step)
 
     @property
     def state(self) -> TrainState:
-        """Between two steps; a hook is given the state, and may not ask for it here."""
+        """The state between two steps; hooks may not read it, as they get the state as an argument."""
         if self._in_hook:
             raise ValueError("engine.state was read in a hook: take the state that it was given; this may be older.")
         return self._state
 
     @property
     def tables(self) -> Tables:
-        """As they are now."""
+        """The current tables."""
         return self._state.tables
 
     def run(
         self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Trains on all batches.
+        """Train on all batches.
 
         Args:
-          batches: Batch after Batch, of one size; planned, and taken from their iterator, up to three ahead.
-          hooks: (state, step, plans, metrics) -> state, in order after every step.
-          check_every_steps: how often, and at the end of a run, the losses are fetched and checked.
+          batches: iterable of Batch, all of one size; taken and planned up to three batches ahead.
+          hooks: (state, step, plans, metrics) -> state, called in order after every step.
+          check_every_steps: number of steps between two checks of the losses; they are also checked when a run ends.
 
         Yields:
           (TrainState, metrics) after every batch; the state is donated to the next step.
 
         Raises:
-          FloatingPointError: a loss is not finite; names the step.
+          FloatingPointError: a loss is not finite; the error gives the step.
           ShardsLost: shards were lost, and no watcher can recover them.
-          ValueError: a run goes on; as the step.
+          ValueError: another run is active; as the step.
         """
         hooks, stream = self._check_run(hooks), self._streams.of(batches, patience_seconds=10.0)
         return self._hold(self._over_stream(stream, hooks, check_every_steps))
@@ -514,13 +517,13 @@ class Serial(EngineBase):
     def steps(
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
-        """As `run`, over (Batch, {stack: Plan}) pairs that were planned before."""
+        """As `run`, over (Batch, {stack: Plan}) pairs that are planned already."""
         return self._hold(self._over_pairs(in_pairs(pairs), self._check_run(hooks), check_every_steps))
 
     def _check_run(self, hooks):
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
-        return tuple(hooks)  # which are called in every step, and may come from a generator
+        return tuple(hooks)  # a generator would be exhausted after one step
 
     def _over_stream(self, stream, hooks, check_every_steps):
         with PlanPrefetcher(stream, self.tables.spec, self._capacity) as ahead:
@@ -529,13 +532,13 @@ class Serial(EngineBase):
     def _over_pairs(self, pairs, hooks, check_every_steps, forget=lambda: None):
         whole_number("check_every_steps", check_every_steps)
         try:
-            self._finish_step()  # what a run before this one was left with
+            self._finish_step()  # completes the last step of the previous run
             for batch, plans in pairs:
                 metrics = self._train(plans, batch, hooks, forget)
                 yield self._state, metrics
                 self._losses.check(check_every_steps)
         finally:
-            # A step that is committed keeps its cut, though its hooks failed or were interrupted.
+            # A committed step keeps its cut even if its hooks failed or were interrupted.
             if not self._lost_shards:
                 with uninterrupted():
                     self._save_cut()
@@ -544,7 +547,7 @@ class Serial(EngineBase):
 
     def _train(self, plans, batch, hooks, forget):
         while True:
-            # A step donates the state that it is given: between its call and the assignment there would be none.
+            # A step donates its state: an interrupt between the call and the assignment would leave no state.
             with uninterrupted(again=False) as asked:
                 metrics = self._commit(plans, batch, forget)
             try:
@@ -558,7 +561,7 @@ class Serial(EngineBase):
                 return metrics
 
     def _commit(self, plans, batch, forget):
-        """The metrics of a step; None if its rows could not be read: it is tried again when they are back."""
+        """Run a step and return its metrics; None if its rows could not be read, so that it must be retried."""
         try:
             done = self._train_step(self._state, plans, batch)
         except ShardsLost as lost:
@@ -567,7 +570,7 @@ class Serial(EngineBase):
                 return None
             done = lost.done
         except BaseException:
-            forget()  # a batch that the step refuses does not come again
+            forget()  # a refused batch is not returned to the stream
             raise
         forget()
         self._state, metrics = done
@@ -576,10 +579,10 @@ class Serial(EngineBase):
         return metrics
 
     def _finish_step(self):
-        """What belongs to a step after its hooks."""
+        """Complete a step after its hooks: recover lost shards, save its cut, recover shards that hooks have marked."""
         self._recover(self._lost_shards)
         self._save_cut()
-        # After the cut: a recovery finds it saved.
+        # After the cut, so that the recovery can use what it saved.
         wanted, self._to_lose = self._to_lose, set()
         self._recover(wanted)
 
@@ -589,11 +592,11 @@ class Serial(EngineBase):
         watchers = self._who_recovers(self.step, shards, "what brings them back does not")
         try:
             self._bring_back(watchers, shards)
-        except ShardsLost as lost:  # while they came back: all come back once more
+        except ShardsLost as lost:  # during the recovery: recover all once more
             self._lost_shards.update(lost.shards)
             self._recover({*shards, *lost.shards})
             return
-        # Only now: if no watcher brings them back, the next run begins with them.
+        # Only after success: otherwise the next run starts by recovering them.
         self._lost_shards = self._lost_shards.difference(shards)
 
     def _save_cut(self):
@@ -601,7 +604,7 @@ class Serial(EngineBase):
             self._recover(self._lost_shards)
             try:
                 save(self._state)
-            except ShardsLost as lost:  # it comes again when they are back
+            except ShardsLost as lost:  # retried after recovery
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
@@ -609,7 +612,7 @@ class Serial(EngineBase):
 
     def _recover_met(self, shards):
         self._lost_shards.update(shards)
-        in_hook, self._in_hook = self._in_hook, False  # what recovers asks for the state
+        in_hook, self._in_hook = self._in_hook, False  # watchers read the state
         try:
             self._recover(self._lost_shards)
         finally:
@@ -621,19 +624,19 @@ class Serial(EngineBase):
             found = run_hooks((hook,), given, self.step, plans, metrics)
         finally:
             self._in_hook = False
-        # `exclusive` within the hook has replaced the tables, and those that the hook was given may be donated.
+        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
         changed = found.tables is given.tables and self._state.tables is not given.tables
         self._state = found._replace(tables=self._state.tables) if changed else found
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
-        """Replaces the tables by change(tables).
+        """Replace the tables by change(tables).
 
         Args:
-          change: (tables) -> tables, of the same spec; device tables that are donated on the way are gone. It is called
-            again if it meets lost shards, when watchers have brought them back.
+          change: (tables) -> tables of the same spec; device tables that it donates are lost even if it raises. It is
+            called again after recovery if it meets lost shards.
 
         Raises:
-          ValueError: it returns no such tables, which changes nothing; one is at work already.
+          ValueError: it returns something else, and the tables are not replaced; called within another `exclusive`.
           ShardsLost: shards were lost, and no watcher can recover them.
         """
         if self._alone:
@@ -642,7 +645,7 @@ class Serial(EngineBase):
         if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
-        if not self.running:  # a change outside of a run answers for their shards
+        if not self.running:  # outside a run, the change is responsible for lost shards
             self._lost_shards = set()
 
     def _changed(self, change):
@@ -653,12 +656,12 @@ class Serial(EngineBase):
             self._alone = False
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announces that save(state) is to be called after a step; training waits for it.
+        """Announce that save(state) will be called after a step; training waits for it.
 
         Args:
-          step: a step that is not committed yet.
+          step: number of a step that is not committed yet.
           save: (TrainState) -> anything.
-          unreached: whether leaving a run warns that the step was not reached; it stays announced for the next run.
+          unreached: whether to warn if a run ends before the step; the cut stays announced for the next run.
 
         Raises:
           ValueError: the step is committed, or has a cut already.
@@ -666,17 +669,20 @@ class Serial(EngineBase):
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Says in a hook that shards are lost; they are recovered after the step and its cut.
+        """Mark shards as lost, in a hook; they are recovered after the step and its cut.
 
         Raises:
-          ValueError: there is no such shard; nothing runs.
+          ValueError: there is no such shard, or no run is active.
         """
         self._to_lose |= checked_shards(self.tables.spec, shards, self.running)
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, whose step is that of its dense half; what was announced or lost is forgotten.
+        """Continue from another state, whose step is that of its dense half; pending cuts and lost shards are dropped.
 
-        Watchers that have `restarted(state)` are told before, and may refuse.
+        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
+
+        Raises:
+          ValueError: a run is active, the state was donated, or its tables have another spec.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the engine, first.")

@@ -1,9 +1,8 @@
-"""Files and directories that are whole or absent, and belong to one writer: what every part that
-writes shares.
+"""Atomic writes of files and directories, and locks for a single writer.
 
-A file is written aside, flushed, renamed into place, and the directory is flushed: after a kill or
-a power cut there is the old one or the new one. A directory is locked with `flock`, which the
-kernel frees when its owner dies.
+A file is written under a temporary name, flushed and renamed into place, and the directory is flushed: after a kill or
+a power failure either the old or the new version exists. A directory is locked with `flock`, which the kernel releases
+when the owner dies.
 """
 
 import contextlib
@@ -19,11 +18,10 @@ PARTIAL = ".partial"
 
 
 def local_path(path: str | Path) -> Path:
-    """An absolute path on this machine, so that it means the same after `os.chdir`; a leading ~ is
-    the user's home.
+    """Return an absolute path on this machine, which stays valid after `os.chdir`.
 
     Args:
-      path: relative or absolute.
+      path: relative or absolute; a leading ~ is the user's home.
 
     Raises:
       ValueError: the path is a URL, such as s3://bucket/run.
@@ -31,7 +29,7 @@ def local_path(path: str | Path) -> Path:
     >>> local_path("/runs/a")
     PosixPath('/runs/a')
     """
-    # Path("s3://b") turns into s3:/b, and would be made here without a word.
+    # Path("s3://b") becomes s3:/b, which would silently be created as a local directory.
     text = os.fspath(path)
     scheme = text.partition(":/")[0]
     if ":/" in text and len(scheme) > 1 and scheme.isalnum():
@@ -43,21 +41,19 @@ def local_path(path: str | Path) -> Path:
 
 
 def new_run_id() -> str:
-    """A name for a run that no other run has: 16 hexadecimal digits."""
+    """Return a unique run name of 16 hexadecimal digits."""
     return uuid.uuid4().hex[:16]
 
 
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """Yields a name beside a file to write to; what was written takes its place at once, or not at
-    all.
+    """Yield a temporary path in the same directory, whose file atomically replaces `path` when the block ends.
 
     Args:
-      path: the file, which may exist.
+      path: final path; the file may exist.
 
     Raises:
-      OSError: the disk is full or read-only; the file is as it was, and what was written aside is
-        removed.
+      OSError: the disk is full or read-only; the file is unchanged and the temporary file is removed.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -65,24 +61,24 @@ def aside(path: Path) -> Iterator[Path]:
         sync(partial)
         os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)  # a full disk gets its space back
+        partial.unlink(missing_ok=True)  # frees the space on a full disk
         raise
     sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; raises as `aside`."""
+    """Write a file atomically; raises as `aside`."""
     with aside(path) as partial:
         partial.write_text(text)
 
 
 def write_json(path: Path, content) -> None:
-    """Writes JSON whole or not at all; raises as `aside`."""
+    """Write a JSON file atomically; raises as `aside`."""
     write_text(path, json.dumps(content))
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or directory is on disk."""
+    """Flush a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -91,8 +87,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, each flushed into the one that holds it; it may
-    exist."""
+    """Create a directory and its parents, flushing each into its parent; it may exist already."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -103,7 +98,7 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory; a kill on the way leaves no half one under its name."""
+    """Remove a directory; a kill in between leaves no partial directory under its name."""
     doomed = path.with_name(path.name + PARTIAL)
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
@@ -114,12 +109,12 @@ class Lock:
     """An exclusive lock on a file, held until `release` or until the process dies.
 
     Args:
-      path: of the file, made if it does not exist and never removed.
-      what: is being done, for the error of the second: "writing images in runs/a".
+      path: lock file, created if it does not exist and never removed.
+      what: activity of the holder, for the error: "writing images in runs/a".
 
     Raises:
-      ValueError: it is held, in this process or another one.
-      OSError: the file cannot be made, or its file system knows no locks.
+      ValueError: the lock is held, in this process or another one.
+      OSError: the file cannot be created, or its file system does not support locks.
     """
 
     def __init__(self, path: Path, what: str):
@@ -133,7 +128,7 @@ class Lock:
             ) from None
 
     def release(self) -> None:
-        """Gives the lock back, also if a forked child still has the file; once is enough."""
+        """Release the lock, even if a forked child still has the file open; idempotent."""
         if not self._file.closed:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()

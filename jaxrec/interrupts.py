@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM put off: a lock is not left held, and what belongs together is done or not
-begun.
+"""Deferral of Ctrl-C and SIGTERM, so that no lock stays held and no change is left half done.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, also between taking
-a lock and the block that would release it. A second one comes while the first is dealt with.
+Python raises KeyboardInterrupt between any two instructions of the main thread, even between taking a lock and entering
+the block that releases it. A second one may arrive while the first is being handled.
 """
 
 import contextlib
@@ -12,22 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-# How often a wait of the main thread looks whether a signal came: its handler runs on that thread
-# and cannot notify it.
+# Polling interval for signals while the main thread waits: their handlers run on that thread and cannot notify it.
 _GLANCE_SECONDS = 0.05
 
 
 @contextlib.contextmanager
 def uninterrupted(again: bool = True) -> Iterator[list[int]]:
-    """Puts Ctrl-C and SIGTERM off until the block is left; yields the list of the signals that
-    came.
+    """Defer Ctrl-C and SIGTERM until the block ends; yield the list of deferred signal numbers.
 
-    Only the main thread gets any. A signal without a handler in Python never ends Python in the
-    middle of a line.
+    It has an effect on the main thread only, as no other thread receives signals. Signals without a Python handler are
+    not deferred: they raise nothing between two instructions.
 
     Args:
-      again: whether they are raised when the block is left; if not, the caller calls `raise_again`,
-        unless the block is left by an error.
+      again: whether to raise the signals when the block ends. If False, the caller calls `raise_again`; if the block
+        raises, they are raised all the same.
     """
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -44,7 +41,7 @@ def uninterrupted(again: bool = True) -> Iterator[list[int]]:
 
 
 class _put_off:
-    """One signal goes into a list while the block lasts."""
+    """Context manager that appends occurrences of one signal to a list."""
 
     def __init__(self, number, asked):
         self.number, self.asked, self.handler = number, asked, signal.getsignal(number)
@@ -59,7 +56,7 @@ class _put_off:
 
 
 def raise_again(asked: Sequence[int]) -> None:
-    """Lets the handlers of signals that were put off run, those of SIGINT first."""
+    """Run the handlers of deferred signals, SIGINT first."""
     if asked:
         number = min(asked)
         try:
@@ -71,18 +68,16 @@ def raise_again(asked: Sequence[int]) -> None:
 def wait(
     changed: threading.Condition, over: Callable[[], bool], seconds: float = math.inf, by_the_clock: bool = False
 ) -> bool:
-    """Waits for a condition, whose lock is free, until something is over; Ctrl-C ends it with
-    the lock free.
+    """Wait until a predicate holds; Ctrl-C ends the wait and leaves the lock released.
 
     Args:
-      changed: notified when `over` may have become true.
-      over: looked at under the lock.
-      seconds: the longest wait.
-      by_the_clock: whether it may be over without a notification, so that every thread looks now
-        and then.
+      changed: condition, notified when `over` may have become true; its lock is not held by the caller.
+      over: predicate, evaluated under the lock.
+      seconds: time-out.
+      by_the_clock: whether `over` may become true without a notification, so that every thread polls.
 
     Returns:
-      Whether it was over.
+      Whether the predicate holds.
     """
     looks = by_the_clock or threading.current_thread() is threading.main_thread()
     longest = _GLANCE_SECONDS if looks else threading.TIMEOUT_MAX

@@ -1,25 +1,23 @@
-"""What a loss is given and what it may return: a key, figures of its own, variables of the model.
+"""Signature of a loss: an optional PRNG key, user-defined figures (extra metrics), and model variables.
 
     loss(params, activations, batch) -> f32[B], (f32[B], figures) or (f32[B], figures, variables)
-    loss(params, activations, batch, *, rng)         likewise, of a step that was made with a seed
+    loss(params, activations, batch, *, rng)         likewise, for a step made with a seed
 
-The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed
-run, for every home of the rows and in every mode of `oac`. Each device of the mesh, and so each
-replica, has its own: another number of devices draws other numbers.
+The key is fold_in(fold_in(key(seed), dense.step), device). It is therefore the same in a resumed run, for all row
+storage and in every mode of `oac`. Each device of the mesh, and so each replica, has a different key: results depend on
+the number of devices.
 
-Figures are a dict, whose values go to the metrics as f32[]:
-- f32[B], one number for each example, is averaged as the loss is: by weight over the examples of a
-  replica, then over replicas;
-- f32[] is taken for the mean over the examples of the device, and counts as much as these weigh.
+Figures are a dict, whose values are reported in the metrics as f32[]:
+- f32[B], one value per example, is averaged like the loss: weighted over the examples of a replica, then over replicas;
+- f32[] is taken as the mean over the examples of the device, weighted by their total weight.
   Other shapes and the names in RESERVED are refused.
 
-Variables are a dict, whose values replace params[name] after the optimizer: statistics that a model
-keeps. They are averaged over the devices of a replica by the weight of their examples. Each replica
-has its own. Where no example counts they stay.
+Variables are a dict, whose values replace params[name] after the optimizer, such as running statistics of a model. They
+are averaged over the devices of a replica, weighted by the examples of each, and differ between replicas. They keep
+their values if all weights are 0.
 
-All of this happens where a step is traced. A loss that has none of it makes the same program as
-ever.
-Legend: B examples of one device, W the weight of all examples of a replica.
+All of this is decided while a step is traced: it costs a loss nothing that does not use it.
+Legend: B examples of one device, W total weight of the examples of a replica.
 """
 
 import inspect
@@ -33,12 +31,12 @@ from jaxrec.bounds import whole_number
 from jaxrec.sharding import DATA, REPLICA, device_index
 from jaxrec.types import Batch, PyTree
 
-RESERVED = ("loss", "weight", "stale_rows", "patched_rows")  # the names of the step and of OAC
+RESERVED = ("loss", "weight", "stale_rows", "patched_rows")  # metrics of the step and of OAC
 _SEED = ", or None: the step makes the key itself, from the seed, its own number and the device's"
 
 
 class Outcome(NamedTuple):
-    """What a loss has returned for the examples of one device."""
+    """The result of a loss for the examples of one device."""
 
     per_example: jax.Array  # f32[B]
     figures: dict[str, jax.Array]  # f32[B] or f32[] each
@@ -46,12 +44,12 @@ class Outcome(NamedTuple):
 
 
 def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
-    """The key of a step on a device, fold_in(fold_in(key(seed), step), device), in every run.
+    """Return the PRNG key of a step on a device, fold_in(fold_in(key(seed), step), device).
 
     Args:
-      seed: from 0 to 2**32 - 1.
-      step: i32[], how many steps the dense state has seen.
-      sharded: whether this is inside a shard_map over the mesh; else the device is number 0.
+      seed: int from 0 to 2**32 - 1.
+      step: i32[], number of steps that the dense state has seen.
+      sharded: whether the caller is inside a shard_map over the mesh; otherwise the device index is 0.
 
     >>> bool(jax.random.uniform(key_at(0, 7)) == jax.random.uniform(key_at(0, 7)))
     True
@@ -63,7 +61,7 @@ def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
 def outcome_of(
     loss: Callable, params: PyTree, activations: dict[str, jax.Array], batch: Batch, rng: jax.Array | None = None
 ) -> Outcome:
-    """Calls a loss, with the key if there is one, and looks at what it returns."""
+    """Call a loss, with the key if one is given, and validate its result."""
     check_rng(loss, rng is not None)
     found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
     several = isinstance(found, tuple) and len(found) in (2, 3)
@@ -76,18 +74,16 @@ def outcome_of(
 
 
 def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array, sharded: bool) -> dict[str, jax.Array]:
-    """Averages figures as the loss: by weight over the examples of a replica, then over replicas.
+    """Average figures like the loss: weighted over the examples of a replica, then over replicas.
 
     Args:
-      figures: {name: f32[B], one number for each example, or f32[], the mean of the device's
-        examples}.
-      batch: Batch, the device's own part.
+      figures: {name: f32[B] per example, or f32[], the mean of the device's examples}.
+      batch: the device's part of the Batch.
       weight: W, f32[].
-      sharded: whether this is inside a shard_map over the mesh.
+      sharded: whether the caller is inside a shard_map over the mesh.
 
     Returns:
-      {name: f32[]}. Examples of weight 0, and devices that have no others, count for nothing
-      whatever they hold.
+      {name: f32[]}. Examples of weight 0, and devices with only such examples, are ignored, even if they hold NaN.
     """
 
     def mean(value):
@@ -104,17 +100,17 @@ def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array,
 def mean_variables(
     variables: dict[str, PyTree], params: PyTree, batch: Batch, weight: jax.Array, sharded: bool
 ) -> dict[str, PyTree]:
-    """Averages new variables over the devices of a replica, by the weight of their examples.
+    """Average new variables over the devices of a replica, weighted by the examples of each.
 
     Args:
-      variables: {name: new value of params[name]} of this device.
+      variables: {name: new value of params[name]} on this device.
       params: dense parameters before the step.
-      batch: Batch, the device's own part.
+      batch: the device's part of the Batch.
       weight: W, f32[].
-      sharded: whether this is inside a shard_map over the mesh.
+      sharded: whether the caller is inside a shard_map over the mesh.
 
     Returns:
-      {name: value}, equal on all devices of a replica; as in `params` where no example counts.
+      {name: value}, equal on all devices of a replica; the values in `params` if W is 0.
     """
     own = jnp.sum(batch.weight)
 
@@ -127,29 +123,29 @@ def mean_variables(
 
 
 def or_one(weight: jax.Array) -> jax.Array:
-    """What a sum over examples is divided by: their weight, or 1 where none counts."""
+    """Return the divisor of a sum over examples: their total weight, or 1 if it is 0."""
     return jnp.where(weight > 0, weight, 1)
 
 
 def _part(value, own, weight):
-    # By the share, which is exactly 1 on one device: there the value comes through to the bit.
+    # The share own / weight is exactly 1 on one device, where the value must stay bitwise equal.
     return jnp.where(own > 0, value * (own / or_one(weight)), 0)
 
 
 def checked_seed(seed: int) -> int:
-    """A seed as a number of Python.
+    """Return a seed as a Python int.
 
     Raises:
-      ValueError: not a whole number from 0 to 2**32 - 1, which is what a key is made from.
+      ValueError: it is not an integer from 0 to 2**32 - 1, the range of seeds of a key.
     """
     return whole_number("seed", seed, 0, 2**32 - 1, _SEED)
 
 
 def check_rng(function: Callable, keyed: bool) -> None:
-    """Refuses a function that wants a key and gets none, or gets one and has no use for it."""
+    """Refuse a function that requires a key and gets none, or gets one and does not take it."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of C: the call itself will tell
+    except (TypeError, ValueError):  # a C function: the call itself will fail
         return
     every = list(parameters.values())
     named = [p for p in every if p.name == "rng" and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -167,13 +163,13 @@ def check_rng(function: Callable, keyed: bool) -> None:
 
 
 def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool = False) -> None:
-    """Refuses the result of a loss or a prediction that is not one number for each example.
+    """Refuse the result of a loss or a prediction that is not one number per example.
 
     Args:
       what: 'loss' or 'predict'.
-      found: what it returned.
-      batch: Batch, a device's own part.
-      only_first_axis: whether an example may have more than one number.
+      found: the result.
+      batch: the device's part of the Batch.
+      only_first_axis: whether to check the first axis only, so that an example may have several numbers.
     """
     size, shape = len(batch.weight), getattr(found, "shape", None)
     if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):

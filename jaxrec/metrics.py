@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Bins over the logit: 6e-4 wide between -20 and 20, so that few pairs of examples share one.
+# Bins of the logit between -20 and 20, 6e-4 wide, so that few pairs of examples share a bin.
 BINS, _LIMIT = 1 << 16, 20.0
 
 
 def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Weighted mean of -log p(label), p = sigmoid(logit).
+    """Return the weighted mean of -log p(label), p = sigmoid(logit).
 
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
@@ -25,8 +25,7 @@ def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = N
 
 
 def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Log loss over the entropy of the label mean; 1 is what a constant reaches (He et al., ADKDD
-    2014, eq. 1).
+    """Return log loss over the entropy of the label mean (He et al., ADKDD 2014, eq. 1); the best constant has 1.
 
     Args:
       logit, label, weight: f32[n]; weight is 1 if None.
@@ -36,12 +35,12 @@ def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray 
 
 
 def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Area under the ROC curve, P(score of a positive > of a negative), ties counted half.
+    """Return the area under the ROC curve, P(positive scores above negative), with ties counted half.
 
     Args:
       score: f32[n], any monotone score.
       label: f32[n], 0 or 1.
-      weight: f32[n].
+      weight: f32[n]; 1 if None.
 
     Returns:
       The AUC; NaN if one class is absent.
@@ -57,31 +56,29 @@ def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = 
 
 
 class Evaluation(NamedTuple):
-    """Sufficient statistics of an evaluation; `merge` adds them, in any order, across batches and
-    processes."""
+    """Sufficient statistics of an evaluation; `merge` adds them in any order, across batches and processes."""
 
-    positives: np.ndarray  # f64[bins] weight of the clicks, by logit
-    negatives: np.ndarray  # f64[bins] weight of the others
+    positives: np.ndarray  # f64[bins], weight of the clicks by logit
+    negatives: np.ndarray  # f64[bins], weight of the other examples by logit
     loss: float  # sum of weight * log loss
     prediction: float  # sum of weight * probability
-    examples: int  # of weight above 0
+    examples: int  # number of examples of weight above 0
 
 
 def empty_evaluation() -> Evaluation:
-    """The statistics of no examples."""
+    """Return the statistics of an empty set of examples."""
     return Evaluation(np.zeros(BINS), np.zeros(BINS), 0.0, 0.0, 0)
 
 
 def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> Evaluation:
-    """The statistics of one batch.
+    """Return the statistics of one batch.
 
     Args:
-      logit, label, weight: f32[n]; examples of weight 0 do not count, whatever else they hold.
+      logit, label, weight: f32[n]; examples of weight 0 are ignored, even if their values are invalid.
 
     Raises:
-      ValueError: shapes that differ; a label other than 0 and 1; a weight that is negative or not
-        finite.
-      FloatingPointError: a logit that is not finite.
+      ValueError: the shapes differ, a label is not 0 or 1, or a weight is negative or not finite.
+      FloatingPointError: a logit is not finite.
     """
     logit, label, weight = _clicks(logit, label, weight)
     place = np.clip((logit + _LIMIT) * (BINS / (2 * _LIMIT)), 0, BINS - 1).astype(np.int64)
@@ -95,7 +92,7 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
 
 
 def merge(a: Evaluation, b: Evaluation) -> Evaluation:
-    """The statistics of both sets of examples together."""
+    """Return the statistics of the union of two sets of examples."""
     return Evaluation(
         a.positives + b.positives,
         a.negatives + b.negatives,
@@ -106,11 +103,14 @@ def merge(a: Evaluation, b: Evaluation) -> Evaluation:
 
 
 def summarize(evaluation: Evaluation) -> dict[str, float]:
-    """Turns statistics into numbers.
+    """Compute metrics from statistics.
 
     Returns:
-      auc (streaming: exact but for pairs within 6e-4 of a logit), log_loss, normalized_entropy,
-      calibration (mean prediction over label mean), label_mean, examples.
+      auc (streaming: exact except for pairs of logits closer than 6e-4), log_loss, normalized_entropy, calibration
+      (mean prediction over label mean), label_mean, examples.
+
+    Raises:
+      ValueError: there is no example of weight above 0.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())
@@ -137,8 +137,7 @@ def _some_clicks(logit, label, weight):
 
 
 def _clicks(logit, label, weight):
-    """Logits, labels and weights, f64[n] each, of the examples of weight above 0, after looking at
-    them."""
+    """Validate logits, labels and weights, and return those of the examples of weight above 0, f64[n] each."""
     weight = np.ones(np.shape(logit)) if weight is None else weight
     logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
     if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:

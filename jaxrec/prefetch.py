@@ -1,5 +1,7 @@
-"""Plans made ahead of the step, in a thread: they depend on ids alone, never on parameters. And the stream of a run:
-the caller's iterator, and what was taken from it and not trained.
+"""Planning ahead of the step, in a thread, and the batch stream of a run.
+
+Plans depend on ids only, never on parameters. A stream wraps the caller's iterator and keeps the batches that were
+taken from it but not trained.
 """
 
 import collections
@@ -16,59 +18,62 @@ from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import uninterrupted
 from jaxrec.types import Batch
 
-END = object()  # what `take` returns when the stream has ended
+END = object()  # returned by `take` at the end of the stream
 
 
 class _Raised(NamedTuple):
-    """What a stream raised when the run had left it, in its place among the batches."""
+    """An error that the iterator raised after the run had left the stream, queued in order with the batches."""
 
     error: BaseException
 
 
 class Stream:
-    """An iterator of batches; what a run took from it and did not train comes first in the next run over it.
+    """An iterator of batches; batches that a run took but did not train come first in the next run over it.
 
     Args:
-      iterator: of Batch; `next` of it is called by one thread at a time, and may block.
+      iterator: iterator of Batch, advanced by one thread at a time; `next` may block.
     """
 
     def __init__(self, iterator: Iterator):
         self.iterator = iterator
         self.waiting: collections.deque = collections.deque()
-        self.free = threading.Event()  # no planner is inside
+        self.free = threading.Event()  # set while no planner thread is in the iterator
         self.free.set()
 
     def take(self) -> Any:
-        """The next batch, with arrays of its own; END when there is none."""
+        """Return a copy of the next batch, or END."""
         taken: Any = self.waiting.popleft() if self.waiting else next(self.iterator, END)
         if isinstance(taken, _Raised):
             raise taken.error
         return own_batch(taken)
 
     def give_back(self, taken: Any, first: bool = False) -> None:
-        """What was taken and is not wanted any more, a batch or an error that the stream raised:
-        after what waits already, or in front of it."""
+        """Return an untrained batch, or an error that the iterator raised, to the stream.
+
+        Args:
+          taken: the batch or the error; END is ignored.
+          first: whether to put it before the waiting ones instead of after them.
+        """
         if taken is not END:
             put = self.waiting.appendleft if first else self.waiting.append
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
 
 class Streams:
-    """The stream of an engine's last run, in case the next one is over the same iterator."""
+    """The stream of an engine's last run, reused if the next run is over the same iterator."""
 
     def __init__(self):
         self._last = Stream(iter(()))
 
     def of(self, batches: Iterable, patience_seconds: float) -> Stream:
-        """The stream of an iterable; that of the run before, if it is the same iterator again.
+        """Return the stream of an iterable: the one of the previous run if its iterator is the same.
 
         Args:
           batches: an iterable of Batch.
-          patience_seconds: how long a planner that was left inside the iterator may take to come
-            out of it.
+          patience_seconds: how long to wait for a planner thread of an earlier run that is still in the iterator.
 
         Raises:
-          ValueError: a planner that was left still waits inside the iterator.
+          ValueError: that thread is still in the iterator after the time-out.
         """
         iterator = iter(batches)
         if self._last.iterator is not iterator:
@@ -82,24 +87,24 @@ class Streams:
 
 
 def own_batch(batch: Batch) -> Batch:
-    """A batch with host arrays of its own, as a loader may fill the same arrays again for the next one."""
+    """Copy the host arrays of a batch, as a loader may reuse them for the next one."""
     return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
-_AHEAD = 3  # batches, with the one that is in work
+_AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
 
 
 def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plans batches in a thread, ahead of the step: plans depend on ids only, never on parameters.
+    """Plan batches ahead of the step, in a thread.
 
     Args:
       spec: the tables and lookups.
-      batches: Batch after Batch, of one size.
-      capacity: {stack: U} to begin with; it grows when a batch does not fit.
-      depth: how many batches to be ahead.
+      batches: iterable of Batch, all of one size.
+      capacity: initial {stack: U}; it grows when a batch does not fit.
+      depth: number of batches to plan ahead.
 
     Yields:
-      (batch, {stack: Plan}). Close the generator (or exhaust it) to end the thread.
+      (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
 
     Raises:
       ValueError: as `plan`.
@@ -116,7 +121,7 @@ def _plan_each(spec, batches, capacity):
 
 
 def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
-    """The pairs of an iterable; batches without their plans are refused by name."""
+    """Yield the (Batch, {stack: Plan}) pairs of an iterable; raise ValueError for anything else."""
     for pair in batches:
         if isinstance(pair, Batch) or len(pair) != 2:
             raise ValueError(
@@ -127,25 +132,25 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
 
 
 class PlanPrefetcher:
-    """The batches of a stream with their plans, made in a thread; leaving it never waits for the stream.
+    """Context manager that plans the batches of a stream in a thread; leaving it never waits for the stream.
 
-    What was taken from the stream and not trained goes back to it, in its place, errors too: to the run that goes on
-    with the same iterator nothing was read ahead.
+    Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
+    nothing.
 
     Args:
-      stream: no other thread takes from it meanwhile.
-      spec: of the tables.
-      capacity: {stack: U} to begin with, or None.
+      stream: the stream, used by no other thread meanwhile.
+      spec: spec of the tables.
+      capacity: initial {stack: U}, or None.
     """
 
     def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: Mapping[str, int] | None = None):
         self._stream, self._spec, self._capacity = stream, spec, capacity
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
-        # Both are of C, and hold no lock that a Ctrl-C could leave held.
-        self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) of what is taken, in order
-        self._room: queue.SimpleQueue = queue.SimpleQueue()  # a token for each batch that may be taken
-        self._inside = self._left = False  # whether the thread is in the stream; whether no more is wanted
-        self._lock = threading.RLock()  # the collector may leave a run at any line, also of the thread itself
+        # SimpleQueue is implemented in C: it has no Python lock that a Ctrl-C could leave held.
+        self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) in stream order
+        self._room: queue.SimpleQueue = queue.SimpleQueue()  # one token per batch that may be taken
+        self._inside = self._left = False  # thread is in the stream; context was left
+        self._lock = threading.RLock()  # reentrant: garbage collection may end a run at any line, even in the thread
         for _ in range(_AHEAD):
             self._room.put(None)
         self._thread = threading.Thread(target=self._plan_all, name="plan", daemon=True)
@@ -157,7 +162,7 @@ class PlanPrefetcher:
             raise
 
     def __iter__(self) -> Iterator[tuple]:
-        """Yields (Batch, {stack: Plan}); raises what the stream or a plan raised, in its place."""
+        """Yield (Batch, {stack: Plan}); raise errors of the stream or of planning in stream order."""
         while True:
             pair, error = self._made.get()
             if error is not None:
@@ -169,14 +174,14 @@ class PlanPrefetcher:
             yield pair
 
     def forget(self) -> None:
-        """The oldest batch counts as trained, or as refused: it does not come again."""
+        """Drop the oldest batch, which was trained or refused, so that it is not returned to the stream."""
         self._taken.popleft()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Ends the thread, but for one that the stream blocks: it gives back what it brings when it wakes."""
+        """End the thread; if the stream blocks it, it returns its batch to the stream when it wakes."""
         with uninterrupted():
             with self._lock:
                 self._left, inside = True, self._inside
@@ -184,7 +189,7 @@ class PlanPrefetcher:
             if not inside and self._thread is not threading.current_thread():
                 self._thread.join()
             with self._lock:
-                # In front of what a thread that was inside may have given back by now.
+                # Before a batch that a blocked thread may have returned already.
                 for taken in reversed(self._taken):
                     self._stream.give_back(taken, first=True)
                 self._taken.clear()
@@ -209,7 +214,7 @@ class PlanPrefetcher:
             return self._inside
 
     def _take(self):
-        """The next batch, kept until it is trained; END if there is none, or it is not wanted any more."""
+        """Return the next batch and keep it until `forget`; END if the stream has ended or the context was left."""
         try:
             taken = self._stream.take()
         except BaseException as error:
@@ -226,6 +231,6 @@ class PlanPrefetcher:
         return taken
 
     def _keep(self, error):
-        # In the place of its batch: what cannot be planned does not come again, and the error is told once.
+        # Replaces its batch: a batch that cannot be planned is not returned to the stream; its error is raised once.
         with self._lock:
             self._taken[-1] = error

@@ -1,8 +1,7 @@
-"""Metrics of rankings and of parts of the data: AUC within groups, by segment, with an interval; recall, NDCG and
-MRR of one relevant item among many. Numpy, float64.
+"""Ranking metrics and metrics of subsets: AUC within groups, by segment and with an interval; recall, NDCG and MRR.
 
-What a metric of all examples hides is in these: a model may order users and not what each of them is shown
-(`group_auc`), fail on new items (`by_segment`), or be better by chance (`auc_interval`).
+They show what a metric over all examples hides: a model may order users rather than the items shown to each of them
+(`group_auc`), fail on new items (`by_segment`), or be better by chance (`auc_interval`). Numpy, float64.
 
 Legend: n examples.
 """
@@ -18,19 +17,19 @@ from jaxrec.metrics import evaluate_batch, exact_auc, summarize
 def group_auc(
     score: np.ndarray, label: np.ndarray, group: np.ndarray, weight: np.ndarray | None = None
 ) -> dict[str, float]:
-    """GAUC: the mean of the AUCs within groups, such as users, each by the weight of its examples.
+    """Return GAUC, the mean of the AUCs within groups such as users, each weighted by its examples.
 
     GAUC = sum_g w_g AUC_g / sum_g w_g (Zhu et al., KDD 2017, eq. 14; Zhou et al., KDD 2018, eq. 7), over the groups
-    that have a click and an example without one; in others there is nothing to order.
+    that contain both classes; other groups have no AUC.
 
     Args:
       score: f32[n], any monotone score.
       label: f32[n], 0 or 1.
-      group: [n], whose example it is; integers or strings.
-      weight: f32[n]; 1 if None. Examples of weight 0 do not count.
+      group: integers or strings [n], group of each example.
+      weight: f32[n]; 1 if None. Examples of weight 0 are ignored.
 
     Returns:
-      gauc (NaN if no group has both), groups, groups_counted, share_counted (of the weight).
+      gauc (NaN if no group has both classes), groups, groups_counted, share_counted (of the weight).
 
     >>> user = np.array(["a", "a", "b", "b", "c"])
     >>> found = group_auc(np.array([.9, .1, .2, .3, .5]), np.array([1, 0, 1, 0, 1]), user)
@@ -41,11 +40,11 @@ def group_auc(
     weight = np.ones(score.shape) if weight is None else np.asarray(weight, np.float64)
     if group.shape != score.shape:
         raise ValueError(f"groups of shape {group.shape} for scores of shape {score.shape}: one for each example.")
-    exact_auc(score, label, weight)  # refuses what is no score, label or weight
+    exact_auc(score, label, weight)  # validates the arguments
     counts = weight > 0
     score, label, weight = (np.asarray(a[counts], np.float64) for a in (score, label, weight))
     names, mine = np.unique(group[counts], return_inverse=True)
-    # Equal scores of a group share a place; places are numbered group after group.
+    # Equal scores of a group share a place; places are numbered consecutively over the groups.
     order = np.lexsort((score, mine))
     new = np.ones(len(order), bool)
     new[1:] = (np.diff(mine[order]) != 0) | (np.diff(score[order]) != 0)
@@ -71,15 +70,15 @@ def group_auc(
 def by_segment(
     logit: np.ndarray, label: np.ndarray, segment: np.ndarray, weight: np.ndarray | None = None
 ) -> dict[str, dict[str, float]]:
-    """The figures of `metrics.summarize` for each value of a field: normalised entropy, calibration, AUC and so on.
+    """Return the metrics of `metrics.summarize` for each value of a field: normalised entropy, calibration, AUC, etc.
 
     Args:
       logit, label, weight: f32[n] as for `metrics.evaluate_batch`; weight is 1 if None.
-      segment: [n], the value of the field; integers or strings.
+      segment: integers or strings [n], value of the field for each example.
 
     Returns:
-      {value as text: figures}, the largest segment first. A segment without examples of weight above 0 has none; the
-      normalised entropy of one with a single class is NaN.
+      {value as text: metrics}, the largest segment first. Segments without examples of weight above 0 are left out; the
+      normalised entropy of a segment with a single class is NaN.
 
     >>> found = by_segment(np.zeros(3), np.array([0., 1., 1.]), np.array(["old", "old", "new"]))
     >>> [(name, figures["examples"], round(figures["log_loss"], 3)) for name, figures in found.items()]
@@ -89,7 +88,7 @@ def by_segment(
     weight = np.ones(logit.shape) if weight is None else np.asarray(weight)
     if segment.shape != logit.shape:
         raise ValueError(f"segments of shape {segment.shape} for logits of shape {logit.shape}: one for each example.")
-    evaluate_batch(logit, label, weight)  # refuses what is wrong before it is cut up
+    evaluate_batch(logit, label, weight)  # validates all examples before they are split
     counts = weight > 0
     logit, label, weight, segment = (a[counts] for a in (logit, label, weight, segment))
     names, mine, sizes = np.unique(segment, return_inverse=True, return_counts=True)
@@ -105,18 +104,18 @@ def auc_interval(
     score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None, draws: int = 1000, seed: int = 0,
     share: float = 0.95,
 ) -> tuple[float, float, float]:  # fmt: skip
-    """AUC with the interval that a bootstrap over the examples gives (percentiles; Efron, 1979).
+    """Return AUC with a bootstrap interval over the examples (percentiles; Efron, 1979).
 
-    It says how far another test set of this size would be off, and nothing about another training.
+    The interval covers the choice of a test set of this size, not the variation between trainings.
 
     Args:
       score, label, weight: as for `exact_auc`.
-      draws: how often the examples are drawn anew, with replacement.
-      seed: of the draws.
-      share: of the draws within the interval.
+      draws: number of bootstrap samples.
+      seed: seed of the samples.
+      share: confidence level, the share of the samples within the interval.
 
     Returns:
-      The AUC, and the lower and the upper end.
+      The AUC, and the lower and upper ends of the interval.
 
     >>> rng = np.random.default_rng(0)
     >>> label = rng.integers(0, 2, 400)
@@ -149,8 +148,9 @@ def auc_interval(
 
 
 def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """At which place each query's relevant item is among all items, 0 for the first; after all its equals, so that
-    a constant score earns nothing.
+    """Return the rank of each query's relevant item among all items, 0 for the best.
+
+    An item ranks after all others of equal score, so that a constant score gains nothing.
 
     Args:
       score: f32[n, items].
@@ -160,7 +160,7 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
       i64[n].
 
     Raises:
-      ValueError: shapes that do not fit; an item that there is not.
+      ValueError: the shapes do not match, or an item does not exist.
       FloatingPointError: a score is NaN.
 
     >>> places_of(np.array([[.1, .9, .5], [.2, .2, .1]]), np.array([2, 0])).tolist()
@@ -179,14 +179,14 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def gain_of_places(place: np.ndarray, at: Sequence[int] = (10, 100)) -> Mapping[str, float]:
-    """Recall and NDCG at k, and MRR, of queries with one relevant item each.
+    """Return recall and NDCG at k, and MRR, of queries with one relevant item each.
 
-    With p the place, from 0: recall@k = mean(p < k), NDCG@k = mean([p < k] / log2(p + 2)) (Järvelin and Kekäläinen,
+    With p the rank, from 0: recall@k = mean(p < k), NDCG@k = mean([p < k] / log2(p + 2)) (Järvelin and Kekäläinen,
     TOIS 2002; the ideal is 1), MRR = mean(1 / (p + 1)).
 
     Args:
-      place: [n], from `places_of`.
-      at: the ks.
+      place: i64[n], ranks from `places_of`.
+      at: values of k.
 
     Returns:
       {"recall_at_10": ..., "ndcg_at_10": ..., "mrr": ...}.

@@ -1,5 +1,4 @@
-"""The mesh and how state lies on it: tables and batches are split over both axes, dense state over
-replicas.
+"""The mesh and the placement of state: tables and batches are split over both axes, dense state over replicas.
 
 Legend: R replicas, D devices per replica, S shards (a multiple of R * D).
 """
@@ -19,15 +18,14 @@ _AUTO = (AxisType.Auto,) * 2
 
 
 def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
-    """Lays devices out as (replica, data).
+    """Return a mesh of devices with axes (replica, data).
 
     Args:
       replicas: R, a divisor of the number of devices.
       devices: the devices to use; one device if None.
 
     Returns:
-      A mesh of shape (R, number of devices / R) with automatic axis types, as plain shard_map code
-      wants.
+      A mesh of shape (R, number of devices / R) with automatic axis types, as required by plain shard_map code.
     """
     devices = jax.devices()[:1] if devices is None else list(devices)
     if not devices or replicas < 1 or len(devices) % replicas:
@@ -37,14 +35,13 @@ def make_mesh(replicas=1, devices=None) -> jax.sharding.Mesh:
 
 
 def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
-    """A mesh as this package wants it, from what a user gives.
+    """Convert a user's mesh to automatic axis types.
 
     Args:
-      mesh: over (replica, data), with axes of any type; one device if None.
+      mesh: mesh with axes (replica, data) of any axis type; one device if None.
 
     Returns:
-      The mesh over the same devices with automatic axis types. Arrays that lie on the one lie on
-      the other.
+      The mesh over the same devices with automatic axis types. Arrays placed on either mesh are placed on both.
 
     >>> as_mesh(jax.make_mesh((1, 1), ("replica", "data"))).axis_types
     (Auto, Auto)
@@ -60,7 +57,7 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
 
 
 def check_split(shards: int, mesh: jax.sharding.Mesh) -> None:
-    """Refuses a number of shards that the devices of a mesh cannot share equally."""
+    """Refuse a number of shards that is not a multiple of the number of devices."""
     if shards % mesh.size:
         raise ValueError(
             f"{shards} shards cannot be split over {mesh.size} devices: make `EmbeddingSpec(shards=...)` a multiple."
@@ -68,7 +65,7 @@ def check_split(shards: int, mesh: jax.sharding.Mesh) -> None:
 
 
 def put_on_mesh(tree, mesh, spec):
-    """Places every leaf of a tree on the mesh with one partition spec."""
+    """Place every leaf of a tree on the mesh with one partition spec."""
     return jax.device_put(tree, NamedSharding(as_mesh(mesh), spec))
 
 
@@ -76,12 +73,12 @@ BATCH = Batch(ids=SPLIT, dense=SPLIT, label=SPLIT, weight=SPLIT)
 
 
 def plan_specs(stacks):
-    """How the plans {stack: Plan} of these stacks lie on the mesh."""
+    """Return the partition specs of {stack: Plan} for the given stacks."""
     return {name: Plan(unique=SPLIT, inverse=SPLIT, count=SPLIT, invalid=EVERYWHERE) for name in stacks}
 
 
 def shardings(tree_of_specs, mesh):
-    """Turns a tree of partition specs into shardings on a mesh, for `jax.jit(in_shardings=...)`."""
+    """Convert a tree of partition specs to shardings on a mesh, for `jax.jit(in_shardings=...)`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         tree_of_specs,
@@ -90,20 +87,20 @@ def shardings(tree_of_specs, mesh):
 
 
 def device_index():
-    """The position of the device that runs this, among all devices of the mesh; call inside
-    shard_map."""
+    """Return the index of the current device among all devices of the mesh; call it inside shard_map."""
     return jax.lax.axis_index(AXES)
 
 
 def replicate(tree, replicas: int):
-    """Gives every leaf a leading axis of R equal replicas."""
+    """Add a leading axis of R equal replicas to every leaf."""
     return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (replicas, *np.shape(leaf))), tree)
 
 
 def mean_replica(leaf) -> np.ndarray:
-    """The mean of R replicas of one leaf, which is the leaf of the model that they are together.
+    """Return the mean of R replicas of one leaf, the leaf of the averaged model.
 
-    Summed in their order, in float32 or wider. What is no float, such as a counter, is the first replica's.
+    The sum runs in replica order, in float32 or wider. A leaf that is not a float, such as a counter, is taken from the
+    first replica.
 
     Args:
       leaf: [R, ...].

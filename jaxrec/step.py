@@ -1,7 +1,6 @@
-"""The step: `update`, which every way to train runs, and what a user calls: steps on a mesh and for a home of the
-rows, and evaluation.
+"""The training step: the pure `update`, shared by all engines, and the train and evaluation steps built on it.
 
-plan -> read -> update -> put: only `update` is mathematics.
+plan -> read -> update -> put: `update` has all the mathematics, the rest moves rows.
 Legend: B batch, S shards, U padded unique rows per shard, E embedding width, R replicas.
 """
 
@@ -59,32 +58,31 @@ def update(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> tuple[DenseState, dict[str, Rows], dict[str, jax.Array]]:
-    """Takes one training step on the dense parameters and on the rows that the batch touches.
+    """Apply one training step to the dense parameters and the rows that the batch touches.
 
-    The loss of a batch is sum(weight * loss) / sum(weight) over the examples of a replica.
-    Gradients reach the rows as [S, U, E], duplicates summed; no array of the size of a table is
-    made.
+    The loss of a batch is sum(weight * loss) / sum(weight) over the examples of a replica. Row gradients are [S, U, E]
+    with duplicates summed; no array of the size of a table is allocated.
 
     Args:
       dense: DenseState, without a replica axis.
-      rows: {stack: Rows}, f32[S, U, E]; a device's own shards if `sharded`.
+      rows: {stack: Rows}, f32[S, U, E]; the device's shards only if `sharded`.
       plans: {stack: Plan}.
       batch: Batch.
       spec: EmbeddingSpec.
-      loss: (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B], the loss of each
-        example; see `make_train_step` for what else it may take and return.
+      loss: (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B], the loss per example; see `make_train_step`
+        for other signatures.
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: RowOptimizer.
       sharded: True inside a shard_map over the mesh (replica, data).
       row_gradient: 'sum' or 'mean' over replicas.
-      seed: of the key that the loss is given as `rng`; none if None.
+      seed: seed of the key passed to the loss as `rng`; None for a loss without `rng`.
 
     Returns:
-      dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[],
-      and the figures of the loss}.
+      dense', rows', metrics {'loss': f32[] mean over the batches of all replicas, 'weight': f32[] their total
+      weight, and the figures of the loss}.
 
     Raises:
-      ValueError: the loss and the seed do not fit; what the loss returns is not what is wanted.
+      ValueError: the seed does not match the signature of the loss, or the loss returns an invalid result.
     """
     values = {name: stack_rows.value for name, stack_rows in rows.items()}
     rng = None if seed is None else key_at(seed, dense.step, sharded)
@@ -94,8 +92,7 @@ def update(
     replicas = jax.lax.axis_size(REPLICA) if sharded and row_gradient == "mean" else 1
     row_gradients = jax.tree.map(lambda g: g / replicas, row_gradients)
     new = step_dense(dense, gradient, optimizer)
-    # After optax, so that nothing that an optimizer does to every leaf (decay, clipping) reaches
-    # the variables.
+    # After optax, so that operations of the optimizer on all leaves (decay, clipping) do not affect the variables.
     new = new._replace(params={**new.params, **variables}) if variables else new
     return new, step_rows(rows, row_gradients, dense.step, row_optimizer), metrics
 
@@ -111,21 +108,19 @@ def gradients(
     sharded: bool = False,
     rng: jax.Array | None = None,
 ) -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
-    """The first half of `update`: the gradients of a batch, for callers that apply them later
-    (Hogwild).
+    """Compute the gradients of a batch, the first half of `update`, for callers that apply them later (Hogwild).
 
     Args:
       params: dense parameters, without a replica axis.
-      values: {stack: f32[S, U, E]}; a device's own shards if `sharded`.
+      values: {stack: f32[S, U, E]}; the device's shards only if `sharded`.
       plans, batch, spec, loss, sharded: as for `update`.
-      rng: the key that the loss is given, as from `losses.key_at`; none if None.
+      rng: key for the loss, as from `losses.key_at`; None for a loss without `rng`.
 
     Returns:
-      The gradient by params, by values (summed over replicas), and metrics.
+      The gradients with respect to params and to values (summed over replicas), and metrics.
 
     Raises:
-      ValueError: as `update`; the loss returns variables, which have no gradient to be applied
-        later.
+      ValueError: as `update`; the loss returns variables, which have no gradient to apply later.
     """
     gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, sharded, rng)
     if variables:
@@ -138,13 +133,13 @@ def gradients(
 
 
 def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
-    """The gradients by params and by values, metrics, and the new variables."""
+    """Return the gradients with respect to params and to values, metrics, and the new variables."""
 
     def objective(params, values):
         if sharded:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
-            # Said here, so that a model with a custom_vjp sees parameters of the type of its
-            # activations; the transpose of this line is the sum over the devices of a replica.
+            # Explicit, so that a model with a custom_vjp sees parameters with the varying type of its activations; the
+            # transpose of this cast sums the gradient over the devices of a replica.
             params = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, DATA, to="varying"), params)
         outcome = outcome_of(loss, params, activations(spec, values, plans), batch, rng)
         weight = jnp.sum(batch.weight)
@@ -152,11 +147,11 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
         value = jnp.sum(outcome.per_example * batch.weight) / or_one(weight)
         return value, (weight, outcome.figures, outcome.variables)
 
-    # Under shard_map both gradients are summed already, by autodiff: over the devices of a replica
-    # for the dense parameters, over all devices for the rows. A psum here would count them twice.
+    # Under shard_map autodiff sums both gradients already: over the devices of a replica for the dense parameters, over
+    # all devices for the rows. A psum here would count them twice.
     differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
     (value, (weight, figures, variables)), (gradient, row_gradients) = differentiate(params, values)
-    # Outside autodiff: what is only looked at, or kept as it is, has no gradient.
+    # Outside autodiff, as figures and variables have no gradient.
     figures = mean_figures(figures, batch, weight, sharded)
     variables = mean_variables(variables, params, batch, weight, sharded) if variables else {}
     if sharded:
@@ -166,7 +161,7 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
 
 
 def step_dense(dense: DenseState, gradient: PyTree, optimizer: optax.GradientTransformation) -> DenseState:
-    """The dense half of a step: optax on the parameters."""
+    """Apply the optax optimizer to the dense parameters."""
     updates, opt_state = optimizer.update(gradient, dense.opt_state, dense.params)
     return DenseState(dense.step + 1, optax.apply_updates(dense.params, updates), opt_state)
 
@@ -174,7 +169,7 @@ def step_dense(dense: DenseState, gradient: PyTree, optimizer: optax.GradientTra
 def step_rows(
     rows: dict[str, Rows], row_gradients: dict[str, jax.Array], step: jax.Array, row_optimizer: RowOptimizer
 ) -> dict[str, Rows]:
-    """The sparse half of a step: the row optimizer on the rows that a batch touched."""
+    """Apply the row optimizer to the rows that a batch touched."""
     return {
         name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step)) for name, old in rows.items()
     }
@@ -189,35 +184,35 @@ def predictions(
     spec: EmbeddingSpec,
     predict: Callable,
 ) -> jax.Array:
-    """The predictions of a device for its own examples, inside a shard_map over the mesh.
+    """Return the predictions of a device for its part of the examples, inside a shard_map over the mesh.
 
     Args:
       params: dense parameters, without a replica axis.
-      rows: {stack: Rows}, the device's own shards.
+      rows: {stack: Rows}, the device's shards.
       plans, batch, spec: as for `update`.
       predict: (params, activations, batch) -> f32[B].
 
     Returns:
-      f32[B], or f32[B, ...] where an example has several labels.
+      f32[B], or f32[B, ...] if examples have several labels.
 
     Raises:
-      ValueError: the prediction is not one number for each example.
+      ValueError: the prediction is not one number per example.
     """
     values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
     found = predict(params, activations(spec, values, plans), batch)
-    several = getattr(batch.label, "shape", None) != batch.weight.shape  # tasks, perhaps
+    several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
     check_per_example("predict", found, batch, only_first_axis=several)
     return found
 
 
 def without_replica(dense: DenseState) -> DenseState:
-    """The dense state of one replica from leaves [1, ...]."""
+    """Remove the replica axis of size 1 from a dense state."""
     one = lambda leaf: leaf[0]
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))
 
 
 def with_replica(dense: DenseState) -> DenseState:
-    """The dense state of one replica as leaves [1, ...]."""
+    """Add a replica axis of size 1 to a dense state."""
     one = lambda leaf: leaf[None]
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))
 
@@ -243,7 +238,7 @@ _DENSE = DenseState(step=EVERYWHERE, params=PER_REPLICA, opt_state=PER_REPLICA)
 def init_state(
     params: PyTree, optimizer: optax.GradientTransformation, tables: Tables, mesh: jax.sharding.Mesh | None = None
 ) -> TrainState:
-    """Makes the state of a training run, placed as the train step wants it.
+    """Create the state of a training run, placed on the mesh of the train step.
 
     Args:
       params: dense parameters, any pytree.
@@ -255,7 +250,7 @@ def init_state(
       TrainState; dense leaves have a leading axis of R replicas.
 
     Raises:
-      ValueError: tables that lie on another mesh.
+      ValueError: the tables are placed on another mesh.
     """
     mesh = as_mesh(mesh)
     replicas = mesh.shape[REPLICA]
@@ -278,20 +273,19 @@ def make_update(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Puts `update` on a mesh, not jitted: (dense, rows, plans, batch) -> dense', rows', metrics.
+    """Map `update` over a mesh, not jitted: (dense, rows, plans, batch) -> dense', rows', metrics.
 
     Args:
       spec, loss, optimizer, row_optimizer, row_gradient, seed: as for `make_train_step`.
       mesh: from `make_mesh`; one device if None.
 
     Returns:
-      The function on global arrays; dense leaves have a leading replica axis, rows are split over
-      all devices.
+      A function of global arrays; dense leaves have a leading replica axis, rows are split over all devices.
 
     Raises:
-      RuntimeError: XLA computes wrongly on this CPU, as it was not told to keep a faulty fusion off.
-      ValueError: the shards cannot be split over the mesh; the loss and the seed do not fit. The
-        function itself: batch, plan, rows and dense state do not fit the step or each other.
+      RuntimeError: XLA gives wrong results on this CPU, as its faulty fusion was not disabled (see `xla`).
+      ValueError: the shards cannot be split over the mesh, or the seed does not match the signature of the loss. Raised
+        by the function: batch, plans, rows and dense state do not match the step or each other.
     """
     mesh = as_mesh(mesh)
     check_fusion(mesh.devices.flat[0].platform)
@@ -320,15 +314,15 @@ def make_update(
     in_specs, out_specs = (_DENSE, SPLIT, of_plans, BATCH), (_DENSE, SPLIT, EVERYWHERE)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
-    # Here and not in the step alone: a pipeline has the update without the step. Under jit it is
-    # looked at once for each compiled shape.
+    # Checked here, not only in the step: a pipeline runs the update without the step. Under jit this runs once per
+    # compiled shape.
     def checked(dense, rows, plans, batch):
         validate.check_batch(spec, plans, batch, mesh.size)
         validate.check_dense(dense, optimizer, mesh.shape[REPLICA])
         validate.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plans, batch)
 
-    checked.mesh = mesh  # type: ignore[attr-defined]  # for a pipeline, which runs it on its own
+    checked.mesh = mesh  # type: ignore[attr-defined]  # read by pipelines, which run the update without a step
     return checked
 
 
@@ -341,37 +335,36 @@ def make_train_step(
     row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
-    """Makes the train step of every home, (state, plans, batch) -> state', metrics; it donates.
+    """Make the train step, (state, plans, batch) -> state', metrics, for any row storage; it donates the state.
 
-    A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. With a
-    seed it is called with `rng=key` as well, the key of this seed, step and device. It may return
-    (f32[B], figures) or (f32[B], figures, variables). Figures {name: f32[B] or f32[]} go to the
-    metrics: by weight they are averaged over the examples of a replica, then over replicas; an
-    f32[] counts as the mean over the examples of its device. Variables {name: value} replace
-    params[name] after the optimizer. `jaxrec.losses` says it all.
+    A loss is a function (params, activations {lookup: f32[B, ..., E]}, batch) -> f32[B]. If a seed is given, it also
+    gets `rng=key`, the key of the seed, step and device. It may return (f32[B], figures) or (f32[B], figures,
+    variables). Figures {name: f32[B] or f32[]} are reported in the metrics: weighted means over the examples of a
+    replica, then over replicas; an f32[] is taken as the mean over the examples of its device. Variables {name: value}
+    replace params[name] after the optimizer. `jaxrec.losses` has the details.
 
     Args:
       spec: the tables and lookups.
       loss: as above.
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: `sgd`, `adagrad`, `lazy_adam` or another RowOptimizer.
-      mesh: from `make_mesh`; one device if None. The batch must divide by its size.
+      mesh: from `make_mesh`; one device if None. Its size must divide the batch size.
       row_gradient: 'sum' or 'mean' over replicas.
-      seed: of the keys of a loss that draws, from 0 to 2**32 - 1; None for one without `rng`.
+      seed: seed of a random loss, from 0 to 2**32 - 1; None for a loss without `rng`.
 
     Returns:
-      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables` read, update and put
-      are one program; with `HostTables` rows travel to the mesh and back. Metrics: {'loss': f32[],
-      'weight': f32[], and the figures f32[] of the loss}, still on device.
+      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables`, read, update and put are one program; with
+      `HostTables`, rows are copied to the mesh and back. Metrics: {'loss': f32[], 'weight': f32[], and the figures
+      f32[] of the loss}, left on the device.
 
     Raises:
-      ValueError: as `make_update`. The step itself: a state that was donated before, weights that
-        are negative or not finite, a plan of another batch, objects that do not fit each other,
-        results of the loss that are none of the above; the state is as it was.
-      ShardsLost: the step itself, if the home of the rows has lost some. After the write, when the
-        step is done, the error has what it would have returned as `done`.
+      ValueError: as `make_update`. Raised by the step, leaving the state unchanged: the state was donated before,
+        weights are negative or not finite, the plans are of another batch, objects do not match each other, or the
+        loss returns something else than the above.
+      ShardsLost: raised by the step, if shards of the row storage are lost. If they are lost during the write, the step
+        counts, and the error has its result as `done`.
 
-    A step around a loss of one's own:
+    A step with a custom loss:
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -395,7 +388,7 @@ def make_train_step(
     mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
     read_rows, put_rows = _verbs(spec, mesh)
 
-    # One program, so that XLA writes the rows into the donated tables where they lie.
+    # One program, so that XLA writes the rows into the donated tables in place.
     def fused(state, plans, batch):
         dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plans), plans, batch)
         return TrainState(dense, put_rows(state.tables, plans, rows)), metrics
@@ -411,7 +404,7 @@ def make_train_step(
         try:
             return TrainState(dense, state.tables.put(plans, rows)), metrics
         except ShardsLost as lost:
-            # All other shards are written, and the old dense state is donated: the step is done.
+            # All other shards are written and the old dense state is donated: the step counts as done.
             lost.done = TrainState(dense, state.tables), metrics
             raise
 
@@ -419,7 +412,7 @@ def make_train_step(
 
 
 def _verbs(spec, mesh):
-    """Reading and putting rows of device tables: each device those of its own shards."""
+    """Return functions that read and put rows of device tables, each device those of its own shards."""
     of_plans, over = plan_specs(spec.stacks), functools.partial(jax.shard_map, mesh=mesh, out_specs=SPLIT)
     read = over(lambda tables, plans: tables.read(plans), in_specs=(SPLIT, of_plans))
     put = over(lambda tables, plans, rows: tables.put(plans, rows), in_specs=(SPLIT, of_plans, SPLIT))
@@ -427,7 +420,7 @@ def _verbs(spec, mesh):
 
 
 def _checked(run, spec, mesh):
-    """A step as a user calls it, which looks at what it is given."""
+    """Wrap a step with validation of its arguments."""
 
     def step(state, plans, batch):
         validate.check_state(spec, state)
@@ -440,23 +433,22 @@ def _checked(run, spec, mesh):
 def check_step(
     update: Callable, state: TrainState, plans: dict[str, Plan], batch: Batch, tolerance: float = 1e-3
 ) -> float:
-    """Compares a step as one compiled program with the same step operation by operation.
+    """Compare a compiled step with the same step run operation by operation.
 
-    For a model of one's own, once, on a small batch: what differs is a fault of the compiler, or a
-    loss that is not pure.
+    Run it once for a new model, on a small batch: a difference means a compiler fault or an impure loss.
 
     Args:
       update: as from `make_update`.
       state: TrainState; it is not donated.
       plans: {stack: Plan} of the batch.
-      batch: Batch, of some 8 to 64 examples; without compilation loops take long.
-      tolerance: the largest difference over the largest value of a leaf that may be.
+      batch: Batch of about 8 to 64 examples, as loops are slow without compilation.
+      tolerance: largest allowed difference, relative to the largest value of the leaf.
 
     Returns:
-      The largest difference that was found, of dense state, rows and metrics.
+      The largest relative difference found in dense state, rows and metrics.
 
     Raises:
-      ArithmeticError: a leaf differs by more; names it.
+      ArithmeticError: a leaf differs by more; the error names it.
 
     >>> import jax.numpy as jnp, numpy as np, jaxrec
     >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -492,20 +484,20 @@ def check_step(
 def make_eval_step(
     spec: EmbeddingSpec, predict: Callable, mesh: jax.sharding.Mesh | None = None, replica: int = 0
 ) -> Callable:
-    """Makes the evaluation step of every home: (state, plans, batch) -> f32[B]; it changes nothing.
+    """Make the evaluation step, (state, plans, batch) -> f32[B], for any row storage; it modifies nothing.
 
     Args:
       spec: the tables and lookups.
       predict: (params, activations, batch) -> f32[B], for example logits.
       mesh: from `make_mesh`; one device if None. All its devices share the work.
-      replica: whose dense parameters to use.
+      replica: index of the replica whose dense parameters are used.
 
     Returns:
       A function of TrainState, {stack: Plan} and Batch.
 
     Raises:
-      ValueError: the shards cannot be split over the mesh; no such replica. The step itself: as that
-        of `make_train_step`; a prediction that is not one number for each example.
+      ValueError: the shards cannot be split over the mesh, or there is no such replica. Raised by the step: as by that
+        of `make_train_step`; the prediction is not one number per example.
     """
     mesh = as_mesh(mesh)
     check_fusion(mesh.devices.flat[0].platform)
@@ -545,14 +537,14 @@ def run_hooks(
     plans: dict[str, Plan] | None,
     metrics: dict[str, jax.Array] | None,
 ) -> TrainState:
-    """Folds the hooks, (state, step, plans, metrics) -> state, over the state in their order.
+    """Fold the hooks, (state, step, plans, metrics) -> state, over the state in order.
 
     Args:
-      hooks: called right after a step, in batch order, on the thread that commits.
-      state: TrainState, or a technique's state around it.
-      step: how many steps the state has seen.
-      plans: {stack: Plan} of the batch just trained; None if the hooks are run beside a step.
-      metrics: of the step, on device; None likewise.
+      hooks: hooks, called right after a step, in batch order, on the committing thread.
+      state: TrainState, or a technique's wrapper of it.
+      step: number of steps that the state has seen.
+      plans: {stack: Plan} of the batch just trained; None if the hooks run outside a step.
+      metrics: metrics of the step, on the device; None likewise.
 
     Returns:
       The state that the last hook returned.

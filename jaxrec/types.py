@@ -1,35 +1,33 @@
-"""The values that flow through a step; every other module speaks in these.
+"""Data types of a step, shared by all modules.
 
-Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E
-embedding width, S shards, U padded unique rows per shard, V rows of a stack, K width of a slot, R
-replicas.
+Legend used throughout the package: B batch, N dense features, F columns of a lookup, H hots, E embedding width, S
+shards, U padded unique rows per shard, V rows of a stack, K width of a slot, R replicas.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-# jax.Array or np.ndarray, or a dict of them; a PartitionSpec where a tree says how another one lies
-# on the mesh.
+# jax.Array or np.ndarray, or a dict of them; a PartitionSpec in trees that describe a placement on the mesh.
 Array = Any
 PyTree = Any
 
 
 class Batch(NamedTuple):
-    """Examples as a model sees them; an example of weight 0 is padding and touches nothing."""
+    """A batch of examples; an example of weight 0 is padding and updates nothing."""
 
-    ids: Array  # {lookup: i32[B, ...]}, -1 where an id is missing
+    ids: Array  # {lookup: i32[B, ...]}, -1 for missing ids
     dense: Array  # f32[B, N]
-    label: Array  # f32[B], or f32[B, ...] of several labels
+    label: Array  # f32[B], or f32[B, ...] for several labels
     weight: Array  # f32[B]
 
 
 class Plan(NamedTuple):
-    """The rows of one stack that a batch touches, and where each id finds its row among them."""
+    """The unique rows of one stack that a batch touches, and the position of each id's row among them."""
 
-    # i32[S, U] rows of the stack, numbered by first appearance; V where there is none.
+    # i32[S, U] row numbers in the stack, in order of first appearance, padded with V.
     unique: Array
     inverse: Array  # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing
-    count: Array  # i32[S] unique rows per shard, also when there are more than U (an overflow)
+    count: Array  # i32[S] unique rows per shard; above U on overflow
     invalid: Array  # i32[] ids outside their table, treated as missing
 
 
@@ -41,35 +39,32 @@ class Rows(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One optimizer slot of a row: its width and the value that a row never touched has."""
+    """One optimizer slot of a row: its width and its initial value."""
 
     width: int
     fill: float
 
 
 class Part(NamedTuple):
-    """One part of a row, the embedding itself or a slot, as tables hold it."""
+    """One stored part of a row: the embedding or an optimizer slot."""
 
     width: int
     dtype: str
-    # Of a row never touched; None for the embedding, whose initial rows are drawn.
-    fill: float | None
+    fill: float | None  # initial value; None for the embedding, which is initialised randomly
 
 
 class RowOptimizer(NamedTuple):
     """A sparse optimizer as a pair of pure functions, applied to the touched rows only.
 
-    A row whose gradient is zero must come back unchanged: padding rows rely on it.
+    A row of zero gradient must be returned unchanged: padding rows rely on it.
     """
 
     init: Callable[[int], dict[str, Slot]]  # embedding width -> slots
-    # (gradient, value, slots, step) -> value, slots.
-    update: Callable[..., tuple[Array, dict[str, Array]]]
+    update: Callable[..., tuple[Array, dict[str, Array]]]  # (gradient, value, slots, step) -> value, slots
 
 
 class DenseState(NamedTuple):
-    """The dense half of the training state; in a train step every leaf has a leading axis of R
-    replicas."""
+    """The dense half of the training state; in a TrainState every leaf but `step` has a leading axis of R replicas."""
 
     step: Array  # i32[]
     params: PyTree
@@ -77,19 +72,18 @@ class DenseState(NamedTuple):
 
 
 class ShardsLost(Exception):
-    """The rows of some shards are gone.
+    """The rows of some shards are lost.
 
-    A home of rows raises it from `read`, `put` and `add`, and from what a save reads them with
-    (`take`, `parts`). What was to be written to all other shards is written then: a caller that catches
-    it writes nothing again.
+    Raised by `read`, `put` and `add` of the row storage, and by its reads for a save (`take`, `parts`). Writes to all
+    other shards have been done by then: a caller that catches it must not repeat the write.
 
     Args:
-      shards: at least one.
-      why: what is known beside that.
+      shards: shard numbers, at least one.
+      why: further explanation.
 
     Attributes:
-      shards: tuple of ints, in order, each once.
-      done: what a train step would have returned, if it raises this after its write: that step counts.
+      shards: sorted tuple of distinct shard numbers.
+      done: result of the train step, if raised after its write, so that the step counts; else None.
 
     >>> ShardsLost([3, 1, 3]).shards
     (1, 3)
@@ -114,18 +108,17 @@ def _shards_lost(shards, text):
 
 
 class TrainState(NamedTuple):
-    """All that training changes: the dense half and the tables, see `embedding.Tables`."""
+    """The complete training state: the dense half and the tables, see `embedding.Tables`."""
 
     dense: DenseState
     tables: Any
 
 
 class RolledBack(Exception):
-    """All goes back to an earlier step: what ends a run under full recovery.
+    """Raised to end a run that full recovery rolls back to an earlier step.
 
     Args:
-      go_back: restores the state and resets the engine; the batches go on from the engine's step by
-        then.
+      go_back: restores the state and resets the engine; training continues with the batches from the engine's new step.
     """
 
     def __init__(self, go_back: Callable[[], None]):

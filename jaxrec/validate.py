@@ -1,9 +1,8 @@
-"""What a step refuses: what it would train on in silence, and objects of two specs, optimizers or meshes.
+"""Validation in a step: invalid data that would train silently, and objects of different specs, optimizers or meshes.
 
-A batch and its plan are looked at in every call, shapes always and values where they lie on the
-host, so that no device is waited for; it costs some microseconds and one pass over the ids. What
-depends on shapes alone is looked at where a step is traced, once for each compiled shape. An object
-of another kind than wanted is left to Python, whose error names the attribute that it lacks.
+A batch and its plans are checked in every call, shapes always and values only on the host, to never wait for a device.
+This costs a few microseconds and one pass over the ids. Checks of shapes alone run when a step is traced, once per
+compiled shape. Objects of a wrong type are not checked: Python's error names the missing attribute.
 
 Legend: B batch, S shards, U padded unique rows per shard, E embedding width, R replicas.
 """
@@ -20,13 +19,13 @@ from jaxrec.types import Batch, RowOptimizer, TrainState
 
 
 def check_state(spec: EmbeddingSpec, state: TrainState) -> None:
-    """Refuses a state that was used up before, or whose tables are of another spec."""
+    """Refuse a state that was donated before, or whose tables have another spec."""
     check_not_donated(state)
     check_spec(spec, state.tables.spec)
 
 
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
-    """Refuses tables of another spec; another seed is fine, as it decides how rows begin."""
+    """Refuse tables of another spec; the seed may differ, as it affects initial rows only."""
     if theirs is spec or theirs.digest == spec.digest:
         return
     if (list(theirs.tables.items()), theirs.shards) != (list(spec.tables.items()), spec.shards):
@@ -39,7 +38,7 @@ def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
 
 
 def check_not_donated(state: TrainState) -> None:
-    """Refuses a state that was donated to an earlier step."""
+    """Refuse a state that was donated to an earlier step."""
     step = state.dense.step
     if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted():
         raise ValueError(
@@ -50,18 +49,18 @@ def check_not_donated(state: TrainState) -> None:
 
 
 def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> None:
-    """Refuses a batch that does not fit the lookups, that devices cannot share, or that was not planned; bad weights.
+    """Refuse a batch that has invalid weights or does not match the lookups, the plans or the number of devices.
 
     Args:
       spec: the tables and lookups.
       plans: {stack: Plan} of the batch.
-      batch: Batch; of numpy arrays the values are looked at, too.
-      devices: how many share the batch.
+      batch: Batch; values are checked in numpy arrays only.
+      devices: number of devices that share the batch.
     """
     _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
-            dtype = getattr(leaf, "dtype", np.dtype(object))  # of a list, whose leaves are Python's numbers
+            dtype = getattr(leaf, "dtype", np.dtype(object))  # a Python number, leaf of a list
             if np.shape(leaf)[:1] != batch.weight.shape or dtype.kind in "OUSMm":
                 raise ValueError(
                     f"{name} has shape {np.shape(leaf)}, but the weights are of {len(batch.weight)} examples: give an "
@@ -78,7 +77,7 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> N
 
 
 def _check_weight(weight):
-    # Values on the host only: a device would have to be waited for.
+    # Values are checked on the host only, as reading them from a device would block.
     if weight.ndim != 1 or not len(weight):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, but f32[B] of at least one example is wanted: np.ones(B, "
@@ -126,11 +125,12 @@ def _check_host_plan(spec, name, plan, ids):
 
 
 def check_dense(dense, optimizer, replicas: int) -> None:
-    """Refuses a dense state of another number of replicas, of which the step would use the first ones, or of another
-    optimizer, whose moments would pass for others.
+    """Refuse a dense state with another number of replicas or of another optimizer.
+
+    The step would silently use the first replicas only, or take one optimizer's moments for another's.
 
     Args:
-      dense: DenseState with a leading axis of R replicas; of tracers, too.
+      dense: DenseState with a leading axis of R replicas; its leaves may be tracers.
       optimizer: optax.GradientTransformation of the step.
       replicas: R of the step's mesh.
     """
@@ -142,7 +142,7 @@ def check_dense(dense, optimizer, replicas: int) -> None:
         )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dense.params)
     wanted, found = (jax.tree.structure(tree) for tree in (jax.eval_shape(optimizer.init, one), dense.opt_state))
-    if found != wanted:  # by structure, as named tuples of several kinds are equal to each other
+    if found != wanted:  # by structure, as named tuples of different types compare equal
         raise ValueError(
             f"the optimizer state is {found!s:.300}, but the step's optimizer wants {wanted!s:.300}: give the same "
             "optax transformation to `init_state` and to the step."
@@ -150,12 +150,12 @@ def check_dense(dense, optimizer, replicas: int) -> None:
 
 
 def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer | None = None) -> None:
-    """Refuses rows of another spec or row optimizer, which might be broadcast, by shapes alone.
+    """Refuse rows of another spec or row optimizer, which might silently broadcast; checks shapes only.
 
     Args:
       spec: the tables.
       rows: {stack: Rows} f32[S, U, E].
-      row_optimizer: of the step; slots are not looked at if None.
+      row_optimizer: RowOptimizer of the step; slots are not checked if None.
     """
     found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
     wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
@@ -174,9 +174,9 @@ def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer |
 
 
 def check_placement(state: TrainState, mesh: jax.sharding.Mesh) -> None:
-    """Refuses a state that lies on other devices than a mesh's, or lies there in another way."""
+    """Refuse a state that is on other devices than the mesh, or sharded differently over them."""
     for tree, place in (((state.dense.params, state.dense.opt_state), PER_REPLICA), (state.tables, SPLIT)):
-        for leaf in jax.tree.leaves(tree):  # tables in host memory are one leaf, and no array
+        for leaf in jax.tree.leaves(tree):  # tables in host memory are one leaf that is not an array
             if not isinstance(leaf, jax.Array) or not leaf.committed:
                 continue
             if not leaf.sharding.is_equivalent_to(shardings(place, mesh), leaf.ndim):

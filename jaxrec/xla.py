@@ -1,12 +1,12 @@
-"""Two faults of XLA on CPUs that `import jaxrec` steers around, and the look at whether it has.
+"""Workarounds for two faults of XLA on CPUs, applied by `import jaxrec`, and a check that the first is effective.
 
-From jaxlib 0.11.0 on, and in 0.10.2, XLA:CPU fuses a product and the sum over it in its YNNPACK path, and the fused
-program reads memory that was never written: `((E @ W) * E).sum()` with E f32[512, 8, 32] is NaN or 1e30, another value
-in each run, without a word. The flag keeps that one fusion off, and fast products on.
+In jaxlib 0.10.2 and from 0.11.0 on, the YNNPACK path of XLA:CPU fuses a product with a sum over it, and the fused
+program reads uninitialised memory: `((E @ W) * E).sum()` with E f32[512, 8, 32] is silently NaN or 1e30, with another
+value in each run. The flag disables this fusion only; matrix products stay fast.
 
-A collective over virtual devices holds a thread of XLA's pool for each device until the last has come. The pool has no
-more threads than there are cores or devices: where another program holds one of them, the last device never comes, and
-XLA ends the process.
+A collective over virtual devices blocks one thread of XLA's pool per device until all devices have joined. The pool has
+only as many threads as there are cores or devices: if another program holds one of them, the last device never joins,
+and XLA aborts the process.
 """
 
 import functools
@@ -19,13 +19,13 @@ import numpy as np
 
 _NAME = "xla_cpu_experimental_ynn_fusion_type"
 FLAG = f"--{_NAME}=-reduce"
-# XLA ends a process whose flags it does not know: these know it, and later ones have not been tried.
+# XLA aborts the process on an unknown flag: these versions know it, later ones have not been tried.
 _KNOWN_FROM, _KNOWN_BELOW = (0, 10), (0, 13)
 _BATCH, _FEATURES, _WIDTH = 512, 8, 32
 
 
 def with_flag(flags: str, version: tuple[int, ...]) -> str:
-    """What XLA_FLAGS has to say: what it said, and the flag, unless that was set before or is not known.
+    """Return XLA_FLAGS with the flag appended, unless it is set already or this jaxlib version does not know it.
 
     >>> with_flag("--xla_dump_to=here", (0, 12, 0))
     '--xla_dump_to=here --xla_cpu_experimental_ynn_fusion_type=-reduce'
@@ -38,23 +38,23 @@ def with_flag(flags: str, version: tuple[int, ...]) -> str:
 
 
 def avoid_faults() -> None:
-    """Sets the flag and the threads for this process, if JAX has computed nothing yet, and for those that it starts."""
+    """Set the flag and the thread pool size for child processes, and for this one if JAX has computed nothing yet."""
     os.environ["XLA_FLAGS"] = with_flag(os.environ.get("XLA_FLAGS", ""), jax.__version_info__)
     enough_threads(virtual_devices(os.environ["XLA_FLAGS"]))
 
 
 def enough_threads(devices: int) -> None:
-    """Asks XLA for a pool that collectives over so many virtual devices leave room in, unless one was asked for before.
+    """Set XLA's thread pool size so that collectives over virtual devices leave threads free; keep one set before.
 
     Args:
-      devices: virtual devices of the CPU, as JAX will be asked for before it computes anything.
+      devices: number of virtual CPU devices that JAX will be configured with.
     """
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * devices + 2)))
 
 
 def virtual_devices(flags: str) -> int:
-    """How many devices of the CPU XLA_FLAGS asks for.
+    """Return the number of CPU devices that XLA_FLAGS requests.
 
     >>> virtual_devices("--xla_a=1 --xla_force_host_platform_device_count=8"), virtual_devices("")
     (8, 1)
@@ -65,13 +65,13 @@ def virtual_devices(flags: str) -> int:
 
 @functools.cache
 def check_fusion(platform: str) -> None:
-    """Runs the faulty pattern once in this process, in about 50 ms.
+    """Test the faulty pattern, once per process, in about 50 ms.
 
     Args:
-      platform: of the devices of a step, as "cpu"; others have no such fusion.
+      platform: platform of the step's devices; only "cpu" is affected.
 
     Raises:
-      RuntimeError: XLA computes it wrongly; names the flag.
+      RuntimeError: XLA computes it wrongly; the error names the flag.
     """
     if platform != "cpu":
         return

@@ -1,6 +1,4 @@
-"""Where batches come from: a synthetic click log, Criteo's files, knowledge graphs, and a loader
-that resumes.
+"""Sources of batches: a synthetic click log, Criteo's files, any table, knowledge graphs, and a resumable loader.
 
-Read `synthetic` first, which needs no file; `loader` makes batches from blocks of rows, such as
-those of `criteo`.
+Start with `synthetic`, which needs no file; `loader` makes batches from blocks of rows, such as those of `criteo`.
 """

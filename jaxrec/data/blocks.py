@@ -1,5 +1,6 @@
-"""Prepared rows on disk: array_record shards of blocks, registered with tfds and read back; every
-file whole or absent. Blocks are those of a Criteo log unless a `Layout` says what else they hold.
+"""Prepared rows on disk: array_record shards of blocks, registered with tfds; every file is whole or absent.
+
+Blocks hold Criteo columns unless a `Layout` describes others.
 
 Legend: n rows of a block.
 """
@@ -19,16 +20,16 @@ from jaxrec.files import aside, local_path, sync
 DONE, METADATA = "dataset_info.json", "metadata.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 SPLITS = ("train", "validation", "test")
-_IDS = "ids."  # begins the column of a lookup, where blocks have several
+_IDS = "ids."  # prefix of the columns of lookups, in blocks with several lookups
 
 
 class Layout(NamedTuple):
-    """What the blocks of a dataset hold.
+    """Columns and description of the blocks of a dataset.
 
     Attributes:
-      name: of the dataset, with which the names of its shards begin.
-      columns: {column: (shape of a row, dtype)}.
-      citation, license: what tfds says of it.
+      name: name of the dataset, prefix of its shard names.
+      columns: {column: (shape of one row, dtype)}.
+      citation, license: texts registered with tfds.
     """
 
     name: str
@@ -46,7 +47,7 @@ CRITEO = Layout(
 
 
 def layout_of(metadata: dict[str, Any]) -> Layout:
-    """What the blocks of a dataset hold, as its metadata or notes say; those of Criteo's logs say nothing."""
+    """Return the layout recorded in a dataset's metadata or progress notes; `CRITEO` if none is recorded."""
     if "layout" not in metadata:
         return CRITEO
     kept = metadata["layout"]
@@ -57,13 +58,13 @@ def layout_of(metadata: dict[str, Any]) -> Layout:
 def write_blocks(
     directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout
 ) -> int:
-    """Writes one shard of a split: the columns of its layout, cut into blocks.
+    """Write one shard of a split: the columns of the layout, cut into blocks.
 
     Returns:
       The size of the shard in bytes.
 
     Raises:
-      OSError: the disk is full, or the directory may not be written.
+      OSError: the disk is full, or the directory is not writable.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -81,8 +82,7 @@ def write_blocks(
 
 
 def _os_error(error: RuntimeError, path: Path) -> OSError:
-    """array_record has one kind of error for all that can happen to a file, and its words say
-    which."""
+    """Derive an OSError from the message of a RuntimeError, the only type that array_record raises for files."""
     kinds = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
     kind = next((kind for kind in kinds if os.strerror(kind) in str(error)), errno.EIO)
     return OSError(kind, os.strerror(kind), str(path))
@@ -96,7 +96,7 @@ def _features(layout):
     tfds = tfds_module()
     return tfds.features.FeaturesDict(
         {
-            # Bytes: as lists of numbers a block would be decoded value by value.
+            # As bytes, since a list of numbers would be decoded value by value.
             name: tfds.features.Tensor(shape=(None, *shape), dtype=dtype, encoding=tfds.features.Encoding.BYTES)
             for name, (shape, dtype) in (
                 (name, (shape, np.dtype(kind))) for name, (shape, kind) in layout.columns.items()
@@ -106,8 +106,7 @@ def _features(layout):
 
 
 def _serializer(layout: Layout) -> Callable[[dict[str, np.ndarray]], bytes]:
-    """Like `features.serialize_example`, but the same bytes in every process: protobuf maps have no
-    order."""
+    """Like `features.serialize_example`, but with the same bytes in every process: protobuf maps are unordered."""
     from tensorflow_datasets.core.example_serializer import ExampleSerializer
 
     features = _features(layout)
@@ -116,8 +115,7 @@ def _serializer(layout: Layout) -> Callable[[dict[str, np.ndarray]], bytes]:
 
 
 def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -> None:
-    """Names the dataset complete: everything that tfds wants is written aside, `dataset_info.json`
-    comes last."""
+    """Mark the dataset complete: write the tfds metadata aside, then move it into place, `dataset_info.json` last."""
     beside = directory / "metadata.partial"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -128,14 +126,14 @@ def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -
                 sync(path)
                 os.replace(path, directory / path.name)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk gets its space back
+        shutil.rmtree(beside, ignore_errors=True)  # frees the space if the disk is full
     sync(directory)
 
 
 def _write_metadata(directory, beside, state, cardinalities):
     tfds, layout = tfds_module(), layout_of(state)
     for shard in directory.glob(f"{layout.name}-*.array_record-?????"):
-        # The builder of tfds wants to see the data beside its files.
+        # The builder of tfds expects the data beside its metadata.
         (beside / shard.name).symlink_to(shard.resolve())
     tfds.folder_dataset.write_metadata(
         data_dir=beside, features=_features(layout), version="1.0.0", check_data=False,
@@ -149,7 +147,7 @@ def _write_metadata(directory, beside, state, cardinalities):
 
 
 def splits_of(state: dict[str, Any]) -> tuple[str, ...]:
-    """The splits that have shards, in the order in which they are named everywhere."""
+    """Return the splits that have shards, in the order of `SPLITS`."""
     return tuple(name for name in SPLITS if any(shard["split"] == name for shard in state["shards"]))
 
 
@@ -184,11 +182,11 @@ def _metadata(state, cardinalities):
 
 
 class Split:
-    """The blocks of one split, read in any order; a source for `Loader`.
+    """The blocks of one split, readable in any order; a source for `Loader`.
 
     Attributes:
-      metadata: as `prepare` returns it.
-      rows: rows of each block.
+      metadata: as returned by `prepare`.
+      rows: number of rows of each block.
     """
 
     def __init__(self, source, metadata: dict[str, Any], directory: Path, name: str):
@@ -201,20 +199,22 @@ class Split:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One block: {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]} of a Criteo log; of a table
-        {'label': f32[n] or f32[n, K], 'dense': f32[n, N], 'ids': {'sparse': i32[n, F], bag: i32[n, H]}}, and
-        'weight': f32[n] if its schema has one.
+        """Return one block.
+
+        A block of a Criteo log is {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]}. A block of a table is
+        {'label': f32[n] or f32[n, K], 'dense': f32[n, N], 'ids': {'sparse': i32[n, F], bag: i32[n, H]}}, and has
+        'weight': f32[n] if its schema does.
 
         Raises:
-          IndexError: there is no such block.
-          ValueError: its shard is damaged or gone; names the file and the remedy.
+          IndexError: no such block.
+          ValueError: the shard is damaged or missing; names the file and the remedy.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of split {self._name!r}: blocks are numbered from 0 to {len(self) - 1}.")
         try:
             block = self._source[index]
             found = {key: len(block[key]) for key in self._layout.columns}
-        except Exception as error:  # of many kinds, from array_record, protobuf and tfds
+        except Exception as error:  # of many types, from array_record, protobuf and tfds
             raise self._unreadable(index, str(error).partition("\n")[0][:200]) from error
         if set(found.values()) != {self.rows[index]}:
             raise self._unreadable(index, f"it holds {found} rows instead of {self.rows[index]}")
@@ -235,16 +235,15 @@ def _remedy(directory: Path) -> str:
 
 
 def open_split(directory: str | Path, name: str) -> Split:
-    """Opens the 'train', 'validation' or 'test' split of a prepared directory.
+    """Open the 'train', 'validation' or 'test' split of a prepared directory.
 
     Args:
       directory: as given to `prepare`.
-      name: of the split.
+      name: name of the split.
 
     Raises:
-      ValueError: the preparation is not complete, there is no such split, or a file is missing, cut
-        or damaged; names the file and the remedy. Damage inside of a shard is found when its block
-        is read.
+      ValueError: the preparation is incomplete, there is no such split, or a file is missing, truncated or damaged;
+        names the file and the remedy. Damage inside a shard is found only when its block is read.
     """
     directory = local_path(directory)
     metadata = read_metadata(directory)
@@ -256,7 +255,7 @@ def open_split(directory: str | Path, name: str) -> Split:
         blocks = len(source)
     except (ImportError, OSError):
         raise
-    except Exception as error:  # of many kinds, from protobuf and tfds
+    except Exception as error:  # of many types, from protobuf and tfds
         why = str(error).partition("\n")[0][:200]
         raise ValueError(f"{directory / DONE} cannot be read ({why}). {_remedy(directory)}") from error
     split = Split(source, metadata, directory, name)
@@ -269,10 +268,10 @@ def open_split(directory: str | Path, name: str) -> Split:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """The metadata of a complete preparation.
+    """Read the metadata of a complete preparation.
 
     Raises:
-      ValueError: it is not complete, or its metadata is missing or damaged.
+      ValueError: the preparation is incomplete, or its metadata is missing or damaged.
     """
     if not (directory / DONE).exists():
         raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
@@ -281,8 +280,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    """An object of JSON that has at least some keys; without them, or where it is cut, a ValueError
-    with a remedy."""
+    """Read a JSON object; raise ValueError with the remedy if the file is missing, damaged or lacks one of the keys."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -296,16 +294,16 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
 
 
 def check_files(directory: Path, metadata: dict[str, Any]) -> None:
-    """Refuses a dataset that lacks a shard or has one of another size than was written."""
+    """Raise ValueError if a shard of a dataset is missing or differs in size from what was written."""
     options = metadata["options"]
     shard_rows = options["block_rows"] * options["blocks_per_shard"]
-    # Preparations of earlier versions did not note sizes.
+    # Preparations of earlier versions recorded no sizes.
     sizes = {name: [None] * -(-rows // shard_rows) for name, rows in metadata["rows"].items()}
     check_shards(directory, metadata.get("shard_bytes", sizes), layout_of(metadata))
 
 
 def check_shards(directory: Path, sizes: Mapping[str, Sequence[int | None]], layout: Layout) -> None:
-    """Refuses shards that are missing, or of other sizes in bytes than those given for each split."""
+    """Raise ValueError if a shard is missing or differs in size from `sizes`, bytes per shard of each split."""
     for name, of_split in sizes.items():
         for index, size in enumerate(of_split):
             path = _shard_path(directory, name, index, layout)
@@ -319,12 +317,12 @@ def check_shards(directory: Path, sizes: Mapping[str, Sequence[int | None]], lay
 
 
 def shard_bytes(state: dict[str, Any]) -> dict[str, list[int]]:
-    """{split: the size of each of its shards}, as the notes of a preparation say."""
+    """Return {split: size in bytes of each of its shards} from the progress notes."""
     return {name: [shard["bytes"] for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
 
 
 def tfds_module():
-    """tensorflow_datasets, or an ImportError that says what to install."""
+    """Import tensorflow_datasets; an ImportError says what to install."""
     try:
         import array_record  # noqa: F401
         import polars  # noqa: F401

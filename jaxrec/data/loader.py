@@ -1,4 +1,4 @@
-"""Batches out of blocks: seeded shuffle, exact position, and a prefetch thread.
+"""Batches from blocks: a seeded shuffle, an exact position to resume from, and a prefetch thread.
 
 Legend: B batch, N dense features, F columns of a lookup, H hots, n rows of a block.
 """
@@ -22,40 +22,37 @@ class BlockSource(Protocol):
 
     @property
     def rows(self) -> Sequence[int]:
-        """n of each block."""
+        """Number of rows n of each block."""
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One block: {'label': [n], or [n, K] of K labels, 'dense': f32[n, N], 'ids': int[n, ...]}, and possibly
-        'weight': f32[n].
+        """Return one block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]} and optionally 'weight': f32[n].
 
-        'ids' is one array, or {lookup: array} for several lookups. Bags of H ids, padded by -1, are
-        a last axis: [n, F, H]. All blocks have the same columns, of the same types and shapes of a
-        row.
+        The label is [n, K] for K labels. 'ids' is one array, or {lookup: array} for several lookups. Bags of H ids,
+        padded with -1, form a last axis: [n, F, H]. All blocks have the same columns, with the same dtypes and row
+        shapes.
         """
         ...
 
 
 class Loader:
-    """Batches of any size out of blocks, in a seeded order, from any position.
+    """Batches of any size from blocks, in a seeded order, from any position.
 
-    Without a seed, rows come in the order of the file. With one, each epoch shuffles the blocks,
-    then the rows within windows of consecutive blocks of that order. The last batch of an epoch is
-    padded with examples of weight 0 whose ids are missing. Iterating starts at `position()`; an
-    iterator ends with an error if it is asked for more after another one began or `seek` was
-    called.
+    Without a seed, rows come in file order. With one, each epoch shuffles the blocks, then the rows within windows of
+    consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 and missing ids.
+    Iteration starts at `position()`; an iterator raises ValueError when it is advanced after another one began or
+    `seek` was called.
 
     Args:
       source: the blocks.
       batch_size: B.
-      shuffle_seed: None for the order of the file.
-      window_blocks: how many blocks are held and shuffled together.
-      epochs: passes over the data; None for ever.
-      lookup: the name of the ids in `Batch.ids`, where blocks hold one array of them.
+      shuffle_seed: None for file order.
+      window_blocks: number of blocks held in memory and shuffled together.
+      epochs: passes over the data; None for no end.
+      lookup: name in `Batch.ids` of the ids of blocks that hold a single array of them.
 
     Raises:
-      ValueError: a size below 1, or a source without rows; while iterating, a block that does not
-        fit the others.
+      ValueError: a size is below 1, or the source has no rows; while iterating, a block does not match the others.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]
@@ -86,7 +83,7 @@ class Loader:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
         self._position, self._turn = 0, object()
-        self._first: tuple[int, list[Column]] | None = None  # the block read first, and its columns
+        self._first: tuple[int, list[Column]] | None = None  # the first block read, and its columns
 
     def __len__(self) -> int:
         if self._epochs is None:
@@ -94,24 +91,23 @@ class Loader:
         return self.batches_per_epoch * self._epochs
 
     def position(self) -> int:
-        """Batches delivered since the start of the first epoch."""
+        """Return the number of batches delivered since the start of the first epoch."""
         return self._position
 
     def seek(self, position: int) -> None:
-        """Makes the next iteration begin with batch `position`; costs no more than reading one
-        window."""
+        """Make the next iteration start at batch `position`, at the cost of reading at most one window."""
         position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
         self._position, self._turn = position, object()
 
     def __iter__(self) -> Iterator[Batch]:
-        # All iterators move the one position, so only the youngest may.
+        # All iterators share one position, so only the latest may advance it.
         self._turn = turn = object()
         while self._epochs is None or self._position < len(self):
             epoch, first = divmod(self._position, self.batches_per_epoch)
             for batch in self._epoch(epoch, first * self._batch_size):
-                # Counted before it is handed over, so that position() == p + 1 once batch p is there.
+                # Counted before the yield, so that position() == p + 1 once batch p is delivered.
                 self._position += 1
                 yield batch
                 if self._turn is not turn:
@@ -133,7 +129,7 @@ class Loader:
             yield self._batch(rest)
 
     def _windows(self, epoch: int, skip: int) -> Iterator[Columns]:
-        """The windows of an epoch, rows in their final order, without the first `skip` rows."""
+        """Yield the windows of an epoch, rows in their final order, without the first `skip` rows."""
         order = np.arange(len(self._rows))
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch]).shuffle(order)
@@ -152,7 +148,7 @@ class Loader:
             skip = 0
 
     def _block(self, index: int) -> Columns:
-        """The columns of a block, which are those of the block read first."""
+        """Return the columns of a block; raise ValueError unless they are those of the first block read."""
         columns = _columns(index, self._source[index], int(self._rows[index]), self._lookup)
         if self._first is None:
             self._first = index, list(columns)
@@ -171,8 +167,7 @@ class Loader:
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
-    """The columns of a block by name, always in the same order; refuses what would be left out or
-    come beside rows of others."""
+    """Return the columns of a block, always in the same order; raise ValueError if a batch cannot hold them."""
     for name in set(block) - {"label", "dense", "weight", "ids"}:
         raise ValueError(
             f"block {index} has {name!r}, which a batch has no place for: leave it out, or call it weight."
@@ -197,7 +192,7 @@ def _shown(key: Column) -> str:
 
 
 def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
-    """An array with rows of one value after the last."""
+    """Append `missing` rows of value `fill`."""
     if not missing:
         return array
     return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
@@ -212,16 +207,16 @@ _END = object()
 
 
 def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
-    """Iterates in a thread, up to `depth` items ahead.
+    """Iterate in a thread, up to `depth` items ahead.
 
     Args:
-      iterable: made and consumed by the thread alone; the `position()` of a `Loader` here runs
-        ahead of what the caller has seen, so resume from the caller's own count of batches.
-      depth: items made before they are asked for.
+      iterable: iterated by the thread alone. The `position()` of a `Loader` runs ahead of what the caller has received:
+        resume from the caller's own count of batches.
+      depth: number of items prepared in advance.
 
     Yields:
-      The items in their order; an exception of the iterable is raised here, in its place. Closing
-      the generator stops and joins the thread.
+      The items in order; an exception of the iterable is raised in its place. Closing the generator stops and joins the
+      thread.
 
     >>> list(prefetch(range(3)))
     [0, 1, 2]
@@ -239,7 +234,7 @@ def _consume(iterable, items, stop):
             yield item
     finally:
         stop.set()
-        # A producer that waits for room must find some, see `stop` and end.
+        # Make room for a blocked producer, so that it sees `stop` and ends.
         while thread.is_alive():
             try:
                 items.get(timeout=0.01)
@@ -260,7 +255,7 @@ def _produce(iterable, items, stop):
     except BaseException as error:
         last = _Failure(error)
     finally:
-        # A generator is closed by the thread that runs it, so that threads below it end as well.
+        # A generator must be closed by the thread that runs it; this also ends the threads that it started.
         close = getattr(iterator, "close", None)
         if close is not None:
             close()

@@ -1,15 +1,15 @@
-"""A preparation: from raw files to array_record shards of blocks, registered with tfds; killed at any
-point, it goes on at the shard, and the bytes are those of an undisturbed run.
+"""Preparation of raw files: array_record shards of blocks, registered with tfds; resumable after a kill.
 
-Criteo's logs and tables by a schema are prepared by this, and differ in how rows are read, divided and
-encoded. Files are read in pieces, such as `sources.Chunk`: each has a path, the number of its file, its
-first row, how many rows it has, and what was `Seen` of the file. Every row has a number, and what a row is
-for depends on the row or its number alone. Each shard notes the number after its last row, so that a second
-run skips what is done and writes the same bytes.
+A resumed run continues at the first missing shard, and all bytes equal those of an uninterrupted run.
 
-`progress.json` holds options, fingerprints of the files, the shards written so far, each with the
-place in the text up to which the files must stay as they were, and `texts`: the checksums of all
-files, once they were read to the end.
+Criteo's logs and tables with a schema share this code; they differ in how rows are read, split and encoded. Files are
+read in pieces, such as `sources.Chunk`: each has a path, the number of its file, its first row, its number of rows, and
+how far the file has been `Seen`. Every row has a number, and the split of a row depends on the row or its number alone.
+Each shard records the number after its last row, so that a resumed run skips finished rows.
+
+`progress.json`, the progress notes, holds options, fingerprints of the files, the shards written so far, each with the
+position in the text up to which the files must not change, and `texts`: the checksums of all files, once they have been
+read to the end.
 """
 
 import itertools
@@ -48,7 +48,7 @@ from jaxrec.data.sources import (
 from jaxrec.files import Lock, make_directory, write_json
 
 PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
-# Tables may share a stack, whose rows are numbered by int32 and rounded up to the number of shards.
+# Tables may share a stack, whose rows are numbered by int32 and rounded up to a multiple of the number of shards.
 MOST_ROWS = 2**31 - 2**16
 COUNT_AGAIN = (
     "delete this file and run the preparation again, which counts the values once more and keeps what is written."
@@ -58,11 +58,11 @@ Read = Callable[[Sequence[Path], Sequence[Sequence[Seen]]], Iterator[Any]]
 
 
 class Progress(NamedTuple):
-    """How far a preparation is."""
+    """Progress of a preparation."""
 
     stage: str  # 'counts', 'looks' or 'writes'
     rows: int  # since the last call
-    share: float | None  # of the stage that is done; None where it is unknown
+    share: float | None  # fraction of the stage that is done; None if unknown
 
 
 class Job(NamedTuple):
@@ -72,16 +72,16 @@ class Job(NamedTuple):
     directory: Path
     options: dict[str, Any]
     state: dict[str, Any]  # the content of progress.json
-    read: Read  # (paths, what earlier readings saw of each) -> pieces
+    read: Read  # (paths, earlier readings of each) -> pieces
     progress: Callable[[Progress], object] | None
 
 
 class Encoded(NamedTuple):
-    """The good rows of a piece as blocks hold them."""
+    """The well-formed rows of a piece, encoded as blocks hold them."""
 
     piece: Any
     row: np.ndarray  # i64[n] number among all rows of all files
-    side: np.ndarray  # u8[n] place in SPLITS
+    side: np.ndarray  # int[n] index into SPLITS
     columns: dict[str, np.ndarray]
 
 
@@ -95,26 +95,26 @@ def prepare_files(
     gather: Callable[[list[Path], Path], Sequence[Path]] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Prepares files; returns at once if they are prepared already, goes on if a run was killed.
+    """Prepare files; return at once if they are already prepared, resume if a previous run was killed.
 
     Args:
-      paths: of the raw files.
-      directory: where the dataset goes.
-      options: by which rows are made; a directory has one set of them.
-      read: (paths, what earlier readings saw of each) -> pieces of the files.
-      write: writes the shards that are not there yet, and returns the rows of each table.
-      progress: called now and then.
-      gather: (paths, directory) -> files that are made from them, and prepared in their place.
-      notes: what else the notes of the preparation hold.
+      paths: the raw files.
+      directory: directory of the dataset.
+      options: options that determine the rows; all runs in a directory must agree on them.
+      read: (paths, earlier readings of each) -> pieces of the files.
+      write: writes the missing shards and returns the number of rows of each table.
+      progress: called after each piece that is read.
+      gather: (paths, directory) -> files derived from them, which are prepared instead.
+      notes: further entries of the progress notes.
 
     Returns:
       The metadata.
 
     Raises:
-      ValueError: the same rows twice; files that changed since rows were made from them; a directory that
-        holds another preparation, or a damaged one; another run preparing there; a split without rows.
+      ValueError: the same rows are given twice; a file changed after rows were made from it; the directory holds
+        another preparation or a damaged one, or another run is preparing there; a split has no rows.
     """
-    tfds_module()  # says what is missing before the work, not after
+    tfds_module()  # fails now, not after the work, if a package is missing
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a directory, which is made if it does not exist.")
     make_directory(directory)
@@ -135,7 +135,7 @@ def prepare_files(
 
 
 def count_rows(job: Job) -> int:
-    """Rows of all files, malformed ones too; reads the files if no reading came to their end yet."""
+    """Count the rows of all files, malformed ones included; free if an earlier reading was complete."""
     if not job.state["texts"]:
         for piece in _pieces(job):
             _tell(job, "counts", piece)
@@ -143,20 +143,20 @@ def count_rows(job: Job) -> int:
 
 
 def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Reads the pieces that reach beyond a row, one piece ahead in a thread.
+    """Read the pieces that reach beyond a row, one piece ahead in a thread.
 
     Args:
       job: the run.
-      stage: as of `Progress`.
-      read: piece -> its good rows, `bad_rows`, the numbers of those left out, and `why`, what is wrong with
-        the first of them, and where.
-      from_row: the number of a row.
+      stage: as in `Progress`.
+      read: piece -> its well-formed rows, with `bad_rows`, the numbers of the malformed ones, and `why`, file, line and
+        fault of the first of them.
+      from_row: row number; pieces that end before it are skipped.
 
     Yields:
-      (piece, what `read` made of it).
+      (piece, result of `read`).
 
     Raises:
-      ValueError: more rows are malformed than may be left out of all pieces together.
+      ValueError: all pieces together have more than `max_bad_rows` malformed rows.
     """
     left: int | None = None
     pieces = (piece for piece in _pieces(job) if piece.first_row + piece.rows > from_row)
@@ -167,7 +167,7 @@ def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) 
             piece, reading = waiting.pop()
             waiting = ahead()
             table = reading.result()
-            if left is None:  # the bad rows of pieces that are skipped were counted by an earlier run
+            if left is None:  # an earlier run counted the bad rows of the skipped pieces
                 skipped = sum(row < piece.first_row for row in job.state["bad_rows"])
                 left = job.options["max_bad_rows"] - skipped
             if len(table.bad_rows) > left:
@@ -182,15 +182,15 @@ def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) 
 
 
 def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_row: dict[str, int]) -> None:
-    """Writes the shards that are not there yet; each is noted before the next of its split begins.
+    """Write the missing shards; each one is recorded before the next shard of its split begins.
 
     Args:
       job: the run.
-      encoded: row -> the pieces that reach beyond it.
-      first_row: {split: the row from which on it may have some}.
+      encoded: row -> the encoded pieces that reach beyond it.
+      first_row: {split: number of the first row that may belong to it}.
     """
     shard_rows = job.options["block_rows"] * job.options["blocks_per_shard"]
-    # The row that follows the last shard of each split.
+    # The row after the last shard of each split.
     done = first_row | {shard["split"]: shard["next_row"] for shard in job.state["shards"]}
     waiting: dict[str, list[dict]] = {name: [] for name in first_row}
 
@@ -212,7 +212,7 @@ def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_ro
 
 
 def check_splits(job: Job, wanted: set[str], change: str) -> None:
-    """Refuses a preparation in which a split has no row; `change` says what gives it some."""
+    """Raise ValueError if a wanted split has no rows; `change` names the options that would give it some."""
     have = {shard["split"] for shard in job.state["shards"]}
     if not have:
         raise ValueError(f"{', '.join(map(str, job.paths))}: every row is malformed; check the format.")
@@ -222,7 +222,7 @@ def check_splits(job: Job, wanted: set[str], change: str) -> None:
 
 
 def no_rows(job: Job, split: str, change: str) -> ValueError:
-    """The error of a split without rows."""
+    """Make the error for a split without rows."""
     return ValueError(
         f"the {split} split would have no rows out of {count_rows(job)}: give more rows, or change {change} "
         "(in another directory, or delete this one)."
@@ -230,7 +230,7 @@ def no_rows(job: Job, split: str, change: str) -> ValueError:
 
 
 def drawn(row: np.ndarray, seed: int) -> np.ndarray:
-    """A number from 0 to 1 for each row, f64[n], by a hash of the seed and its number i64[n] (splitmix64)."""
+    """Draw a number in [0, 1) for each row, f64[n], by hashing the seed and the row number i64[n] (splitmix64)."""
     h = row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
@@ -238,13 +238,13 @@ def drawn(row: np.ndarray, seed: int) -> np.ndarray:
 
 
 def check_table_rows(rows: int, remedy: str) -> None:
-    """Refuses tables that cannot be numbered together."""
+    """Raise ValueError if the tables have too many rows in total to be numbered together."""
     if rows > MOST_ROWS:
         raise ValueError(f"the tables have {rows} rows, but together at most {MOST_ROWS} are numbered: {remedy}.")
 
 
 def _pieces(job: Job) -> Iterator[Any]:
-    """All pieces of all files. If they are read to the end, each file is the text that other readings saw."""
+    """Yield all pieces of all files; once exhausted, every file has been verified against earlier readings."""
     texts = []
     for piece in job.read(job.paths, _known_texts(job.state, len(job.paths))):
         texts += [piece.seen] if piece.seen.ended else []
@@ -252,8 +252,7 @@ def _pieces(job: Job) -> Iterator[Any]:
     check_untouched(job.paths, job.state["sources"])
     check_distinct_texts(job.paths, texts)
     if not job.state["texts"]:
-        # Noted before anything is made of this reading, so that what is made is never older than
-        # what is noted.
+        # Recorded before anything is written from this reading, so that nothing written is older than the record.
         job.state["texts"] = [[seen.bytes, seen.crc32, seen.lines] for seen in texts]
         write_json(job.directory / PROGRESS, job.state)
 
@@ -264,7 +263,7 @@ def _tell(job: Job, stage: str, piece: Any) -> None:
 
 
 def _share(job: Job, piece: Any) -> float | None:
-    """How much of all files was read, this piece included; unknown in the first reading of what is packed."""
+    """Return the fraction of all files read, this piece included; None in the first reading of .gz or Parquet files."""
     if rows := sum(rows for _, _, rows in job.state["texts"]):
         return (piece.first_row + piece.rows) / rows
     if any(is_gzip(path) or is_parquet(path) for path in job.paths):
@@ -274,7 +273,7 @@ def _share(job: Job, piece: Any) -> float | None:
 
 
 def _write_shard(job: Job, name: str, rows: dict[str, np.ndarray], last: Any) -> None:
-    """Writes rows and notes them, with the piece up to which the files were read for them."""
+    """Write rows and record the shard, with the piece up to which the files had been read."""
     index = sum(shard["split"] == name for shard in job.state["shards"])
     size = write_blocks(job.directory, name, index, rows, job.options["block_rows"], layout_of(job.state))
     label = rows["label"] if rows["label"].ndim == 1 else rows["label"][:, 0]
@@ -285,11 +284,11 @@ def _write_shard(job: Job, name: str, rows: dict[str, np.ndarray], last: Any) ->
 
 
 def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """The notes of a preparation: new ones, or those of the run before.
+    """Return the progress notes of a preparation: new ones, or those of the previous run.
 
     Raises:
-      ValueError: rows were written with other options or from other text; a note or a shard is
-        damaged or missing.
+      ValueError: shards were written with other options or from other text; the notes or a shard are damaged or
+        missing.
     """
     path = directory / PROGRESS
     remedy = f"Delete {directory} and run the preparation again."
@@ -299,13 +298,13 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
         if not differ:
             check_shards(directory, shard_bytes(state), layout_of(state))
             if state["sources"] != wanted["sources"]:
-                # With the times of now: the files were looked into.
+                # The text is unchanged: keep the new timestamps.
                 state["sources"] = wanted["sources"]
                 write_json(path, state)
             return state
         if state["shards"]:
             raise _other(directory, differ)
-    # Of a run that wrote no shard: nothing to lose.
+    # No shard has been written: nothing is lost.
     (directory / VOCABULARY).unlink(missing_ok=True)
     state = {**wanted, "texts": [], "shards": [], "bad_rows": []}
     write_json(path, state)
@@ -313,7 +312,7 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
 
 
 def _finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """The metadata of a complete preparation, if it is one of these files with these options.
+    """Return the metadata of a complete preparation, if it is one of these files with these options.
 
     Raises:
       ValueError: as `begin_notes`.
@@ -324,15 +323,14 @@ def _finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], re
         raise _other(directory, differ)
     check_files(directory, metadata)
     if metadata["sources"] != wanted["sources"]:
-        # So that the next call need not read the files again.
+        # The next call then need not read the files again.
         metadata["sources"] = wanted["sources"]
         write_json(directory / METADATA, metadata)
     return metadata
 
 
 def _known_texts(state: dict[str, Any], files: int) -> list[list[Seen]]:
-    """What earlier readings saw of each file, the shortest first: up to each shard, and to the
-    end."""
+    """Return the earlier readings of each file, shortest first: up to each shard, and to the end."""
     known: list[list[Seen]] = [[] for _ in range(files)]
     for shard in state.get("shards", []):
         source, end, crc = shard["text"]
@@ -343,10 +341,9 @@ def _known_texts(state: dict[str, Any], files: int) -> list[list[Seen]]:
 
 
 def _differences(kept, wanted, paths, read) -> list[str]:
-    """Names of the options and files that are not those of the notes; reads files whose times have
-    changed."""
+    """Name the options and files that differ from the notes, reading files whose timestamps have changed."""
     differ = [name for name, value in wanted["options"].items() if kept["options"].get(name) != value]
-    # Earlier versions noted no checksums of the texts: their rows are read, and none are added.
+    # Earlier versions recorded no checksums of texts: their datasets can be opened, but not continued.
     if "texts" not in kept or len(kept["sources"]) != len(paths):
         return [*differ, f"sources ({', '.join(path.name for path in paths)})"]
     known = _known_texts(kept, len(paths))
@@ -358,7 +355,7 @@ def _differences(kept, wanted, paths, read) -> list[str]:
 
 def _is_as_seen(path: Path, seen: list[Seen], read: Read) -> bool:
     if not seen:
-        return True  # nothing was made from it
+        return True  # no row was made from it
     try:
         for _ in read([path], [seen]):
             pass

@@ -1,10 +1,8 @@
-"""Raw files as they lie on disk: what they are, whether they are still what they were, and their
-text in whole lines.
+"""Raw files on disk: their format, whether they are unchanged, and their text in whole lines.
 
-A preparation reads its files once, twice or three times, and may go on days after it was killed. So
-every reading takes a checksum of the text on the way and compares it with what earlier readings
-saw, at each place up to which rows were written and at the end. Size and times say whether a file
-has to be read again to know that it is the same.
+A preparation reads its files one to three times, and may resume days after it was killed. Every reading therefore takes
+a checksum of the text and compares it with earlier readings, at each position up to which rows were written and at the
+end. Size and timestamps decide whether a file must be read again to verify that it is unchanged.
 """
 
 import collections
@@ -16,18 +14,18 @@ from typing import Any, NamedTuple
 
 from jaxrec.files import local_path
 
-CHUNK_BYTES = 16 << 20  # read at once: it bounds the memory of a preparation
+CHUNK_BYTES = 16 << 20  # read at once, which bounds the memory of a preparation
 _HEAD_BYTES = 1 << 20
 _STAMPS = ("mtime_ns", "ctime_ns")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Seen(NamedTuple):
-    """How far the text of a file was read, and the checksum of that much."""
+    """One reading of a file: how far its text was read, and the checksum up to there."""
 
     bytes: int
     crc32: int
-    lines: int  # that are whole, or rows of a table
+    lines: int  # whole lines, or rows of a table
     ended: bool  # the file ends here
 
 
@@ -37,18 +35,17 @@ class Chunk(NamedTuple):
     path: Path
     source: int  # number of the file, from 0
     first_line: int  # in the file, from 1
-    first_row: int  # in all files together, from 0, every line counted
+    first_row: int  # among the lines of all files, from 0
     text: bytes  # ends with a newline
-    rows: int  # its lines
-    seen: Seen  # of the file, this chunk included
+    rows: int  # number of lines
+    seen: Seen  # of the file up to the end of this chunk
 
 
 def local_files(sources: Sequence[str | Path]) -> list[Path]:
-    """Absolute paths of raw files.
+    """Return the absolute paths of raw files.
 
     Raises:
-      ValueError: none is given, a single path instead of several, or what is no file on this
-        machine.
+      ValueError: no path, a single path instead of several, or a path that is no file on this machine.
     """
     if isinstance(sources, str | Path):
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
@@ -62,12 +59,12 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def is_gzip(path: Path) -> bool:
-    """Whether a file is packed by gzip, as its first bytes say."""
+    """Whether a file is compressed by gzip, judged by its first bytes."""
     return _first_bytes(path, 2) == b"\x1f\x8b"
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is Parquet, as its first bytes say."""
+    """Whether a file is Parquet, judged by its first bytes."""
     return _first_bytes(path, 4) == b"PAR1"
 
 
@@ -77,8 +74,7 @@ def _first_bytes(path, number):
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What tells a file from another at the cost of a MiB: name, size, times of changes, checksum
-    of its head."""
+    """Identify a file by reading one MiB: its name, size, timestamps, and the checksum of its head."""
     with open(path, "rb") as file:
         head = zlib.crc32(file.read(_HEAD_BYTES))
     stat = path.stat()
@@ -87,17 +83,17 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def same_stamps(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether a file was left alone between two fingerprints; the ctime tells it if the mtime was set back."""
+    """Whether a file was untouched between two fingerprints; ctime reveals a change even if mtime was set back."""
     return all(a[stamp] == b[stamp] for stamp in _STAMPS)
 
 
 def same_head(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two fingerprints may be of the same text, whatever their times."""
+    """Whether two fingerprints may belong to the same text, whatever their timestamps."""
     return all(a[key] == b[key] for key in a if key not in _STAMPS)
 
 
 def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]]) -> None:
-    """Refuses files that were written to since their fingerprints were taken."""
+    """Raise ValueError if a file was written to after its fingerprint was taken."""
     for path, before in zip(paths, fingerprints, strict=True):
         now = fingerprint(path) if path.is_file() else None
         if now is None or not (same_head(now, before) and same_stamps(now, before)):
@@ -108,13 +104,15 @@ def check_untouched(paths: Sequence[Path], fingerprints: Sequence[dict[str, Any]
 
 
 def check_distinct_files(paths: Sequence[Path]) -> None:
-    """Refuses a file that is given twice, before anything is written."""
+    """Raise ValueError if a file is given twice, before anything is written."""
     _check_distinct(paths, [(path.stat().st_dev, path.stat().st_ino) for path in paths])
 
 
 def check_distinct_texts(paths: Sequence[Path], texts: Sequence[Seen]) -> None:
-    """Refuses two files with one text, such as a file and its .gz: train rows of one would be test rows of
-    the other."""
+    """Raise ValueError if two files have the same text, such as a file and its .gz.
+
+    Training rows of one would be test rows of the other.
+    """
     _check_distinct(paths, [(text.bytes, text.crc32) for text in texts])
 
 
@@ -127,15 +125,15 @@ def _check_distinct(paths, keys):
 
 
 def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> Iterator[Chunk]:
-    """Streams files, plain or packed by gzip, as chunks of whole lines in bounded memory.
+    """Stream files, plain or compressed by gzip, as chunks of whole lines in bounded memory.
 
     Args:
-      paths: of the files.
-      known: for each file what earlier readings saw of it, the shortest first.
+      paths: the files.
+      known: earlier readings of each file, shortest first.
 
     Raises:
-      ValueError: a file is empty, is no text, is no longer the text that was seen, or has an
-        endless line; what gzip has packed is truncated or corrupt.
+      ValueError: a file is empty, is not text, differs from an earlier reading, or has an endless line; a .gz file is
+        truncated or corrupt.
     """
     first_row = 0
     for number, path in enumerate(paths):
@@ -165,8 +163,7 @@ def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, See
 
 
 def _checked(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, int, int, bool]]:
-    """Blocks of text, each with bytes and checksum of the text up to its end, and whether the file
-    ends there."""
+    """Yield blocks of text, with length and checksum of the text up to each end, and whether the file ends there."""
     marks, end, crc = collections.deque(known), 0, 0
     blocks = _blocks(path)
     block = next(blocks, b"")
@@ -186,7 +183,7 @@ def _checked(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, int, in
 
 
 def changed(path: Path) -> ValueError:
-    """The error of a file whose text is another one than rows were made from."""
+    """Make the error for a file whose text changed after rows were made from it."""
     return ValueError(
         f"{path} is not the text that rows were prepared from before: it was edited, cut or has grown. Bring the old "
         "text back, take another directory, or delete the directory and prepare anew."

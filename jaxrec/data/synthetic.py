@@ -1,8 +1,7 @@
-"""A synthetic click log: power-law ids, a planted teacher, any number of examples in constant
-memory.
+"""A synthetic click log: power-law ids, a planted teacher, any number of examples in constant memory.
 
-The teacher that draws the labels is known, so its own AUC and normalised entropy say how far a run
-is from the best possible. Batch i depends on the seed and i alone.
+The teacher that draws the labels is known, so that its AUC and normalised entropy are the best that a model can reach.
+Batch i depends on the seed and i alone.
 
 Legend: B batch, N dense features, F fields, L latent width.
 """
@@ -18,23 +17,21 @@ from jaxrec.bounds import is_not_negative, real_number, whole_number
 from jaxrec.embedding.tables import initial_rows
 from jaxrec.types import Batch
 
-# Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with
-# DLRM.
+# Distinct values of the 26 categorical fields of the Criteo Kaggle training set, as published with DLRM.
 CRITEO_KAGGLE_CARDINALITIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
     2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
 
 _LATENT = 4
-_TRAIN, _TEST, _VALIDATION = 0, 1, 3  # 2 draws the teacher
+_TRAIN, _TEST, _VALIDATION = 0, 1, 3  # stream 2 draws the teacher
 
 
 def scaled_cardinalities(rows: int) -> tuple[int, ...]:
-    """The Criteo Kaggle cardinalities brought to `rows` in all: the largest cut to a common cap, or
-    all stretched.
+    """Scale the Criteo Kaggle cardinalities to a total of `rows`, by a cap on the largest or by stretching all.
 
     Args:
-      rows: of all tables together, at least 78.
+      rows: total rows of all tables, at least 78.
 
     Raises:
       ValueError: fewer rows than 26 tables of 3.
@@ -59,23 +56,22 @@ def scaled_cardinalities(rows: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticClicks:
-    """The click log as pure functions of a batch index.
+    """A click log as pure functions of a batch index.
 
     Attributes:
-      cardinalities: ids of each of the F fields run from 0 to cardinality - 1, frequent ones first;
-        below 2**31.
+      cardinalities: number of ids of each of the F fields, below 2**31; ids count from 0, most frequent first.
       dense_features: N.
-      exponent: of the power law of the ids; 0 is uniform. Default 1.05, measured on production
+      exponent: exponent of the power law of the ids; 0 is uniform. The default of 1.05 was measured on production
         traces.
-      seed: of teacher and examples.
+      seed: seed of teacher and examples.
       signal: standard deviation of the teacher's logit.
-      bias: of the teacher's logit; -1.2 gives about 25 % clicks.
-      curved: share of the variance of the logit, up to 1, that is a wave of a sum over the fields,
-        which sums and products of two fields cannot express.
+      bias: bias of the teacher's logit; -1.2 gives about 25 % clicks.
+      curved: share of the variance of the logit, from 0 to 1, that is a wave of a sum over the fields, which sums and
+        products of two fields cannot express.
       lookup: name of the lookup in `Batch.ids`.
 
     Raises:
-      ValueError: no field, a size or number out of range, or one that is not finite.
+      ValueError: no field, or a value that is out of range or not finite.
     """
 
     cardinalities: tuple[int, ...]
@@ -98,17 +94,16 @@ class SyntheticClicks:
         real_number("bias", self.bias, "finite", math.isfinite)
 
     def batch(self, index: int, batch_size: int, test: bool = False, validation: bool = False) -> Batch:
-        """Draws batch `index`; test and validation batches are streams of their own.
+        """Draw batch `index` of the train, test or validation stream.
 
         Args:
           index: 0, 1, ...
           batch_size: B.
-          test: from the test stream.
-          validation: from the validation stream.
+          test: draw from the test stream.
+          validation: draw from the validation stream.
 
         Returns:
-          Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight
-          1.
+          Batch with ids {lookup: i32[B, F]}, dense f32[B, N] standard normal, label f32[B], weight 1.
         """
         if test and validation:
             raise ValueError("test=True and validation=True name two streams: give one of them.")
@@ -121,11 +116,11 @@ class SyntheticClicks:
         return batch._replace(label=click.astype(np.float32))
 
     def teacher_logit(self, batch: Batch) -> np.ndarray:
-        """The logit that the labels of a batch are drawn from, f32[B].
+        """Return the logits from which the labels of a batch are drawn, f32[B].
 
-        A bias, a weight for each id, a linear term of the dense features, and the dot products of
-        latent vectors (width L) of each field and the next: half of the variance is first order,
-        half is second order. Beside them stands the wave, if `curved`.
+        The sum of a bias, a weight per id, a linear term of the dense features, and the dot products of latent vectors
+        (width L) of each field and the next: half of the variance is first order, half is second order. `curved` mixes
+        in the wave.
         """
         ids = batch.ids[self.lookup]
         fields = ids.shape[1]
@@ -140,8 +135,8 @@ class SyntheticClicks:
         mixed = share[0] * pairs + share[1] * first + share[2] * linear
         if self.curved:
             score = initial_rows((ids + starts).reshape(-1), 1, 3**0.5, self.seed ^ 0xC0FFEE).reshape(ids.shape)
-            # The sum is normal, of variance 1; the wave has a part 2 exp(-2) of it that is straight, by which a
-            # network finds the sum, and variance 1/2.
+            # The sum is normal with variance 1. The wave has variance 1/2 and a linear component, 2 exp(-2) times the
+            # sum, by which a network finds the sum.
             wave = np.sin(2 * score.sum(1) / fields**0.5) / 0.5**0.5
             mixed = (1 - self.curved) ** 0.5 * mixed + self.curved**0.5 * wave
         return (self.bias + self.signal * mixed).astype(np.float32)
@@ -149,15 +144,13 @@ class SyntheticClicks:
     def stream(
         self, batch_size: int, start: int = 0, batches: int | None = None, test: bool = False, validation: bool = False
     ) -> Iterator[Batch]:
-        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
-        `batches`."""
+        """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""
         indices = itertools.count(start) if batches is None else range(start, batches)
         return (self.batch(index, batch_size, test, validation) for index in indices)
 
 
 def _power_law(uniform, cardinalities, exponent):
-    """Ids i32[B, F] with P(id) ~ (id + 1)^-exponent, by the inverse of the continuous
-    distribution."""
+    """Draw ids i32[B, F] with P(id) ~ (id + 1)^-exponent by inverting the continuous distribution."""
     n = np.asarray(cardinalities, np.float64)
     if exponent == 1:
         x = np.exp(uniform * np.log(n + 1))

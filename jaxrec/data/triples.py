@@ -1,11 +1,10 @@
-"""Knowledge graphs as triples: files, batches with shared negatives, and the known tails of
-filtered ranking.
+"""Knowledge graphs as triples: files, batches with shared negatives, and known tails for filtered ranking.
 
-Every triple (h, r, t) is also learned and asked as its reciprocal (t, r + R, h), so that a model
-ranks tails only (Lacroix et al., arXiv 1806.07297, section 3.2).
+Every triple (h, r, t) is also learned and queried as its reciprocal (t, r + R, h), so that a model ranks tails only
+(Lacroix et al., arXiv 1806.07297, section 3.2).
 
-Legend: n triples, N entities, R relations (2 R with their reciprocals), B batch, G groups of a
-batch, K negatives of a group.
+Legend: n triples, N entities, R relations (2 R with their reciprocals), B batch, G groups of a batch, K negatives of a
+group.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ _MAX_ID = 10**9
 
 
 class Triples(NamedTuple):
-    """A knowledge graph in three parts; ids of entities and of relations begin at 0."""
+    """A knowledge graph in three splits; ids of entities and of relations start at 0."""
 
     train: np.ndarray  # i32[n, 3]: head, relation, tail
     valid: np.ndarray  # i32[n, 3]
@@ -36,21 +35,19 @@ class Triples(NamedTuple):
 
 
 def load_triples(directory: Path | str, entities: int | None = None, relations: int | None = None) -> Triples:
-    """Reads DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`, as
-    OpenKE writes them.
+    """Read the OpenKE files DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`.
 
     Args:
-      directory: where the three files are.
-      entities: N; one more than the largest id of an entity if None.
-      relations: R; one more than the largest id of a relation if None.
+      directory: directory of the three files.
+      entities: N; None for one more than the largest entity id.
+      relations: R; None for one more than the largest relation id.
 
     Returns:
-      Triples, in the order of the files.
+      Triples, in file order.
 
     Raises:
-      ValueError: a file is missing, cannot be unpacked or is empty; a line is not of three
-        integers; there are more or fewer triples than the first line says; an id is negative or too
-        large. Names the file and the line.
+      ValueError: a file is missing, empty or cannot be unpacked; a line is not three integers; the number of triples
+        differs from the first line; an id is negative or too large. Names the file and the line.
     """
     files = {split: _find(Path(directory), split) for split in _SPLITS}
     parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
@@ -71,21 +68,20 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
 def generate_triples(
     entities: int = 400, relations: int = 8, clusters: int = 20, tails: int = 4, seed: int = 0
 ) -> Triples:
-    """Draws a small graph that can be learned: relation r links the entities of cluster c to those
-    of cluster p_r(c).
+    """Generate a small learnable graph: relation r links the entities of cluster c to those of cluster p_r(c).
 
     Args:
-      entities: N; entity e is of cluster e % clusters.
+      entities: N; entity e belongs to cluster e % clusters.
       relations: R; each has a permutation p_r of the clusters.
-      clusters: how many.
-      tails: how many draws of a tail for each entity and relation.
-      seed: of the permutations, the tails and the split into 80 % train, 10 % valid and 10 % test.
+      clusters: number of clusters.
+      tails: number of tails drawn for each entity and relation.
+      seed: seed of the permutations, the tails and the split into 80 % train, 10 % valid and 10 % test.
 
     Returns:
       Triples, all distinct.
 
     Raises:
-      ValueError: not 1 <= clusters <= entities, or less than ten triples.
+      ValueError: not 1 <= clusters <= entities, or fewer than ten triples.
     """
     if not 1 <= clusters <= entities or entities * relations * tails < 10:
         raise ValueError(
@@ -105,7 +101,7 @@ def generate_triples(
 
 
 def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
-    """Puts the reciprocals (t, r + R, h) after the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
+    """Append the reciprocals (t, r + R, h) to the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
 
     >>> both_directions(np.array([[5, 1, 7]]), relations=3).tolist()
     [[5, 1, 7], [7, 4, 5]]
@@ -115,25 +111,23 @@ def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TripleBatches:
-    """Training batches, a pure function of (seed, index), with uniform negatives that many examples
-    share.
+    """Training batches as a pure function of (seed, index), with uniform negatives shared by groups of examples.
 
-    The examples of a batch are cut into G groups of B / G in their order, and each group has K
-    negatives of its own: a batch then means the same on any number of devices that divides G, each
-    with whole groups. The last batch of an epoch is padded with examples of weight 0 whose ids are
-    missing.
+    The examples of a batch are cut, in order, into G groups of B / G, each with its own K negatives. A batch thus means
+    the same on any number of devices that divides G, each with whole groups. The last batch of an epoch is padded with
+    examples of weight 0 and missing ids.
 
     Attributes:
-      triples: i32[n, 3], with reciprocals if they are to be learned.
-      entities: N, from which negatives are drawn.
+      triples: i32[n, 3], including the reciprocals to be learned.
+      entities: N; negatives are drawn from all entities.
       batch_size: B.
       negatives: K.
       groups: G, a divisor of B.
-      seed: of the order of each epoch and of the negatives.
+      seed: seed of the order of each epoch and of the negatives.
 
     Raises:
-      ValueError: no triples, a size below 1, groups that do not divide the batch, or relations too
-        many for a float.
+      ValueError: no triples, a size below 1, groups that do not divide the batch, or a relation id that float32 cannot
+        represent exactly.
     """
 
     triples: np.ndarray
@@ -156,18 +150,18 @@ class TripleBatches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches that hold every triple once."""
+        """Number of batches that cover every triple once."""
         return -(-len(self.triples) // self.batch_size)
 
     def batch(self, index: int) -> Batch:
-        """Makes batch `index`, of epoch index // batches_per_epoch.
+        """Make batch `index`, of epoch index // batches_per_epoch.
 
         Args:
           index: 0, 1, ...
 
         Returns:
-          Batch with ids {'head': i32[B], 'tail': i32[B], 'negative': i32[G, K]}, dense f32[B, 1]
-          the relation (see `relation_of`), label f32[B] ones, weight f32[B].
+          Batch with ids {'head': i32[B], 'tail': i32[B], 'negative': i32[G, K]}, dense f32[B, 1] the relation (see
+          `relation_of`), label f32[B] ones, weight f32[B].
         """
         epoch, position = divmod(index, self.batches_per_epoch)
         start, size = position * self.batch_size, self.batch_size
@@ -182,8 +176,7 @@ class TripleBatches:
         return Batch(ids, relation, np.ones(size, np.float32), real.astype(np.float32))
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
-        """Yields batches `start`, `start` + 1, ...; for ever if `batches` is None, else up to index
-        `batches`."""
+        """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""
         index = start
         while batches is None or index < batches:
             yield self.batch(index)
@@ -192,13 +185,12 @@ class TripleBatches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownTails:
-    """All tails that a graph knows of each query (h, r), reciprocals included: the filter of
-    filtered ranking.
+    """All known tails of each query (h, r), reciprocals included: the filter of filtered ranking.
 
     Attributes:
       relations: 2 R.
-      queries: i64[q], sorted, h * 2 R + r of each query that has a tail.
-      starts: i64[q + 1], where in `tails` those of each query begin.
+      queries: i64[q], sorted keys h * 2 R + r of the queries that have a tail.
+      starts: i64[q + 1], offsets in `tails` of the tails of each query.
       tails: i32[m], ascending within a query.
     """
 
@@ -209,7 +201,7 @@ class KnownTails:
 
     @classmethod
     def of(cls, triples: Triples) -> "KnownTails":
-        """Collects the tails of train, valid and test, in both directions."""
+        """Collect the tails of train, valid and test, in both directions."""
         relations = 2 * triples.relations
         both = both_directions(np.concatenate(triples[:3]), triples.relations).astype(np.int64)
         pairs = np.unique((both[:, 0] * relations + both[:, 1]) * triples.entities + both[:, 2])
@@ -218,15 +210,14 @@ class KnownTails:
         return cls(relations, queries, np.append(starts, len(tails)), tails.astype(np.int32))
 
     def pairs(self, head: np.ndarray, relation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lists the known tails of n queries.
+        """List the known tails of n queries.
 
         Args:
           head: i32[n].
           relation: i32[n], below 2 R.
 
         Returns:
-          (position of the query i32[m], tail i32[m]), in the order of the queries; a query never
-          seen has none.
+          (query index i32[m], tail i32[m]), in query order; an unknown query has no tails.
         """
         wanted = head.astype(np.int64) * self.relations + relation
         place = np.minimum(np.searchsorted(self.queries, wanted), len(self.queries) - 1)
@@ -238,7 +229,7 @@ class KnownTails:
 
 @functools.lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of an epoch, i64[n]; kept, since each of its batches asks for it."""
+    """Return the order of an epoch, i64[n]; cached, since each of its batches needs it."""
     return np.random.default_rng([seed, _ORDER, epoch]).permutation(n)
 
 
@@ -254,7 +245,7 @@ def _find(directory: Path, split: str) -> Path:
 
 
 def _read(path: Path) -> np.ndarray:
-    """One file, i64[n, 3] in the order head, relation, tail; its lines count from 1."""
+    """Read one file, i64[n, 3] in the order head, relation, tail."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = data.decode("ascii").splitlines()

@@ -1,9 +1,9 @@
-"""Models as pure functions of dense features and activations: they never see a table.
+"""Models as pure functions of dense features and activations; none of them sees a table.
 
-Read `DLRM` first; `DCNv2`, `LR`, `FM`, `DNN`, `WideAndDeep`, `DeepFM` and `FinalMLP` have the same signature. `DIN`
-takes a history beside, and `Side` is one of two towers for retrieval, with `in_batch_softmax` as their loss.
-`link_prediction` has the scores, losses and ranks of knowledge graphs. docs/your_model.md says what a model of your
-own may want.
+Start with `DLRM`; `DCNv2`, `LR`, `FM`, `DNN`, `WideAndDeep`, `DeepFM` and `FinalMLP` share its signature. `DIN` also
+takes a history, and `Side` is one of the two towers of a retrieval model, trained with `in_batch_softmax`.
+`link_prediction` has scores, losses and ranks for knowledge graphs. docs/your_model.md describes what a model of your
+own may need.
 """
 
 from jaxrec.models.dcnv2 import DCNv2

@@ -1,8 +1,7 @@
-"""DCNv2: cross layers, full or low rank, and a deep tower, stacked or parallel (Wang et al., arXiv
-2008.13535).
+"""DCNv2: full or low-rank cross layers and a deep tower, stacked or in parallel (Wang et al., arXiv 2008.13535).
 
-Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, r rank; N is
-the last size of `bottom` if there is one.
+Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, r rank; N is the last size of
+`bottom` if there is one.
 """
 
 from collections.abc import Sequence
@@ -17,18 +16,18 @@ from jaxrec.models.tower import Tower
 class DCNv2(nn.Module):
     """Deep and cross network: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    x_0 is the dense features beside all embeddings, f32[B, X]; the cross layers learn products of
-    features explicitly, the tower learns the rest.
+    x_0 f32[B, X] concatenates the dense features and all embeddings. The cross layers learn products of features
+    explicitly, the tower learns the rest.
 
-    Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535, sections 3.2 to 3.4. With `bottom`, a rank
-    and `parallel=False` it is the DLRM-DCNv2 of MLPerf Training.
+    Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535, sections 3.2 to 3.4. With `bottom`, a rank and
+    `parallel=False` it is the DLRM-DCNv2 of MLPerf Training.
 
     Attributes:
-      cross_layers: how many cross layers.
-      rank: r of W = U V^T; a full matrix if None.
+      cross_layers: number of cross layers.
+      rank: r in W = U V^T; None for a full matrix.
       tower: layer sizes of the deep tower.
-      parallel: the tower beside the cross layers instead of after them.
-      bottom: layer sizes that the dense features pass first; none if empty.
+      parallel: whether the tower reads x_0, beside the cross layers, instead of their output.
+      bottom: layer sizes of an MLP applied to the dense features first; empty for none.
     """
 
     cross_layers: int = 3
@@ -54,11 +53,10 @@ class DCNv2(nn.Module):
 
 
 class Cross(nn.Module):
-    """One cross layer, x_{l+1} = x_0 * (W x_l + b) + x_l, with W = U V^T of rank r if there is one
-    (eqs. 1 and 2).
+    """One cross layer, x_{l+1} = x_0 * (W x_l + b) + x_l, where W may be U V^T of rank r (eqs. 1 and 2).
 
     Attributes:
-      rank: r, or None for a full matrix.
+      rank: r; None for a full matrix.
     """
 
     rank: int | None = None

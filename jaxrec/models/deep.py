@@ -1,4 +1,4 @@
-"""A tower over all features (DNN), alone, beside a linear part (Wide & Deep), and beside an FM (DeepFM).
+"""A tower over all features: alone (DNN), beside a linear part (Wide & Deep), or beside an FM (DeepFM).
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width.
 """
@@ -17,10 +17,10 @@ from jaxrec.models.tower import Tower
 class DNN(nn.Module):
     """A deep tower: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    logit = w^T a_L + b, a_{l+1} = relu(W_l a_l + b_l), a_0 the dense features beside all embeddings.
+    logit = w^T a_L + b, a_{l+1} = relu(W_l a_l + b_l), where a_0 concatenates the dense features and all embeddings.
 
-    Reference: Covington et al., "Deep Neural Networks for YouTube Recommendations", RecSys 2016, section 4.3.
-    AUC on Criteo_x4_001 in BARS: .81404.
+    Reference: Covington et al., "Deep Neural Networks for YouTube Recommendations", RecSys 2016, section 4.3. AUC on
+    Criteo_x4_001 in BARS: .81404.
 
     Attributes:
       tower: layer sizes.
@@ -38,11 +38,11 @@ class DNN(nn.Module):
 class WideAndDeep(nn.Module):
     """Wide & Deep: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    logit = w_wide^T x + w_deep^T a_L + b: a linear part and a tower, trained together. The linear part is `LR` over
-    the first number of each row, the tower sees the other E - 1 and the dense features.
+    logit = w_wide^T x + w_deep^T a_L + b: a linear part and a tower, trained jointly. The linear part is `LR` over the
+    first element of each row; the tower reads the other E - 1 elements and the dense features.
 
-    Reference: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016, equation 3. The paper's
-    crossed columns are categories of their own: prepare them as such. AUC on Criteo_x4_001 in BARS: .81423.
+    Reference: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016, equation 3. Prepare the paper's
+    crossed columns as additional categorical columns. AUC on Criteo_x4_001 in BARS: .81423.
 
     Attributes:
       tower: layer sizes.

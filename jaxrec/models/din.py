@@ -1,4 +1,4 @@
-"""DIN: what a user did before, weighed by what it has to do with what is shown now.
+"""DIN: a click model that weights each step of a user's history by its relevance to the candidate item.
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width, T steps of a history.
 """
@@ -14,15 +14,16 @@ from jaxrec.models.tower import Tower
 
 
 class DIN(nn.Module):
-    """Deep interest network: (dense f32[B, N], activations f32[B, F, E], candidate f32[B, E], history f32[B, T, E],
-    present bool[B, T]) -> logit f32[B].
+    """Deep interest network: dense features, activations, a candidate and a history -> logit f32[B].
 
-    The interest is v_U = sum_t a(e_t, v_A) e_t, whose weights a are not normalised, so that its length says how much
-    there was (section 4.3, equation 3); the tower sees it beside the candidate and all other features. The
-    activation unit a is a small tower over e, v_A, their difference and their product. PReLU and Dice of the paper
-    are ReLU here.
+    The arguments are dense f32[B, N], activations f32[B, F, E], candidate f32[B, E], history f32[B, T, E] and present
+    bool[B, T]. A history is looked up in one table with ids i32[B, T]; missing steps have id -1, and `present` masks
+    them.
 
-    A history is a lookup of one table with ids i32[B, T]; -1 where there is none, which `present` leaves out.
+    The interest is v_U = sum_t a(e_t, v_A) e_t. The weights a are not normalised, so that the norm of v_U reflects the
+    intensity of the interest (section 4.3, equation 3). The tower reads v_U, the candidate and all other features. The
+    activation unit a is a small tower over e, v_A, their difference and their product. ReLU replaces PReLU and Dice of
+    the paper.
 
     Reference: Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018, arXiv 1706.06978.
 

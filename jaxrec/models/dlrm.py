@@ -14,27 +14,27 @@ import numpy as np
 
 from jaxrec.models.tower import Tower
 
-# XLA:CPU of jaxlib 0.10 takes twice as long for the products of more vectors than its caches hold, which go through
-# them in pieces then: the whole step is 1.1 times as fast at width 128. Later ones are faster without.
+# With XLA:CPU of jaxlib 0.10 the products take twice as long once the vectors exceed the caches. In pieces, the whole
+# step is 1.1 times as fast at width 128. Later versions are faster without pieces.
 NUMBERS_AT_ONCE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62
 EXAMPLES_IN_A_PIECE = 128
 
 
 class DLRM(nn.Module):
-    """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit
-    f32[B].
+    """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    Reference: Naumov et al., arXiv 1906.00091, section 2. Weights are normal with variance 2 / (fan
-    in + fan out), biases normal with variance 1 / fan out, as in the reference code.
+    Weights are normal with variance 2 / (fan in + fan out), biases normal with variance 1 / fan out, as in the
+    reference code.
 
-    Numbers: one pass over the first 91,666 of 110,000 Criteo Kaggle rows (in time order) with the
-    defaults of `experiments/train.py --data criteo` gives a test AUC of 0.7607 to 0.7618 (3 seeds),
-    normalised entropy 0.849. Single-epoch results published for the whole set lie near an AUC of
-    0.80.
+    Reference: Naumov et al., arXiv 1906.00091, section 2.
+
+    Results: one pass over the first 91,666 of 110,000 Criteo Kaggle rows (in time order) with the defaults of
+    `experiments/train.py --data criteo` gives a test AUC of 0.7607 to 0.7618 (3 seeds) and a normalised entropy of
+    0.849. Published single-epoch results on the whole set are near an AUC of 0.80.
 
     Attributes:
-      bottom: layer sizes after the dense features; the last one is E.
-      top: layer sizes after the interaction, at least two; the last one is 1.
+      bottom: layer sizes of the MLP over the dense features; the last one is E.
+      top: layer sizes of the MLP after the interaction, at least two; the last one is 1.
     """
 
     bottom: Sequence[int] = (512, 256, 64, 16)
@@ -60,19 +60,17 @@ class DLRM(nn.Module):
 
 @jax.custom_vjp
 def dot_interaction(bottom: jax.Array, activations: jax.Array) -> jax.Array:
-    """All dot products between two different vectors of an example, of which `bottom` is the first.
+    """Compute the dot products of all pairs of distinct vectors of an example; `bottom` is the first vector.
 
-    The derivative is written out: autodiff would scatter the P gradients into a [F + 1, F + 1]
-    matrix, the slowest operation of the whole step on a CPU, where a gather of the symmetric matrix
-    will do.
+    The derivative is written out: autodiff would scatter the P gradients into a [F + 1, F + 1] matrix, the slowest
+    operation of the whole step on a CPU, where gathering them into the symmetric matrix suffices.
 
     Args:
       bottom: f32[B, E].
       activations: f32[B, F, E].
 
     Returns:
-      f32[B, P]: row by row the lower triangle of all F + 1 vectors times their transpose, without the
-      diagonal.
+      f32[B, P]: the strict lower triangle, row by row, of the products of all F + 1 vectors.
 
     >>> one = lambda *rows: jnp.array([rows], jnp.float32)
     >>> dot_interaction(one(1, 2), one((3, 4), (5, 6))).tolist()  # 1 3 + 2 4, 1 5 + 2 6, 3 5 + 4 6
@@ -94,7 +92,7 @@ def _interaction_forward(bottom, activations):
 
 
 def _interaction_backward(saved, gradient):
-    # With Z = X X^T, dX = (G + G^T) X; G has the gradients below its diagonal and zeros elsewhere.
+    # With Z = X X^T, dX = (G + G^T) X; G holds the gradients below its diagonal, zeros elsewhere.
     bottom, activations = saved
     size = activations.shape[1] + 1
     pairs = size * (size - 1) // 2
@@ -114,7 +112,7 @@ dot_interaction.defvjp(_interaction_forward, _interaction_backward)
 
 
 def of_each_example(function: Callable, vectors: jax.Array, *others: jax.Array) -> Any:
-    """The function of each example's arrays, [B, ...] each, all at once or, where that is faster, in pieces."""
+    """Map a function over the examples of arrays [B, ...], all at once or, where that is faster, in pieces."""
     whole = jax.vmap(function)
     if vectors.size <= NUMBERS_AT_ONCE:
         return whole(vectors, *others)

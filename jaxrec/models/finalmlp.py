@@ -1,4 +1,4 @@
-"""FinalMLP: two towers that see the features through gates of their own, and a bilinear fusion.
+"""FinalMLP: two towers, each with its own feature gate, and a bilinear fusion.
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width, X = N + F E, H heads.
 """
@@ -16,14 +16,14 @@ from jaxrec.models.tower import Tower
 class FinalMLP(nn.Module):
     """FinalMLP: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    h_s = 2 sigmoid(MLP_s(e_s)) * x for the streams s = 1, 2 (equations 4 and 5), with a context e_s that is
-    learned and the same for all examples (section 3.2.1, without features chosen by hand), o_s = MLP_s(h_s), and
-    logit = b + w_1^T o_1 + w_2^T o_2 + sum_h o_1h^T W_h o_2h over H heads (equations 7 and 8).
+    h_s = 2 sigmoid(MLP_s(e_s)) * x for the streams s = 1, 2 (equations 4 and 5), where the context e_s is learned and
+    shared by all examples (section 3.2.1, without hand-picked features), o_s = MLP_s(h_s), and logit = b + w_1^T o_1 +
+    w_2^T o_2 + sum_h o_1h^T W_h o_2h over H heads (equations 7 and 8).
 
     Reference: Mao et al., "FinalMLP", AAAI 2023, arXiv 2304.00902.
 
     Attributes:
-      towers: layer sizes of each stream; the last size of both is divisible by heads.
+      towers: layer sizes of each stream; both last sizes are divisible by `heads`.
       gate: hidden size of the gates.
       heads: H.
     """

@@ -1,11 +1,9 @@
-"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with the N3 penalty,
-filtered ranks.
+"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with N3 penalty, filtered ranks.
 
-A relation turns a head into a query, and a tail scores by its dot product with that. Rows of
-ComplEx are f32[2 C]: C real parts, then C imaginary ones.
+A relation maps a head to a query; the score of a tail is its dot product with the query. Rows of ComplEx are f32[2 C]:
+C real parts, then C imaginary parts.
 
-Legend: B batch, G groups per batch, K candidates or negatives, E row width, N entities,
-R relations, Q queries.
+Legend: B batch, G groups per batch, K candidates or negatives, E row width, N entities, R relations, Q queries.
 """
 
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from jaxrec.types import Batch
 
 
 class Model(NamedTuple):
-    """A factorisation: how a relation acts on a head, and the cube of each coordinate's length."""
+    """A factorisation: how a relation acts on a head, and the cubed modulus of each coordinate."""
 
     query: Callable  # (head f32[..., E], relation f32[..., E]) -> f32[..., E]
     cube: Callable  # f32[..., E] -> f32[..., E], or f32[..., C] where coordinates are complex
@@ -39,7 +37,7 @@ def _complex_cube(x):
 
 
 def _cube(squared):
-    # The constant keeps the gradient of the root finite at 0, where missing ids are.
+    # The constant keeps the gradient of the root finite at 0, the activation of a missing id.
     return squared * jnp.sqrt(squared + 1e-30)
 
 
@@ -48,8 +46,7 @@ COMPLEX = Model(_complex_query, _complex_cube)
 
 
 def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Scores every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575,
-    section 3.1).
+    """Score every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1).
 
     Args:
       head, relation: f32[B, E].
@@ -59,30 +56,29 @@ def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array
       f32[B, K].
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: incompatible shapes.
     """
     return score(DISTMULT, head, relation, tail)
 
 
 def complex_(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Scores every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al.,
-    arXiv 1606.06357).
+    """Score every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357).
 
     Args:
-      head, relation: f32[B, 2 C], real parts before imaginary ones.
+      head, relation: f32[B, 2 C], real parts before imaginary parts.
       tail: f32[K, 2 C].
 
     Returns:
       f32[B, K].
 
     Raises:
-      ValueError: shapes that do not fit, or an odd width.
+      ValueError: incompatible shapes, or an odd width.
     """
     return score(COMPLEX, head, relation, tail)
 
 
 def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Scores every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
+    """Score every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
     if head.ndim != 2 or head.shape != relation.shape or tail.ndim != 2 or head.shape[1] != tail.shape[1]:
         raise ValueError(
             f"a score wants head and relation [B, E] and tail [K, E], got {head.shape}, {relation.shape}, {tail.shape}."
@@ -92,8 +88,7 @@ def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -
 
 @jax.custom_vjp
 def _products(query, tail):
-    """query tail^T, f32[B, E] and f32[K, E] -> f32[B, K]; gradients contract last axes too (see
-    models/tower.py)."""
+    """Compute query tail^T, f32[B, E] and f32[K, E] -> f32[B, K]; gradients contract last axes (models/tower.py)."""
     return jax.lax.dot_general(query, tail, (((1,), (1,)), ((), ())))
 
 
@@ -107,29 +102,27 @@ _products.defvjp(lambda query, tail: (_products(query, tail), (query, tail)), _p
 
 
 def relation_of(batch: Batch) -> jax.Array:
-    """The relation of each example, i32[B], which `data.triples` puts into `dense` f32[B, 1]."""
+    """Return the relation of each example, i32[B], which `data.triples` stores in `dense` f32[B, 1]."""
     return batch.dense[:, 0].astype(jnp.int32)
 
 
 def make_loss(model: Model, n3: float = 0.0) -> Callable:
-    """Makes the loss of an example (h, r, t): softmax cross-entropy against shared negatives, and
-    the N3 penalty.
+    """Make the loss of a triple (h, r, t): softmax cross-entropy against shared negatives, plus the N3 penalty.
 
-    -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3),
-    where k runs over the negatives of the example's group without t itself. The paper's penalty has
-    a factor 1 / 3, which is in the weight here, as in its code (Lacroix et al., arXiv 1806.07297,
-    section 4).
+    -s(h, r, t) + log(exp s(h, r, t) + sum_k exp s(h, r, k)) + n3 (|h|_3^3 + |r|_3^3 + |t|_3^3), where k runs over the
+    negatives of the example's group except t itself. The factor 1 / 3 of the paper's penalty is part of n3 here, as in
+    the paper's code (Lacroix et al., arXiv 1806.07297, section 4).
 
     Args:
       model: DISTMULT or COMPLEX.
       n3: weight of the penalty.
 
     Returns:
-      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail':
-      f32[B, E], 'negative': f32[G, K, E]}, Batch) -> f32[B].
+      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
+      'negative': f32[G, K, E]}, Batch) -> f32[B].
 
     Raises:
-      ValueError: a negative weight; when called, groups that do not divide the batch.
+      ValueError: a negative n3; when the loss is called, a number of groups that does not divide the batch.
     """
     real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)
 
@@ -155,8 +148,7 @@ def _groups(batch_size, groups):
 
 
 def _cross_entropy(positive, negatives, batch, rows, group):
-    """log(1 + sum_k exp(s_k - s)), f32[B / G]; a negative that is the tail, or missing, does not
-    count."""
+    """log(1 + sum_k exp(s_k - s)), f32[B / G], over the negatives that are neither missing nor the tail itself."""
     ids = batch.ids["negative"][group][None, :]
     counts = (ids != batch.ids["tail"][rows][:, None]) & (ids >= 0)
     negatives = jnp.where(counts, negatives, -jnp.inf)
@@ -173,27 +165,25 @@ def filtered_ranks(
     known: Callable,
     chunk: int = 512,
 ) -> np.ndarray:
-    """Ranks the true tail of each query among all entities that are not known to be true
-    themselves.
+    """Rank the true tail of each query among all entities, leaving out its other known tails.
 
-    rank = 1 + #{higher} + #{equal} / 2: ties give the mean of their ranks, so that equal scores
-    gain nothing; a score that is not a number counts as higher. The filter is that of Bordes et
-    al., NIPS 2013.
+    rank = 1 + #{higher} + #{equal} / 2: ties get their mean rank, so that equal scores gain nothing; NaN counts as
+    higher. The filter is that of Bordes et al., NIPS 2013.
 
     Args:
       model: DISTMULT or COMPLEX.
       entities: f32[N, E].
       relations: f32[2 R, E].
-      queries: i32[Q, 3]: head, relation, true tail; both directions of a triple are two queries.
-      known: (head i32[q], relation i32[q]) -> (position of the query i32[m], known tail i32[m]), as
+      queries: i32[Q, 3]: head, relation, true tail; the two directions of a triple are two queries.
+      known: (head i32[q], relation i32[q]) -> (query index i32[m], known tail i32[m]), such as
         `data.triples.KnownTails.pairs`.
-      chunk: queries scored at once, in f32[chunk, N].
+      chunk: number of queries scored at once, in f32[chunk, N].
 
     Returns:
       f64[Q], from 1 to N.
 
     Raises:
-      ValueError: queries of another shape, or a chunk below 1.
+      ValueError: queries are not [Q, 3], or chunk is below 1.
     """
     queries = np.asarray(queries, np.int32)
     if queries.ndim != 2 or queries.shape[1] != 3 or chunk < 1:
@@ -212,8 +202,7 @@ def filtered_ranks(
 
 @jax.jit(static_argnums=0)
 def _ranks_of_chunk(model, entities, relations, queries, query, known):
-    """Ranks f32[q] of queries i32[q, 3], with known tails i32[m] of queries i32[m], q where there
-    is none."""
+    """Rank queries i32[q, 3], f32[q]; tail `known` i32[m] is known for query `query` i32[m], which is q for padding."""
     head, relation, tail = queries.T
     scores = score(model, entities[head], relations[relation], entities)
     own = jnp.take_along_axis(scores, tail[:, None], axis=1)  # f32[q, 1]
@@ -225,12 +214,12 @@ def _ranks_of_chunk(model, entities, relations, queries, query, known):
         return jnp.sum(compare(scores, own), axis=1, dtype=jnp.int32) - filtered
 
     higher = count(lambda scores, own: ~(scores <= own))
-    equal = count(lambda scores, own: scores == own) - 1  # without the tail itself
+    equal = count(lambda scores, own: scores == own) - 1  # the tail itself is not a tie
     return 1 + higher + jnp.maximum(equal, 0) / 2
 
 
 def ranking_metrics(ranks: np.ndarray) -> dict[str, float]:
-    """Sums ranks up: mean reciprocal rank and Hits@k, the share of ranks up to k.
+    """Summarise ranks: mean reciprocal rank and Hits@k, the share of ranks up to k.
 
     Args:
       ranks: f64[Q], 1 is best.

@@ -1,8 +1,7 @@
 """Logistic regression over categories (LR), the baseline of every click model.
 
-The first number of a row is the weight of its category, so that all models read the same activations; the other
-E - 1 are those of FM, and LR leaves them alone. A table of its own for weights would be a second lookup of the same
-ids, for the same numbers.
+The first element of a row is the weight of its category, so that all models read the same activations; LR ignores the
+other E - 1, the factors of FM. A separate table of weights would cost a second lookup of the same ids.
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width.
 """
@@ -14,7 +13,7 @@ import jax
 class LR(nn.Module):
     """Logistic regression: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    logit = w_0 + sum_i w_i x_i, over one-hot categories (w_i the first number of each row) and dense features.
+    logit = w_0 + sum_i w_i x_i, over one-hot categories (w_i is the first element of each row) and dense features.
 
     Reference: Richardson et al., "Predicting Clicks", WWW 2007, section 5. AUC on Criteo_x4_001 in BARS: .79336.
 
@@ -28,15 +27,15 @@ class LR(nn.Module):
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         check_inputs(self, dense, activations)
-        of_dense = nn.Dense(1, kernel_init=nn.initializers.zeros)(dense)[:, 0]  # with w_0
+        of_dense = nn.Dense(1, kernel_init=nn.initializers.zeros)(dense)[:, 0]  # includes w_0
         return of_dense + activations[:, :, 0].sum(axis=1)
 
 
 def check_inputs(model: nn.Module, dense: jax.Array, activations: jax.Array, least_width: int = 1) -> None:
-    """Refuses inputs that are not what every click model takes.
+    """Check that dense features and activations have the shapes that all click models take.
 
     Raises:
-      ValueError: other shapes; rows that are too narrow.
+      ValueError: incompatible shapes, or rows narrower than `least_width`.
     """
     name = type(model).__name__
     if dense.ndim != 2 or activations.ndim != 3 or len(dense) != len(activations):

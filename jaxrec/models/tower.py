@@ -1,9 +1,8 @@
 """Layers relu(x W + b) that keep activations feature-major, f32[features, B], for speed on CPUs.
 
-XLA:CPU (jaxlib 0.10) runs a matrix product with its fast kernels only where the left side is
-contracted over its last axis; the weight gradient x^T g of an example-major layer is not of that
-form, all three products of a feature-major one are. Transposing weights is cheap, transposing
-activations is not. On other platforms the two are alike.
+XLA:CPU (jaxlib 0.10) uses its fast matrix kernels only if the left operand is contracted over its last axis. The weight
+gradient x^T g of an example-major layer does not have this form; all three products of a feature-major layer do.
+Transposing weights is cheap, transposing activations is not. On other platforms both layouts perform alike.
 
 Legend: B batch, I and O sizes of a layer.
 """
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 
 
 class Tower(nn.Module):
-    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters as those of
-    `nn.Dense`.
+    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters have the shapes of `nn.Dense`.
 
     Attributes:
       sizes: O of each layer, at least one.
-      kernel_init: of the kernels f32[I, O].
-      bias_deviation: standard deviation of the initial biases, times O^1/2.
+      kernel_init: initializer of the kernels f32[I, O].
+      bias_deviation: the initial biases have standard deviation bias_deviation / O^1/2.
     """
 
     sizes: Sequence[int]
@@ -41,12 +39,12 @@ class Tower(nn.Module):
 
 @jax.custom_vjp
 def layer(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """relu(W^T x + b) of x f32[I, B], W f32[I, O], b f32[O]: f32[O, B]."""
+    """Compute relu(W^T x + b), f32[O, B], of x f32[I, B], W f32[I, O] and b f32[O]."""
     return _layer_forward(x, kernel, bias)[0]
 
 
 def _layer_forward(x, kernel, bias):
-    # The barrier keeps the transpose out of the product, which would lose its fast kernel.
+    # Without the barrier XLA fuses the transpose into the product, which then has no fast kernel.
     y = jnp.maximum(jax.lax.optimization_barrier(kernel.T) @ x + bias[:, None], 0)
     return y, (x, kernel, y)
 
@@ -63,7 +61,7 @@ layer.defvjp(_layer_forward, _layer_backward)
 
 @jax.custom_vjp
 def first_layer(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """relu(W^T x^T + b) of x f32[B, I], example-major: f32[O, B], feature-major."""
+    """Compute relu(W^T x^T + b), feature-major f32[O, B], of example-major x f32[B, I]."""
     return _first_forward(x, kernel, bias)[0]
 
 
@@ -75,7 +73,7 @@ def _first_forward(x, kernel, bias):
 def _first_backward(saved, gradient):
     x, kernel, y = saved
     gradient = jnp.where(y > 0, gradient, 0)
-    # Without its barrier XLA turns (g x)^T round into x^T g^T, which has no fast kernel.
+    # Without the barrier of `_in_turn` XLA rewrites (g x)^T as x^T g^T, which has no fast kernel.
     by_kernel, gradient = _in_turn(gradient @ x, gradient)
     by_x = _contract_last(jax.lax.optimization_barrier(gradient.T), kernel)
     return by_x, by_kernel.T, _row_sums(gradient)
@@ -85,13 +83,12 @@ first_layer.defvjp(_first_forward, _first_backward)
 
 
 def _contract_last(a, b):
-    """a b^T, f32[m, k] and f32[n, k] -> f32[m, n]."""
+    """Compute a b^T, f32[m, k] and f32[n, k] -> f32[m, n]."""
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
 
 
 def _in_turn(first, operand):
-    """Makes what uses the operand wait for the first product: two at once push each other out of
-    the caches."""
+    """Make users of the operand wait for `first`: two products at once evict each other from the caches."""
     return jax.lax.optimization_barrier((first, operand))
 
 

@@ -1,4 +1,4 @@
-"""Two towers for retrieval: a query and an item meet in one product, so that items are ranked by a search.
+"""Two-tower retrieval: query and item meet only in a dot product, so that items are ranked by vector search.
 
 Legend: B batch, N dense features, F embedding vectors, E embedding width, D width of the last layer.
 """
@@ -13,13 +13,13 @@ from jaxrec.models.tower import Tower
 
 
 class Side(nn.Module):
-    """One of two towers: features f32[B, F, E] (and dense f32[B, N]) -> f32[B, D] of length 1.
+    """One of two towers: activations f32[B, F, E] (and dense f32[B, N]) -> unit vectors f32[B, D].
 
-    Reference: Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", RecSys
-    2019, section 3.
+    Reference: Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", RecSys 2019,
+    section 3.
 
     Attributes:
-      tower: layer sizes; D is the last, whose layer has no ReLU.
+      tower: layer sizes; the last one is D, and the last layer has no ReLU.
     """
 
     tower: Sequence[int] = (128, 64)
@@ -32,7 +32,7 @@ class Side(nn.Module):
         x = x if dense is None else jnp.concatenate([x, dense], axis=1)
         hidden = Tower(self.tower[:-1])(x).T if len(self.tower) > 1 else x
         out = nn.Dense(self.tower[-1], use_bias=False)(hidden)
-        # The small number keeps the gradient of a zero vector finite.
+        # The constant keeps the gradient of a zero vector finite.
         return out * jax.lax.rsqrt(jnp.sum(out * out, axis=1, keepdims=True) + 1e-12)
 
 
@@ -44,23 +44,23 @@ def in_batch_softmax(
     item_id: jax.Array | None = None,
     temperature: float = 0.05,
 ) -> jax.Array:
-    """The loss of each query whose own item competes with all other items of the batch.
+    """Compute the softmax loss of each query, whose negatives are the other items of the batch.
 
-    -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = <u_i, v_j> / temperature - log p_j (Yi et al., RecSys 2019, equations 3
-    to 5). Popular items are in many batches, and without the correction by log p_j they are pushed down for it.
+    -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = <u_i, v_j> / temperature - log p_j (Yi et al., RecSys 2019, equations 3 to
+    5). Popular items occur in many batches; without the correction by log p_j they would be penalised for it.
 
     Args:
-      query, item: f32[B, D], of length 1.
-      weight: f32[B]; an item of weight 0 is in no sum. 1 if None.
-      log_share: f32[B], log p_j: the share of the examples that have this item; no correction if None.
-      item_id: i32[B]; an example with the same item as query i's is no competitor of it. All are if None.
-      temperature: tau, above 0.
+      query, item: f32[B, D], unit vectors; item i is the positive of query i.
+      weight: f32[B]; an item of weight 0 is no negative of any query. 1 if None.
+      log_share: f32[B], log p_j, where p_j is the share of examples with this item; no correction if None.
+      item_id: i32[B]; examples with the item of query i are no negatives of it. All other items are if None.
+      temperature: above 0.
 
     Returns:
       f32[B].
 
     Raises:
-      ValueError: shapes that do not fit; a temperature that is not above 0.
+      ValueError: incompatible shapes, or a temperature that is not above 0.
 
     >>> same = jnp.eye(3)
     >>> [round(float(loss), 4) for loss in in_batch_softmax(same, same, temperature=1.0)]  # log(e + 2) - 1

@@ -1,16 +1,14 @@
-"""ShadowSync: replicas of the dense parameters synchronised in the background, or in the
-foreground.
+"""ShadowSync: synchronisation of dense replicas in the background or in the foreground.
 
-    group = SyncGroup(easgd(), params, trainers=4)      # its docstring has an example to copy
+    group = SyncGroup(easgd(), params, trainers=4)      # complete example in its docstring
     with group.trainer(i) as sync:                      # in the thread of trainer i
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one
 
-`train_freely` runs such trainers on shared host tables, `train_stretch` goes on with them,
-`FreeTrainers` is an engine of stretches, with hooks in between, and `Emulation` runs any number of
-them on one device, in a seeded order. Read `rules` first, which has
-the equations, then `synchroniser`. `Shadow` and `Foreground` are what a group hands out, over an
-`AllToAll`, a `Centre`, or a transport of your own.
+`train_freely` runs such trainers over shared host tables, `train_stretch` continues their training, `FreeTrainers` is
+an engine that trains in stretches and calls hooks in between, and `Emulation` runs any number of trainers on one device
+in a seeded order. Start with the equations in `rules`, then read `synchroniser`. A group gives each trainer a `Shadow`
+or a `Foreground`, over an `AllToAll`, a `Centre` or a custom transport.
 """
 
 from jaxrec.shadowsync.emulation import ALL_REDUCE, Emulation, Script

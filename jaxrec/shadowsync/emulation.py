@@ -1,18 +1,15 @@
-"""n trainers with m Hogwild workers each, emulated on one device: the same bits in every run.
+"""Emulation of n trainers with m Hogwild workers each on one device, bitwise reproducible.
 
-An event belongs to one worker: it applies the gradients that it has computed to its trainer's
-parameters and to the shared rows as they are by now, reads both, and computes the gradients of its
-next batch from what it has read. Its gradient is therefore as old as the events of others that came
-between, m n - 1 on average: example-level parallelism is B m n, whatever the machine. In a tick
-every trainer has one event; in m ticks every worker has one, in an order that the seed draws anew.
-Embedding gradients are applied by the row optimizer to the newest row, as embedding parameter
-servers do. Synchronisation comes at the ends of ticks, by a script: a round begins every so many
-ticks, and its result is folded in `latency_ticks` later; none is the foreground. `Emulation.finish`
-plays the last rounds, those that `finish` of a real synchroniser makes: without them what is
-evaluated is not what a user gets.
+An event belongs to one worker: the worker applies its pending gradients to the current parameters of its trainer and to
+the current shared rows, reads both, and computes the gradients of its next batch from them. The staleness of a gradient
+is the number of events of other workers in between, m n - 1 on average, so the example-level parallelism is B m n on
+any machine. In one tick every trainer has one event; in m ticks every worker has one, in a newly drawn, seeded order.
+The row optimizer applies embedding gradients to the newest row, as in an embedding parameter server. Rounds of
+synchronisation happen at the ends of ticks, by a script: a round begins every `every_ticks` ticks, and its result is
+folded in `latency_ticks` later, at once in the foreground. `Emulation.finish` emulates the last rounds made by
+`finish` of a real synchroniser; without them the evaluated model would differ from the one a user gets.
 
-Events are two small programs each, called one after the other: in a `lax.scan` XLA:CPU took 2.5
-times as long.
+The small programs of an event are called one after the other: with `lax.scan`, XLA:CPU took 2.5 times as long.
 
 Regime: free-running, emulated. Reference: Zheng et al., ShadowSync, arXiv 2003.03477.
 Legend: n trainers, m workers per trainer, B batch, U padded unique rows.
@@ -40,14 +37,14 @@ ALL_REDUCE = "all_reduce"
 
 
 class Script(NamedTuple):
-    """When replicas are synchronised.
+    """Schedule of synchronisation rounds.
 
     Attributes:
-      rule: from `rules`.
-      every_ticks: a round begins so often, the k of FR-k. With a centre trainer i begins in the
-        ticks t where (t + i) % k == 0, else all begin together.
-      latency_ticks: from the beginning of a round to its result. 0 is the foreground; a shadow
-        whose rounds take k ticks, back to back, has every_ticks = latency_ticks = k.
+      rule: synchronisation rule from `rules`.
+      every_ticks: ticks from one round to the next, the k of FR-k. With a centre, trainer i begins a round in ticks t
+        with (t + i) % k == 0; without one, all trainers begin together.
+      latency_ticks: ticks from the beginning of a round to its result; 0 is the foreground. A shadow with back-to-back
+        rounds of k ticks has every_ticks = latency_ticks = k.
     """
 
     rule: Rule
@@ -56,7 +53,7 @@ class Script(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a worker has computed and not applied yet."""
+    """Gradients that a worker has computed but not applied yet."""
 
     gradient: PyTree
     by_rows: dict[str, jax.Array]  # {stack: f32[1, U, E]}
@@ -64,28 +61,29 @@ class Pending(NamedTuple):
 
 
 class Emulation:
-    """Trains n x m workers on batches, tick by tick.
+    """Emulation of n trainers with m workers each, tick by tick.
 
     Args:
-      spec: with one shard.
-      loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a key
-        nor return variables.
+      spec: embedding spec with one shard.
+      loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
+        variables.
       params: initial dense parameters of every replica.
       trainers: n.
       workers: m.
-      script: how they synchronise; None for not at all; 'all_reduce' for lock-step training of the
-        dense parameters with the mean of the trainers' gradients, and m = 1.
-      seed: of the order of events.
-      programs: from `make_events`, to compile them once for several emulations.
+      script: schedule of synchronisation; None for no synchronisation; 'all_reduce' for lock-step training of the dense
+        parameters with the mean of the trainers' gradients, which requires m = 1.
+      seed: seed of the order of events.
+      programs: result of `make_events`, to compile the programs once for several emulations.
 
     Attributes:
       dense: DenseState of each trainer, without a replica axis.
-      tables: shared by all.
-      ticks, batch_size: so far.
+      tables: embedding tables shared by all trainers.
+      ticks: number of ticks so far.
+      batch_size: examples per batch of the last tick.
 
     Raises:
-      ValueError: n or m < 1; several shards; rounds that overlap; all_reduce with several workers;
-        a loss that wants a key. `run`: a loss that returns variables.
+      ValueError: n or m < 1; several shards; overlapping rounds; all_reduce with several workers; a loss that takes a
+        key. In `run`: a loss that returns variables.
     """
 
     def __init__(
@@ -122,27 +120,27 @@ class Emulation:
 
     @property
     def average_sync_gap(self) -> float:
-        """Steps of a trainer per round, without the last ones; inf if there was none."""
+        """Steps of a trainer per round, without the rounds of `finish`; inf without a round."""
         rounds = self._rounds.rounds if self._rounds else 0
         return self.ticks / rounds if rounds else float("inf")
 
     def replica(self, number: int = 0) -> TrainState:
-        """One trainer's dense state with the shared tables, as a step takes them."""
+        """Return one trainer's state, with a replica axis of length 1 and the shared tables."""
         return TrainState(with_replica(self.dense[number]), self.tables)
 
     def run(self, batches: Iterable[Batch]) -> np.ndarray:
-        """Trains on all batches, n per tick, until every gradient is applied.
+        """Train on all batches, n per tick, until every gradient is applied.
 
-        A last part of a tick is left out.
+        An incomplete last tick is dropped.
 
         Args:
-          batches: of one size; trainer i has every n-th.
+          batches: batches of one size; trainer i gets batches i, i + n, i + 2 n, ...
 
         Returns:
           The mean loss of each tick, f32[ticks].
 
         Raises:
-          ValueError: there are fewer batches than trainers; the trainers have finished.
+          ValueError: there are fewer batches than trainers, or the trainers have finished.
         """
         if self._finished:
             raise ValueError("`run` comes before `finish`: these trainers have made their last rounds.")
@@ -159,15 +157,14 @@ class Emulation:
         return np.array(jax.device_get(losses)).mean(axis=1)
 
     def finish(self) -> None:
-        """Plays what `finish` of every trainer does after its last step.
+        """Emulate `finish` of every trainer after its last step.
 
-        A round under way ends, and its result is folded in. Then, with a centre, every trainer
-        makes one round more, in the order of their numbers, and all take the centre's parameters;
-        without one, all make one round together. Nothing happens without a script and with
-        all_reduce.
+        Results of rounds in flight are folded in. Then, with a centre, every trainer makes one more round, in order of
+        trainer number, and all take the centre's parameters; without a centre, all make one common round. No effect
+        without a script and with all_reduce.
 
         Raises:
-          ValueError: they have finished before.
+          ValueError: `finish` was called before.
         """
         if self._finished:
             raise ValueError("`finish` comes once, after the last `run`: these trainers have made their last rounds.")
@@ -176,7 +173,7 @@ class Emulation:
             self._rounds.finish(self.dense)
 
     def _order(self, tick, place):
-        """[(trainer, worker)] of a tick's events; `place` is that of the tick among its m ticks."""
+        """Return [(trainer, worker)] of a tick's events; `place` is the index of the tick in its group of m ticks."""
         turns = np.random.default_rng([self._seed, 0, tick]).permutation(self.trainers)
         workers = _worker_orders(self._seed, tick // self.workers, self.trainers, self.workers)
         return [(int(i), int(workers[i][place])) for i in turns]
@@ -184,7 +181,7 @@ class Emulation:
     def _tick(self, batches):
         events = self._order(self.ticks, self.ticks % self.workers)
         self.batch_size = len(batches[0].label)
-        if self._lock_step:  # all-reduce: no trainer reads before all have applied
+        if self._lock_step:  # all gradients are applied before any trainer reads
             self._apply(events)
         losses = []
         for i, worker in events:
@@ -213,7 +210,7 @@ class Emulation:
 
 @functools.lru_cache(maxsize=1)
 def _worker_orders(seed, number, trainers, workers):
-    """In which order the workers of each trainer come in the m ticks of a number."""
+    """Return the order of each trainer's workers in group `number` of m ticks."""
     return [np.random.default_rng([seed, 1, number, i]).permutation(workers) for i in range(trainers)]
 
 
@@ -223,12 +220,10 @@ def make_events(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
-    """Makes the programs of an event: compute a gradient; apply it to rows; apply it to
-    parameters.
+    """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters.
 
     Raises:
-      ValueError: the loss wants a key. The first program, when it is traced: the loss returns
-        variables.
+      ValueError: the loss takes a key; when the first program is traced, the loss returns variables.
     """
     check_rng(loss, keyed=False)
 
@@ -248,11 +243,10 @@ def make_events(
 
 
 class _Rounds:
-    """Plays a script at the ends of ticks: one trainer after the other at a centre, else all at
-    once."""
+    """Rounds of a script at the ends of ticks: one trainer at a time with a centre, else all together."""
 
     def __init__(self, script, params, trainers):
-        self._script, self.rounds = script, 0.0  # of each trainer
+        self._script, self.rounds = script, 0.0  # rounds per trainer
         all_of_them = list(range(trainers))
         self._groups = [[i] for i in all_of_them] if script.rule.has_centre else [all_of_them]
         self._shared = script.rule.init(jax.tree.map(jnp.array, params))
@@ -261,8 +255,8 @@ class _Rounds:
         self._mean = jax.jit(lambda replicas: mean_of(replicas))
 
     def end_of_tick(self, tick, dense):
-        """Folds in what is due, then begins what is due; a foreground round does both at once."""
-        # A shadow takes its copy after the fold, as `Shadow.exchange` does.
+        """Fold in results that are due, then begin rounds that are due; a foreground round does both at once."""
+        # A shadow's copy is taken after the fold, as in `Shadow.exchange`.
         every, latency = self._script.every_ticks, self._script.latency_ticks
         for number, group in enumerate(self._groups):
             begins = (tick + number) % every == 0
@@ -276,7 +270,7 @@ class _Rounds:
                 self._begin(group, dense)
 
     def finish(self, dense):
-        """Ends the rounds under way and plays the last ones, none of which counts."""
+        """End the rounds in flight and make the last ones; none of them is counted."""
         for group in self._groups:
             if self._before[group[0]] is not None:
                 self._end(group, dense)
@@ -288,7 +282,7 @@ class _Rounds:
                 dense[i] = state._replace(params=jax.tree.map(_as_centre, state.params, self._shared))
 
     def _begin(self, group, dense):
-        for i in group:  # copies: a later step donates the parameters
+        for i in group:  # copied, as a later step donates the parameters
             self._before[i] = jax.tree.map(jnp.copy, dense[i].params)
 
     def _end(self, group, dense):
@@ -300,12 +294,12 @@ class _Rounds:
 
 
 def _as_centre(mine, centre):
-    """The centre's leaf in a trainer's dtype; one that is not synchronised stays the trainer's."""
+    """Return the centre's leaf in the trainer's dtype, or the trainer's leaf if it is not synchronised."""
     return jnp.array(centre, mine.dtype) if is_synchronised(mine) else mine
 
 
 def _most_rows(spec, stack, ids):
-    """U that no batch can exceed: every id a row of its own, as far as there are rows."""
+    """Return an upper bound of U for batches of this size: the number of ids, at most the rows of the stack."""
     return min(sum(np.size(ids[lookup]) for lookup in spec.lookups_of(stack)), spec.stacks[stack].rows)
 
 

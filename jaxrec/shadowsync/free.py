@@ -1,8 +1,8 @@
-"""Free-running trainers as an engine: they train one stream in stretches, and are at rest in between.
+"""Free-running trainers as an engine: they train on one stream in stretches and are idle in between.
 
-What belongs to a training is in its state, which is saved and restored as any other: see `FreeState`. The regime is not
-deterministic. A training that is killed goes on from its newest image, and has lost what came after it; rows, dense
-parameters, optimizer states and what the rule remembers are those of one instant, at which all were at rest.
+The complete state of a training is in its TrainState, which is saved and restored like any other: see `FreeState`. The
+regime is not deterministic. A killed training resumes from its newest image and loses later progress; rows, dense
+parameters, optimizer states and the rule's shared state in an image are from one instant at which all were idle.
 
 Legend: n trainers, m workers of each.
 """
@@ -29,7 +29,7 @@ from jaxrec.validate import check_spec
 
 
 class FreeTrainers(EngineBase):
-    """n trainers that run freely over shared host tables: an `Engine`, but for cuts and lost shards, which it refuses.
+    """Engine of n free-running trainers over shared host tables; it does not support `cut` and `lose`.
 
         step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
         state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
@@ -39,26 +39,27 @@ class FreeTrainers(EngineBase):
         final = engine.together()
 
     Args:
-      state: over HostTables, its dense half on `make_mesh(replicas=n)` of n devices; from `init_state`, or from a
-        FreeTrainers, restored from an image perhaps. It is not donated, but its tables are written in place.
-      step: the programs; the same object makes none of them anew.
-      rule: that brings the replicas together; None for none.
-      stretch_steps: all meet, and hooks are called, after the batches whose number is a multiple of it.
+      state: TrainState with HostTables and dense parameters on `make_mesh(replicas=n)` of n devices, from `init_state`,
+        from a FreeTrainers or restored from an image. It is not donated, but its tables are written in place.
+      step: programs of the training step; pass the same object again to avoid recompilation.
+      rule: synchronisation rule; None for no synchronisation.
+      stretch_steps: length of a stretch in batches: trainers meet and hooks are called whenever the number of batches
+        taken is a multiple of it.
       workers: m.
-      past: what `figures` gave at the end of an earlier process, to be counted on.
-      group: of `SyncGroup`: every_steps, every_seconds, pace_seconds, core_share, servers, bytes_per_s, timeout_s,
-        on_failure.
+      past: result of `figures` from an earlier process, to continue counting.
+      group: options of `SyncGroup`: every_steps, every_seconds, pace_seconds, core_share, servers, bytes_per_s,
+        timeout_s, on_failure.
 
-    With on_failure='drop' a trainer that fails is dropped until the end of the stretch, and its batch is lost; in the
-    next one it is a copy of the first that has not failed. A stretch that a failure ends leaves no state to go on from,
-    as rows have changed by then: restore an image, and `reset`.
+    With on_failure='drop', a failing trainer is dropped until the end of the stretch and its batch is lost; in the next
+    stretch it starts as a copy of the first trainer that has not failed. A stretch ended by a failure leaves no usable
+    state, as rows have changed already: restore an image and `reset`.
 
     Attributes:
-      step: how many batches were taken from the stream.
+      step: number of batches taken from the stream.
 
     Raises:
-      ValueError: an argument is out of range, or does not go with the others; the state has no mesh of one device for
-        each trainer; it was trained by another rule.
+      ValueError: an argument is out of range or conflicts with the others; the state's mesh does not have one device
+        per trainer; the state was trained with another rule.
     """
 
     _name = "trainers"
@@ -81,7 +82,7 @@ class FreeTrainers(EngineBase):
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers = whole_number("workers", workers)
         self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._cuts = CutSchedule()  # of which there are none
+        self._cuts = CutSchedule()  # always empty
         self._take_state(state)
         self._figures = none = _no_figures(self._replicas)
         if past is not None:
@@ -94,18 +95,18 @@ class FreeTrainers(EngineBase):
         self._replicas = mesh.shape[REPLICA]
         self._state, self._mesh = self._with_memory(state), mesh
         self.step = int(state.dense.step)
-        self._apart: tuple[Any, list] = None, []  # a dense state, and the same on the trainers' devices
+        self._apart: tuple[Any, list] = None, []  # a dense state, and its copies on the trainers' devices
         self._failure = ""
 
     def _with_memory(self, state):
-        """The state with what it lacks if it comes from another engine."""
+        """Return the state with a `FreeState`, which is created if it comes from another engine."""
         kept = state.dense.opt_state
         if isinstance(kept, FreeState):
             if kept.group and self._rule is None:
                 raise ValueError(
                     "the state was trained with a rule, and rule=None would forget what it knows: give it."
                 )
-            self._group(state.dense)  # refuses now what does not fit
+            self._group(state.dense)  # raises here if the memory does not fit
             return state
         steps = np.full(self._replicas, int(state.dense.step), np.int32)
         capacity = {name: np.zeros((), np.int64) for name in state.tables.spec.stacks}
@@ -115,7 +116,7 @@ class FreeTrainers(EngineBase):
 
     @property
     def state(self) -> TrainState:
-        """All trainers at rest; a hook is given it, and may not ask for it here."""
+        """State of all trainers while idle; hooks use their argument, as reading it in a hook raises ValueError."""
         if self._in_hook:
             raise ValueError("trainers.state was read in a hook: take the state that it was given.")
         self._check_whole()
@@ -123,39 +124,43 @@ class FreeTrainers(EngineBase):
 
     @property
     def tables(self) -> HostTables:
-        """As they are now."""
+        """The current host tables."""
         return self._state.tables
 
     def figures(self) -> dict[str, Any]:
-        """What all stretches have done, as JSON values; lists have a number for each trainer.
+        """Return statistics of all stretches as JSON values.
 
         Returns:
-          steps, rounds, bytes; average_sync_gap, of all trainers, and replica_spread, of the end of the last stretch,
-          each None if there is none; batches_lost, that no trainer has trained, and dropped, what was said of trainers.
+          steps, rounds, bytes: lists with one number per trainer; average_sync_gap: over all trainers, None without a
+          round; replica_spread: at the end of the last stretch, None before the first; batches_lost: batches taken but
+          not trained; dropped: one message per dropped trainer and stretch.
         """
         return dict(self._figures)
 
     def run(
         self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Trains on all batches; yields when all trainers have met, and at the end of the stream.
+        """Train on all batches; yield after every stretch, the last of which ends with the stream.
 
-        Ctrl-C and SIGTERM end a stretch early, with all at rest; the batches that were in work then are lost. The state
-        is whole when the handler runs. A stream that raises ends a stretch like its end, and then comes the error.
+        Ctrl-C and SIGTERM end a stretch early with all trainers idle, and lose the batches in flight; the state is
+        consistent when the signal handler runs. An error of the stream ends the stretch like the end of the stream, and
+        is raised after it.
 
         Args:
-          batches: Batch after Batch, of one size; each is taken by one trainer.
-          hooks: (state, step, None, metrics) -> state, in order after every stretch.
-          check_every_steps: as other engines have it; the losses are looked at after every stretch.
+          batches: iterable of Batch, all of one size; each is trained by one trainer.
+          hooks: functions (state, step, None, metrics) -> state, called in order after every stretch.
+          check_every_steps: unused, for compatibility with other engines: losses are checked after every stretch.
 
         Yields:
-          (TrainState, metrics of the stretch): loss, the mean over its examples, nan without any; examples; rounds, of
-          all trainers; average_sync_gap, inf without a round; replica_spread; seconds; batches_lost.
+          (TrainState, metrics of the stretch). Metrics: loss, mean over the stretch's examples, nan without examples;
+          examples; rounds, sum over trainers; average_sync_gap, inf without a round; replica_spread; seconds;
+          batches_lost.
 
         Raises:
           FloatingPointError: the loss of a stretch is not finite; no hook is called.
-          ValueError: a run goes on; a stretch has failed before; what comes is no Batch.
-          Exception: of a trainer, which is named; of the stream, when all are at rest; of a hook.
+          ValueError: another run is active; an earlier stretch has failed; the stream yields an object that is not a
+            Batch.
+          Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a hook.
         """
         if self.running:
             raise ValueError("these trainers are running: exhaust or close the iterator of the run before.")
@@ -176,19 +181,19 @@ class FreeTrainers(EngineBase):
             over = splitter.over
 
     def _stretch(self, splitter) -> dict[str, Any]:
-        """Trains until all rest; a signal that comes meanwhile is heard when the state is whole."""
+        """Train until all trainers are idle; signals are deferred until the state is consistent."""
         self._check_whole()
         seen: list[dict] = []
         with uninterrupted(again=False) as asked:
             try:
                 group = self._group(self._state.dense)
                 states, figures = self._train(splitter, group, lambda trainer, step, metrics: seen.append(metrics))
-                if splitter.taken:  # else what hooks were told last stands
+                if splitter.taken:  # else keep the state that hooks saw last
                     self._commit(states, splitter.taken, group.memory if group else {}, figures)
                 lost = splitter.taken - sum(figures.steps)
                 self._figures = _added(self._figures, figures, lost)
             except BaseException as error:
-                if splitter.taken:  # else nothing has changed
+                if splitter.taken:  # else nothing was changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
         raise_again(asked)
@@ -201,10 +206,10 @@ class FreeTrainers(EngineBase):
         try:
             return train_stretch(self._free_step, states, self.tables, streams, make, self._workers, hook)
         finally:
-            splitter.close()  # before it is counted
+            splitter.close()  # before `taken` is read
 
     def _states_apart(self):
-        # As the last stretch has left them, if no hook has changed them.
+        # Reuse the copies from the last stretch if no hook has replaced the dense state.
         (of, states), self._apart = self._apart, (None, [])
         return states if of is self._state.dense else _apart_states(self._state.dense, self._mesh)
 
@@ -227,7 +232,7 @@ class FreeTrainers(EngineBase):
         return metrics
 
     def _set_capacity(self, capacity):
-        # As the state has it: shapes, on which the order of a sum depends, are those of one long run.
+        # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
         found = {name: int(rows) for name, rows in capacity.items()}
         self._free_step.capacity = found if any(found.values()) else None
 
@@ -245,14 +250,14 @@ class FreeTrainers(EngineBase):
                 found = run_hooks((hook,), given, self.step, None, metrics)
             finally:
                 self._in_hook = False
-            # `exclusive` within the hook may have replaced the tables.
+            # The hook may have replaced the tables by `exclusive`.
             self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Replaces the tables by change(tables), all trainers at rest; in a hook, or between two runs.
+        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs.
 
         Raises:
-          ValueError: it returns no HostTables of the same spec, which changes nothing.
+          ValueError: `change` does not return HostTables of the same spec; the tables are then not replaced.
         """
         changed = change(self.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
@@ -260,21 +265,21 @@ class FreeTrainers(EngineBase):
         self._state = self._state._replace(tables=changed)
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
-        """Refused: no trainer is at rest after a step."""
+        """Raise ValueError: free trainers are not idle after a given step."""
         raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Refused: a shard is brought back to a step, and free trainers have none in common."""
+        """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""
         raise ValueError(
             f"free trainers cannot bring shards {list(shards)} back while they train: use replicas in lock step "
             "(Serial or Pipeline), or restore an image and `reset`."
         )
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state, between two runs; also after a failure.
+        """Continue from another state, between two runs or after a failure.
 
         Raises:
-          ValueError: a run goes on; as for a new FreeTrainers; another number of trainers.
+          ValueError: a run is active; the state has another number of trainers; as for a new FreeTrainers.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop first.")
@@ -285,15 +290,15 @@ class FreeTrainers(EngineBase):
         self._take_state(state)
 
     def together(self) -> TrainState:
-        """What the last rounds of a training make of the state, as `finish` of a synchroniser does: what to evaluate
-        at the end. Training is not touched: the state is as it was.
+        """Return the state after the last rounds that a synchroniser's `finish` makes, for evaluation.
 
-        With a centre each trainer goes there once more, and all get its parameters. Else all make a round.
+        With a centre, each trainer makes one more round and all get the centre's parameters; without one, all make a
+        common round. The training state is not modified.
         """
         self._check_whole()
         if self._rule is None:
             return self._state
-        # All replicas as those of one trainer, which is alone.
+        # All replicas belong to a single trainer here.
         memory = {"shared": self._state.dense.opt_state.group["shared"], "waited": [0]}
         group = SyncGroup(self._rule, _first_replica(self._state.dense.params), 1, every_steps=1, memory=memory)
         with group.trainer(0) as trainer:
@@ -316,28 +321,28 @@ class FreeTrainers(EngineBase):
 
 
 class FreeState(NamedTuple):
-    """What free trainers need to go on, beside their parameters: it takes the place of `DenseState.opt_state`.
+    """State of free trainers beside their parameters, stored as `DenseState.opt_state`.
 
-    `DenseState.step` counts the batches that were taken from the stream, by all trainers.
+    `DenseState.step` counts the batches that all trainers have taken from the stream.
     """
 
-    optimizer: PyTree  # leaves [n, ...]
-    steps: np.ndarray  # i32[n] that each trainer has made
+    optimizer: PyTree  # optimizer states, leaves [n, ...]
+    steps: np.ndarray  # i32[n], steps of each trainer
     group: dict[str, Any]  # `SyncGroup.memory`; empty without a rule
-    capacity: dict[str, np.ndarray]  # {stack: i64[]} of the plans, 0 before the first
+    capacity: dict[str, np.ndarray]  # {stack: i64[]}, capacity of the plans, 0 before the first plan
 
 
 class StreamSplitter:
-    """The batches of one stream for the trainers of a stretch: the one that is free takes the next batch.
+    """Iterators over one stream for the trainers of a stretch: an idle trainer takes the next batch.
 
     Args:
-      stream: asked by one trainer at a time.
-      steps: at most so many batches.
+      stream: stream of batches, accessed by one trainer at a time.
+      steps: maximum number of batches.
 
     Attributes:
-      taken: how many batches were given out.
-      over: whether the stream has ended, or failed.
-      error: what the stream has raised. No trainer fails by it: all end as at its end, and are at rest.
+      taken: number of batches given out.
+      over: whether the stream has ended or failed.
+      error: error raised by the stream. It fails no trainer: all stop as at the end of the stream.
     """
 
     def __init__(self, stream: Stream, steps: int):
@@ -348,12 +353,12 @@ class StreamSplitter:
         self.error: BaseException | None = None
 
     def batches(self) -> Iterator[Batch]:
-        """The batches of one trainer."""
+        """Iterate over the batches of one trainer."""
         while (batch := self._take()) is not None:
             yield batch
 
     def close(self) -> None:
-        """From now on nothing is given out or counted; what the stream gives too late comes first in its next run."""
+        """Stop giving out batches; a batch that the stream returns later is kept for its next run."""
         with self._counting:
             self.closed = True
 
@@ -368,7 +373,7 @@ class StreamSplitter:
                 self._stream.free.set()
 
     def _asked(self):
-        """A batch, the end, or what the stream has raised."""
+        """Return the next batch, END, or the error that the stream raised."""
         try:
             batch = self._stream.take()
         except BaseException as error:
@@ -378,9 +383,9 @@ class StreamSplitter:
         return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
 
     def _counted(self, found):
-        """The batch that was found, if it is one and the stretch goes on."""
+        """Count and return a batch; return None at the end, after an error, or once closed."""
         with self._counting:
-            if self.closed:  # the stretch was left meanwhile: it comes first in the next one
+            if self.closed:  # the stretch has ended meanwhile: keep it for the next run
                 self._stream.give_back(found)
             elif isinstance(found, Batch):
                 self.taken += 1
@@ -391,7 +396,7 @@ class StreamSplitter:
 
 
 def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
-    """What hooks are told of a stretch, from the metrics of its steps."""
+    """Return the metrics of a stretch, from the metrics of its steps."""
     found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
     losses, weights = np.array(found, np.float64).reshape(-1, 2).T
     rounds = sum(figures.rounds)
@@ -407,7 +412,7 @@ def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]
 
 
 def _mesh_of(state, step):
-    """The mesh of a state, which free trainers can train."""
+    """Return the mesh of a state, after checking that it has one device per trainer and the spec of the step."""
     check_spec(step.spec, state.tables.spec)
     mesh = jax.tree.leaves(state.dense.params)[0].sharding.mesh
     if mesh.shape[DATA] != 1:
@@ -419,11 +424,11 @@ def _mesh_of(state, step):
 
 
 def _apart_states(dense: DenseState, mesh) -> list[DenseState]:
-    """The dense state of each trainer, on its own device, in arrays of its own; its step is that trainer's."""
+    """Return the dense state of each trainer with its own step count, copied to its device."""
     whole, states = jax.device_get((dense.params, dense.opt_state.optimizer)), []
     for number, device in enumerate(mesh.devices[:, 0]):
         own = make_mesh(devices=[device])
-        # A copy: a step donates it, and on a CPU JAX would share the memory.
+        # Copied, as a step donates it and JAX on CPU would share the memory.
         mine = jax.tree.map(lambda leaf, i=number: np.array(leaf[i : i + 1]), whole)
         params, optimizer = put_on_mesh(mine, own, PER_REPLICA)
         step = put_on_mesh(np.array(dense.opt_state.steps[number], np.int32), own, EVERYWHERE)
@@ -432,7 +437,7 @@ def _apart_states(dense: DenseState, mesh) -> list[DenseState]:
 
 
 def _joined(states: list[DenseState], mesh, step: int, group: dict, capacity: dict) -> DenseState:
-    """The dense states of all trainers as one, on their mesh."""
+    """Combine the dense states of all trainers into one on their mesh."""
     steps = np.array([int(state.step) for state in states], np.int32)
     trees = [jax.device_get((state.params, state.opt_state)) for state in states]
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
@@ -451,7 +456,7 @@ def _no_figures(trainers) -> dict[str, Any]:
 
 
 def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
-    """The figures of all stretches with those of one more, as JSON values."""
+    """Add the figures of a stretch to those of past stretches, as JSON values."""
     lists = ("steps", "rounds", "bytes")
     sums = {name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in lists}
     steps, rounds = sum(sums["steps"]), sum(sums["rounds"])

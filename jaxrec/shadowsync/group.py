@@ -1,4 +1,4 @@
-"""The front door: a group of trainers that hands out each trainer's synchroniser.
+"""The entry point: a group of trainers that creates each trainer's synchroniser.
 
 Legend: R replicas of a trainer, n trainers.
 """
@@ -16,9 +16,9 @@ from jaxrec.types import PyTree
 class SyncGroup:
     """n trainers of one process whose parameters are synchronised while they train.
 
-    Each trainer is a thread with a training loop of its own. It calls `exchange` after every step
-    and `finish` after the last one, with a pytree of parameters (a dict of arrays, or what Flax
-    Linen and NNX give) or with a TrainState:
+    Each trainer is a thread that runs its own training loop. It calls `exchange` after every step and `finish` after
+    the last one, with a pytree of parameters (a dict of arrays, or the parameters of a Flax Linen or NNX model) or with
+    a TrainState:
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import jax, numpy as np
@@ -38,36 +38,37 @@ class SyncGroup:
     >>> bool((one["w"] == other["w"]).all() and (one["w"] > 0).all())
     True
 
-    EASGD has a centre that each trainer visits when it likes, and whose parameters all get from
-    `finish`. Model averaging and BMUF make rounds of all trainers; after `finish` the replicas are
-    near each other, and equal with alpha = 1 and form='lerp'.
+    With EASGD each trainer synchronises with a centre at its own pace, and `finish` returns the centre's parameters to
+    all. Model averaging and BMUF make rounds of all trainers; after `finish` the replicas are close to each other, and
+    equal with alpha = 1 and form='lerp'.
 
     Args:
       rule: `easgd()`, `model_averaging()` or `bmuf()`.
-      params: the initial parameters of one replica, without a replica axis.
-      trainers: n. All of them must come, each in a thread of its own.
-      every_steps: a round every so many steps of a trainer, which waits for it (foreground).
-      every_seconds: the same by the clock; with neither a thread of each trainer synchronises it.
-      pace_seconds: of these threads, the least time from one round to the next.
-      core_share: of the time of a core, the largest part that each of them takes, above 0 and at
-        most 1: for a machine whose cores all train, which rounds back to back would slow down.
-      servers: over how many servers the tensors of a centre are divided.
-      bytes_per_s: the bandwidth that each of them is held to; no limit if None.
-      timeout_s: seconds after which a trainer that is awaited, and was not heard of, is overdue:
-        more than the longest time between two of its calls of `exchange`, compilation included.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise' ends
-        their training with `PeerLeft`, which names it; 'drop' lets them go on without it.
-      last_round: whether `finish` brings the trainers together. Without it a trainer that is done
-        takes part in the rounds that others begin, and all stay where they are at the end: for a
-        training that goes on later, with a group that has the `memory` of this one.
-      memory: of an earlier group of the same rule, parameters and trainers, whose training goes on.
+      params: initial parameters of one replica, without a replica axis.
+      trainers: n. All of them must join, each in its own thread.
+      every_steps: k for a foreground round every k steps of a trainer, which waits for it.
+      every_seconds: interval of foreground rounds in seconds. Without `every_steps` and `every_seconds` each trainer is
+        synchronised by a background thread.
+      pace_seconds: minimum seconds from the start of one background round to the start of the next.
+      core_share: maximum fraction of one core's time that each background thread uses for rounds, in (0, 1]. Lower it
+        on a machine whose cores all train, where back-to-back rounds would slow down training.
+      servers: number of servers over which the tensors of a centre are partitioned.
+      bytes_per_s: bandwidth limit of each server; None for no limit.
+      timeout_s: seconds without a sign of life after which an awaited trainer is overdue. It must exceed the longest
+        time between two `exchange` calls of a trainer, compilation included.
+      on_failure: effect on the other trainers when one leaves early or is overdue: 'raise' ends their training with a
+        `PeerLeft` that names it; 'drop' continues without it.
+      last_round: whether `finish` brings the trainers together in a last round. If False, a trainer that is done still
+        takes part in rounds that others begin, and all keep their parameters at the end: for training that is continued
+        later by a group with the `memory` of this one.
+      memory: `memory` of an earlier group with the same rule, parameters and trainers, to continue its training.
 
     Attributes:
-      transport: where they meet, an `AllToAll` or a `Centre`, for synchronisers made by hand.
+      transport: `AllToAll` or `Centre` through which the trainers meet, for synchronisers created without the group.
 
     Raises:
-      ValueError: an argument is out of range; parameters that cannot be synchronised.
-      TypeError: servers or a bandwidth for a rule without a centre, a pace for the foreground.
+      ValueError: an argument is out of range, or the parameters cannot be synchronised.
+      TypeError: servers or bytes_per_s with a rule without a centre; pace_seconds or core_share in the foreground.
     """
 
     transport: AllToAll | Centre
@@ -100,31 +101,31 @@ class SyncGroup:
         if len(self._waited) != trainers:
             raise ValueError(f"the memory is of {len(self._waited)} trainers and the group of {trainers}.")
         self._of_trainers: dict[int, Synchroniser] = {}
-        self.trainer(0)  # refuses now what it would refuse in a trainer's thread
+        self.trainer(0)  # raises invalid options here rather than in a trainer's thread
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What a later group needs to go on, when all trainers are done; it can be saved.
+        """State from which a later group continues once all trainers are done; it can be saved.
 
         Returns:
-          {'shared': a pytree of arrays, EASGD's centre or what BMUF remembers, 'waited': f64[n], in
-          the foreground the steps or seconds of each trainer since it was time for a round}.
+          {'shared': pytree of arrays, the centre of EASGD or the global model and momentum of BMUF,
+          'waited': f64[n], steps or seconds of each trainer since its last foreground round was due}.
         """
         waited = [getattr(self._of_trainers.get(i), "waited", before) for i, before in enumerate(self._waited)]
         return {"shared": self.transport.memory, "waited": np.array(waited, np.float64)}
 
     def trainer(self, number: int) -> Synchroniser:
-        """One trainer's synchroniser, to be entered in its thread, once.
+        """Create one trainer's synchroniser, which is entered once, in the trainer's thread.
 
         Args:
-          number: of the trainer, from 0 to n - 1; each has its own.
+          number: unique trainer number from 0 to n - 1.
 
         Returns:
-          A context manager with `exchange`, `finish`, `hook` (`exchange` for `fit` and `Pipeline`)
-          and figures (`rounds`, `average_sync_gap`): a `Shadow` or a `Foreground`.
+          A `Shadow` or a `Foreground`: a context manager with `exchange`, `finish`, `hook` (`exchange` as a hook of
+          `fit` or `Pipeline`), `rounds` and `average_sync_gap`.
 
         Raises:
-          ValueError: on entering, if there is no such trainer or its place was taken before.
+          ValueError: on entering, if there is no such trainer or its number was used before.
         """
         made: Synchroniser
         if self._foreground:
@@ -137,5 +138,5 @@ class SyncGroup:
 
 
 def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None: for all others the defaults of what is made with them hold."""
+    """Return the arguments that are not None, so that the callee's defaults apply to the others."""
     return {name: value for name, value in arguments.items() if value is not None}

@@ -1,8 +1,7 @@
-"""Which leaves of a pytree are synchronised, whether they fit those of a transport, and a trainer's
-as they are now: out of its state, to the host and back, the fold.
+"""Synchronised leaves of a trainer's state: selection, validation, transfer to and from the host, and the fold.
 
-A state is a TrainState, whose parameters have a leading axis of R replicas (those of the mesh in
-lock step, or one of a trainer of its own), or a pytree of parameters, with that axis or without.
+A state is a TrainState, whose parameters have a leading axis of R replicas (the replicas of a mesh in lock step, or the
+single one of a free-running trainer), or a pytree of parameters with or without that axis.
 Legend: R replicas, the leading axis of all leaves or of none.
 """
 
@@ -26,28 +25,28 @@ REMEDY = (
 
 
 class Template(NamedTuple):
-    """The floating leaves of one replica, in the order of `jax.tree.leaves`."""
+    """Names and shapes of the floating leaves of one replica, in the order of `jax.tree.leaves`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
 
 def floating(tree: PyTree) -> list:
-    """The leaves that are synchronised."""
+    """Return the floating leaves, which are the synchronised ones."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_synchronised(leaf)]
 
 
 def with_floating(tree: PyTree, new: list) -> PyTree:
-    """A tree with other floating leaves; all others are left alone."""
+    """Return a tree with its floating leaves replaced and all others unchanged."""
     left = iter(new)
     return jax.tree.map(lambda leaf: next(left) if is_synchronised(leaf) else leaf, tree)
 
 
 def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
-    """The template of initial parameters of one replica, and host copies of their floating leaves.
+    """Return the template of one replica's initial parameters, and host copies of their floating leaves.
 
     Raises:
-      ValueError: there is no floating leaf; one is complex or not finite.
+      ValueError: there is no floating leaf, or a leaf is complex or not finite.
     """
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
     for name, leaf in named:
@@ -67,10 +66,10 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
 
 
 def check_leaves(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
-    """Refuses leaves on the host that hold nan or inf, which a mean would spread to all trainers.
+    """Check that host leaves are finite: a mean would spread nan or inf to all trainers.
 
     Raises:
-      ValueError: names the first leaf.
+      ValueError: a leaf holds nan or inf; the message names the first one.
     """
     for name, leaf in zip(names, leaves, strict=True):
         if not np.isfinite(leaf).all():
@@ -81,7 +80,7 @@ def check_leaves(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) 
 
 
 def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
-    """R of a tree whose floating leaves are all [R, *shape]; None if all are of one replica.
+    """Return R if all floating leaves of a tree are [R, *shape], or None if they have no replica axis.
 
     >>> template, _ = initial_leaves({"w": np.zeros(3), "b": np.zeros(())})
     >>> replicas_in(template, {"w": np.ones((2, 3)), "b": np.ones(2)}, "trainer 0"), replicas_in(
@@ -89,8 +88,8 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
     (2, None)
 
     Raises:
-      ValueError: another structure, other shapes, some leaves with an axis and some without; names
-        the first leaf.
+      ValueError: structure or shapes differ from the template, or only some leaves have the replica axis; the message
+        names the first such leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
     rows = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
@@ -102,10 +101,10 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:
-    """Refuses a tree whose floating leaves have other names or another order.
+    """Check that the floating leaves of a tree have the names and the order of the template.
 
     Raises:
-      ValueError: names the first leaf.
+      ValueError: names or order differ; the message names the first such leaf.
     """
     paths = jax.tree_util.tree_leaves_with_path(tree)
     found = [jax.tree_util.keystr(path) for path, leaf in paths if is_synchronised(leaf)]
@@ -115,30 +114,30 @@ def check_names(template: Template, tree: PyTree, what: str) -> None:
 
 
 class Live(NamedTuple):
-    """The floating leaves of a trainer on its device, and the program that folds a result in."""
+    """A trainer's floating leaves on its device, and the compiled program that folds a round's result into them."""
 
     leaves: list[jax.Array]
-    has_axis: bool  # else they are of one replica, which gets the axis on its way to a transport
+    has_axis: bool  # whether leaves have the replica axis; if not, `to_host` adds one of length 1
     fold: Callable[[list, list, list], list[jax.Array]]  # live, before, target -> live'
 
     def to_host(self) -> list[np.ndarray]:
-        """Leaves [R, ...]: views where the device is the host."""
-        # XLA does not reuse the memory meanwhile, as this object holds the leaves.
+        """Copy the leaves to the host as [R, ...]; on CPU devices they are views."""
+        # The views stay valid: this object holds the leaves, so XLA does not reuse their memory.
         arrays = [np.asarray(leaf) for leaf in self.leaves]
         return arrays if self.has_axis else [array[None] for array in arrays]
 
     def from_host(self, leaves: list[np.ndarray]) -> list[jax.Array]:
-        """Leaves [R, ...] to the device, with this trainer's axis or without."""
+        """Put leaves [R, ...] on the device, and drop the replica axis if this trainer has none."""
         return place(leaves if self.has_axis else [leaf[0] for leaf in leaves], self.leaves)
 
 
 def params_of(state: TrainState | PyTree) -> PyTree:
-    """The parameters of a state."""
+    """Return the parameters of a state."""
     return state.dense.params if isinstance(state, TrainState) else state
 
 
 def with_leaves(state: TrainState | PyTree, leaves: list) -> Any:
-    """A state with other floating parameters; all else is as it was."""
+    """Return a state with its floating parameters replaced and all else unchanged."""
     params = with_floating(params_of(state), leaves)
     if not isinstance(state, TrainState):
         return params
@@ -146,27 +145,27 @@ def with_leaves(state: TrainState | PyTree, leaves: list) -> Any:
 
 
 def place(new: list, old: list[jax.Array]) -> list[jax.Array]:
-    """Arrays to where others are, in one call."""
-    # A thread does not inherit `jax.enable_x64`, without which float64 would be cut.
+    """Put new arrays on the devices of the old ones, in one call."""
+    # A thread does not inherit `jax.enable_x64`, without which float64 would be truncated.
     with jax.enable_x64(any(leaf.dtype.itemsize > 4 for leaf in new)):
         return jax.device_put(new, [leaf.sharding for leaf in old])
 
 
-# A copy, as the trainer's next step may donate the leaves.
+# Copies leaves that the trainer's next step may donate.
 copied = jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves])
 
 
 def with_mean_replica(state: TrainState) -> TrainState:
-    """The model that the replicas of a state are together: each of them is their mean.
+    """Return a state in which each replica is the mean over all replicas, for evaluation.
 
-    What model averaging and BMUF train is the mean, which a run in the background never holds while it
-    goes on; predict with this state, and train on with the one that was given.
+    Model averaging and BMUF train the mean, which no replica holds during background training: predict with the
+    returned state, and continue training with the given one.
 
     Args:
-      state: TrainState, whose parameters have a first axis of R replicas.
+      state: TrainState whose parameters have a leading axis of R replicas.
 
     Returns:
-      The state with other floating parameters, where they were; all else is as it was.
+      The state with new floating parameters on the same devices; all else is unchanged.
     """
     leaves = floating(state.dense.params)
     means = [np.broadcast_to(mean_replica(leaf), leaf.shape) for leaf in leaves]
@@ -174,9 +173,7 @@ def with_mean_replica(state: TrainState) -> TrainState:
 
 
 def replica_spread(params: PyTree) -> float:
-    """How far R replicas [R, ...] are from their mean.
-
-    The root mean square over replicas and floating parameters.
+    """Return the root-mean-square distance of R replicas [R, ...] from their mean, over all floating parameters.
 
     >>> replica_spread({"w": np.array([[1.0], [5.0]])})
     2.0
@@ -187,15 +184,15 @@ def replica_spread(params: PyTree) -> float:
 
 
 def on_device(leaf: Any) -> jax.Array:
-    """An array of JAX, of the same dtype.
+    """Return a leaf as a JAX array of the same dtype.
 
     Raises:
-      ValueError: the leaf is traced, or of a dtype that JAX would change.
+      ValueError: the leaf is traced, or JAX would change its dtype.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
     if not isinstance(leaf, jax.Array):
-        # A copy: on the host JAX would share the caller's memory.
+        # Copied, as JAX on CPU would share the caller's memory.
         placed = jnp.asarray(np.array(leaf))
         if placed.dtype != getattr(leaf, "dtype", placed.dtype):
             raise ValueError(
@@ -206,7 +203,7 @@ def on_device(leaf: Any) -> jax.Array:
 
 
 def fold_program(merge: Callable, leaves: list[jax.Array]) -> Callable:
-    """A rule's merge for leaves of these shapes, dtypes and places, compiled; trainers share it."""
+    """Compile a rule's merge for the shapes, dtypes and shardings of these leaves; trainers share the program."""
     return _compiled(merge, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
 
 

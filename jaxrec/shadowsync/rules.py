@@ -1,24 +1,21 @@
-"""How replicas are brought together: EASGD, model averaging and BMUF as pure functions.
+"""Synchronisation rules as pure functions: EASGD, model averaging and BMUF.
 
-A rule is three functions on any pytrees of arrays, numpy's or JAX's; on numpy arrays they launch no
-program. A round of synchronisation is
+A rule is three functions on pytrees of NumPy or JAX arrays; on NumPy arrays they launch no program. A background round
+of synchronisation is
 
-    before         = a copy of a trainer's parameters              the trainer trains on meanwhile
-    shared, target = combine(shared, before or the mean of all)    in the background
-    live           = merge(live, before, target)                   on what they are by then
+    before         = copy of a trainer's parameters             the trainer keeps training
+    shared, target = combine(shared, before or mean over all)   in the background
+    live           = merge(live, before, target)                on the current parameters
 
-and in the foreground the same with `before` = `live`. EASGD has a centre, with which each trainer
-makes rounds of its own; model averaging and BMUF combine the mean over all trainers, the same for
-each.
+In the foreground `before` = `live`. EASGD has a centre, and each trainer makes its own rounds with it; model averaging
+and BMUF combine the mean over all trainers, with one target for all.
 
-Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which the public abstract is all that
-could be checked; the equations are those of the papers named at each rule. Optimizer state and
-embedding rows are never synchronised.
+Reference: Zheng et al., ShadowSync, arXiv 2003.03477, of which only the public abstract could be checked; the equations
+are from the papers named at each rule. Optimizer state and embedding rows are never synchronised.
 
-Floating leaves are computed in float32, or float64 if they are that wide, so that a mean of many
-small floats neither overflows nor loses digits; `merge` returns the dtypes of `live`. All other
-leaves (counters, booleans, PRNG keys) are left as the first argument has them: each replica keeps
-its own.
+Floating leaves are computed in float32, or in float64 if they are wider than float32, so that a mean of many small
+floats neither overflows nor loses digits; `merge` returns the dtypes of `live`. All other leaves (counters, booleans,
+PRNG keys) are taken from the first argument, so each replica keeps its own.
 """
 
 import functools
@@ -34,49 +31,46 @@ from jaxrec.types import PyTree
 
 
 class Rule(NamedTuple):
-    """A way to synchronise, as pure functions."""
+    """A synchronisation rule as pure functions."""
 
     name: str
-    # Combine takes one trainer's parameters at a time; else the mean over all of them.
-    has_centre: bool
+    has_centre: bool  # `combine` takes one trainer's parameters if True, else the mean over all trainers
     init: Callable[[PyTree], Any]  # initial parameters -> shared
-    # Shared, one trainer's or the mean -> shared', target.
+    # shared, one trainer's parameters or the mean -> shared', target
     combine: Callable[[Any, PyTree], tuple[Any, PyTree]]
     merge: Callable[[PyTree, PyTree, PyTree], PyTree]  # live, before, target -> live'
-    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of all its numbers
+    settings: tuple[tuple[str, Any], ...] = ()  # (name, value) of each hyperparameter
 
     def describe(self) -> str:
-        """The call that makes it."""
+        """Return the call that creates this rule."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
 
 
 class Block(NamedTuple):
-    """What BMUF shares, the same on all trainers."""
+    """Shared state of BMUF, identical on all trainers."""
 
     parameters: PyTree  # the global model
     momentum: PyTree
 
 
 def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
-    """Elastic averaging SGD: trainer and centre move towards each other (Zhang et al., 1412.6651).
+    """Elastic averaging SGD: trainer and centre move towards each other (Zhang et al., arXiv 1412.6651).
 
     symmetric:   c' = c + alpha (w - c)    live' = live + alpha (c - w)    keeps the sum of all w and c
     sequential:  c' = c + alpha (w - c)    live' = live + alpha (c' - live)
 
-    w are the trainer's parameters when the round began. Without training in between, a round brings
-    w - c to (1 - 2 alpha) (w - c) in the first form and to (1 - alpha)^2 (w - c) in the second.
+    w denotes the trainer's parameters at the start of the round. Without training during the round, w - c becomes
+    (1 - 2 alpha) (w - c) in the symmetric form and (1 - alpha)^2 (w - c) in the sequential form.
 
-    In the symmetric form the centre takes no step of its own, but moves with the others: this slows
-    convergence by a factor n / (n + 1), whatever alpha and the gap. That is 2/3 for two trainers; model
-    averaging does not slow it.
+    In the symmetric form the centre makes no gradient step but moves with the n trainers, which slows convergence by a
+    factor n / (n + 1) for any alpha and synchronisation gap: 2/3 for two trainers. Model averaging has no slowdown.
 
     Args:
-      alpha: elastic weight, above 0 and at most 1.
-      form: 'symmetric', as the EASGD paper, or 'sequential', where the trainer sees the centre that
-        it has moved.
+      alpha: elastic weight in (0, 1].
+      form: 'symmetric', as in the EASGD paper, or 'sequential', where the trainer moves towards the updated centre.
 
     Raises:
-      ValueError: alpha outside (0, 1]; another form.
+      ValueError: alpha is outside (0, 1], or form is unknown.
     """
     alpha = _checked_alpha(alpha)
     if form not in ("symmetric", "sequential"):
@@ -96,44 +90,43 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
 def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     """Model averaging: every trainer moves towards the mean over all trainers.
 
-    delta:  live' = live + alpha (mean - before)     all that was learned is kept
-    lerp:   live' = (1 - alpha) live + alpha mean    of what was learned meanwhile, 1 - alpha is kept
+    delta:  live' = live + alpha (mean - before)     keeps all updates made during the round
+    lerp:   live' = (1 - alpha) live + alpha mean    keeps 1 - alpha of the updates made during the round
 
-    The delta form with alpha = 1 is that of hivemind and Bagua.
-    In the foreground nothing is learned during a round, and the two are the same. In a shadow
-    `lerp` goes back towards a mean of the past in every round: a classifier trained so ended below
-    one without any synchronisation (experiments/shadowsync_classifier.py, whose results are not kept),
-    and by `delta` above it.
+    hivemind and Bagua use the delta form with alpha = 1. In the foreground no update is made during a round, so both
+    forms are equal. In a shadow, `lerp` pulls towards a stale mean in every round: a classifier trained this way ended
+    below one without any synchronisation, and above it with `delta` (experiments/shadowsync_classifier.py, whose
+    results are not kept).
 
     Args:
-      alpha: weight of the mean, above 0 and at most 1.
-      form: 'delta', or 'lerp', as we recall the equation of ShadowSync.
+      alpha: weight of the mean, in (0, 1].
+      form: 'delta', or 'lerp', the equation of ShadowSync as we recall it.
 
     Raises:
-      ValueError: alpha outside (0, 1]; another form.
+      ValueError: alpha is outside (0, 1], or form is unknown.
     """
     settings, merge = (("alpha", _checked_alpha(alpha)), ("form", form)), _towards(alpha, form)
     return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
 
 
 def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "delta") -> Rule:
-    """Block-wise model update filtering: the mean is a direction for a global model.
+    """Block-wise model update filtering: the mean gives the update direction of a global model.
 
     Reference: Chen and Huo, ICASSP 2016.
 
     v' = momentum v + eta (mean - g)    g' = g + v'    live' as in model averaging, with g' for mean
 
-    The global model g' and not a Nesterov-shifted one is what trainers move to. With eta = 1 and no
-    momentum this is model averaging, up to rounding.
+    Trainers move towards the global model g', not towards a Nesterov-shifted one. With eta = 1 and momentum = 0 this is
+    model averaging, up to rounding.
 
     Args:
-      alpha: weight of the global model, above 0 and at most 1.
+      alpha: weight of the global model, in (0, 1].
       eta: block step size, above 0.
-      momentum: block momentum, from 0 to below 1.
-      form: 'delta' or 'lerp', for the reason given there.
+      momentum: block momentum, in [0, 1).
+      form: 'delta' or 'lerp', as in `model_averaging`.
 
     Raises:
-      ValueError: a number outside its range; another form.
+      ValueError: a number is out of range, or form is unknown.
     """
     alpha, eta = _checked_alpha(alpha), float(real_number("eta", eta, "above 0", is_positive))
     momentum = float(real_number("momentum", momentum, "from 0 to below 1", lambda x: 0 <= x < 1))
@@ -151,14 +144,14 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
 
 
 def mean_of(replicas: list[PyTree]) -> PyTree:
-    """The mean of trees of one structure and of the same shapes, summed in their order, in float32 or wider."""
+    """Return the mean of pytrees of equal structure and shapes, summed in list order in float32 or wider."""
     if not replicas:
         raise ValueError("the mean of no replicas: give at least one.")
     return _map(lambda *leaves: sum(leaves[1:], leaves[0]) / len(leaves), *replicas)
 
 
 def is_synchronised(leaf) -> bool:
-    """Whether rules touch a leaf: it is floating.
+    """Return whether rules synchronise a leaf, that is, whether its dtype is floating.
 
     >>> [is_synchronised(x) for x in (np.float16(1), np.int32(1), True, jax.random.key(0))]
     [True, False, False, False]
@@ -166,13 +159,13 @@ def is_synchronised(leaf) -> bool:
     return _is_floating(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
 
-@functools.lru_cache(maxsize=256)  # a question for each leaf of each exchange
+@functools.lru_cache(maxsize=256)  # called for each leaf in each exchange
 def _is_floating(dtype):
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def wide(dtype) -> np.dtype:
-    """What floats of a dtype are computed in: float32, or float64 if they are that wide."""
+    """Return the dtype in which floats are computed: float32, or float64 for dtypes wider than float32."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize > 4 else np.float32)
 
 
@@ -190,19 +183,19 @@ def _towards(alpha, form):
 
 
 def _checked_alpha(alpha):
-    # A scalar of NumPy would widen what it multiplies.
+    # A NumPy scalar would widen the arrays it multiplies.
     return float(real_number("alpha", alpha, "above 0 and at most 1", is_portion))
 
 
 def _map(function, first, *rest):
-    """Maps floating leaves, each widened; any other leaf of the first tree is kept."""
+    """Map a function over widened floating leaves; other leaves are taken from the first tree."""
     widened = lambda x: x.astype(wide(x.dtype), copy=False) if hasattr(x, "dtype") else np.float64(x)
     apply = lambda x, *others: function(*map(widened, (x, *others))) if is_synchronised(x) else x
     return jax.tree.map(apply, first, *rest)
 
 
 def _like(wanted, tree):
-    """Gives the floating leaves of a tree the dtypes of another."""
+    """Cast the floating leaves of `tree` to the dtypes of `wanted`."""
     cast = lambda x, y: y.astype(x.dtype, copy=False) if is_synchronised(x) and hasattr(x, "dtype") else y
     return jax.tree.map(cast, wanted, tree)
 

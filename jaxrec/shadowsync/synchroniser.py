@@ -1,12 +1,12 @@
-"""One trainer's place among the others: its synchroniser, in the background (`Shadow`) or in the foreground.
+"""Synchroniser of one trainer, in the background (`Shadow`) or in the foreground (`Foreground`).
 
-The shadow is a thread that synchronises a trainer's replicas while it trains. Neither the backward pass nor every k-th
-step waits: between two steps a trainer hands a copy of its dense parameters over if the thread is free, and folds the
-newest result in if there is one, on the parameters as they are by then. The thread reads to the host, meets the other
-replicas through a transport, and launches no program on a training device. `Foreground` is what it is compared with:
-every k steps the trainer waits for its round.
+The shadow is a thread that synchronises a trainer's replicas during training. No backward pass and no k-th step waits:
+between two steps the trainer gives the thread a copy of its dense parameters if the thread is idle, and folds the
+newest result, if any, into its current parameters. The thread copies to the host, meets the other replicas through a
+transport, and launches no program on a training device. `Foreground` is the baseline: every k steps the trainer waits
+for its round.
 
-Floating leaves are synchronised and keep their dtype; all others are left alone.
+Floating leaves are synchronised and keep their dtype; all other leaves are unchanged.
 
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477. Legend: R replicas of a trainer.
 """
@@ -41,54 +41,53 @@ from jaxrec.types import TrainState
 
 
 class Round(NamedTuple):
-    """What a round has found, on the device."""
+    """Result of a round, on the device."""
 
     before: list[jax.Array]
     target: list[jax.Array]
-    bytes: int  # brought and taken
+    bytes: int  # sent and received
 
 
 class Synchroniser:
-    """One trainer's part in the synchronisation: `Shadow` in the background, or `Foreground`.
+    """Base class of a trainer's synchroniser: `Shadow` in the background, `Foreground` in the foreground.
 
     Attributes:
-      steps: calls of `exchange`.
-      rounds: whose results were folded in, by `exchange` or by `finish`; not those that `finish`
-        itself makes.
-      bytes: of floating leaves that these rounds have brought and taken.
+      steps: number of `exchange` calls.
+      rounds: number of rounds whose results were folded in by `exchange` or `finish`, without those made by `finish`.
+      bytes: bytes of floating leaves sent and received in these rounds.
     """
 
     def __init__(self, transport: Transport, trainer: int):
         self._transport, self._trainer, self._rule = transport, trainer, transport.rule
         self._phase = "has not been entered"
-        self._structures: list = []  # of the last state, whose names fit
+        self._structures: list = []  # tree structure of the last state whose names were checked
         self.steps = self.rounds = self.bytes = 0
 
     @property
     def average_sync_gap(self) -> float:
-        """Steps of this trainer per round that it has folded in; inf if there was none."""
+        """Steps of this trainer per folded round; inf without a round."""
         return self.steps / self.rounds if self.rounds else float("inf")
 
     @property
     def on_failure(self) -> str:
-        """What becomes of the others when this trainer leaves early: 'raise', 'drop' or 'replace'."""
+        """Effect on the other trainers when this one leaves early: 'raise', 'drop' or 'replace'."""
         return self._transport.on_failure
 
     @property
     def why_gone(self) -> str:
-        """Why the others go on without this trainer; empty if they do not."""
+        """Reason why this trainer no longer takes part; empty if it does, or has finished."""
         return self._transport.why_gone(self._trainer)
 
     def __enter__(self) -> Self:
         if self._phase != "has not been entered":
             raise ValueError(f"{self._name} has been entered before: make one for each training.")
         try:
-            # Ctrl-C between joining and beginning would leave a place taken that no trainer leaves.
+            # Ctrl-C between `join` and `_begin` would leave a joined trainer that never leaves.
             with uninterrupted():
                 self._transport.join(self._trainer)
                 self._phase = "open"
                 self._begin()
-        except BaseException as error:  # no more threads, or Ctrl-C
+        except BaseException as error:  # a thread that cannot start, or Ctrl-C
             if self._phase == "open":
                 self.leave(error)
             raise
@@ -103,46 +102,43 @@ class Synchroniser:
         self.leave(error)
 
     def exchange(self, state: Any) -> Any:
-        """Synchronises a state, now or in the background.
+        """Synchronise a state, now or in the background.
 
-        The first call compiles the fold, so that no round waits for it.
+        The first call compiles the fold, so that no round waits for compilation.
 
         Args:
-          state: TrainState with parameters [R, ...], or a pytree of parameters, of one replica or
-            [R, ...].
+          state: TrainState with parameters [R, ...], or a pytree of parameters of one replica or [R, ...].
 
         Returns:
-          The state to train on. It is the one given where nothing was folded in; else its
-          parameters are new arrays of JAX, also where they were NumPy's, which may be changed in
-          place: their values are copied at once. No array is donated.
+          The state to continue training from: the given one if nothing was folded in, else one whose parameters are new
+          JAX arrays. No array is donated. NumPy parameters are copied, so the caller may change them in place.
 
         Raises:
-          ValueError: outside of the `with` block; the parameters do not fit those of the transport,
-            or are not finite (in the background those of an earlier call).
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
-          Exception: whatever else a round raised.
+          ValueError: called outside the `with` block; the parameters do not fit the transport's template; they are not
+            finite (in the background, those of an earlier call).
+          PeerLeft: another trainer has left or is overdue, or this one was dropped.
+          Exception: any other error of a round.
         """
         raise NotImplementedError
 
     def finish(self, state: Any) -> Any:
-        """Takes part in rounds until all trainers are done.
+        """Take part in rounds until all trainers are done.
 
         Args:
-          state: after the trainer's last step, as `exchange` takes it.
+          state: state after the trainer's last step, in a form that `exchange` accepts.
 
         Returns:
-          The state with new parameters, on the same devices and of the same dtypes; all else is as
-          it was. With a centre they are the centre's after the last round of all trainers: the same
-          model for each. With AllToAll each trainer has its replica after a last round of all: by
-          lerp it is 1 - alpha of its old distance from the target, so all are equal with alpha = 1;
-          by delta it is moved by alpha (target - replica), the same here.
+          The state with new parameters, on the same devices and of the same dtypes; all else is unchanged. With a
+          centre, every trainer gets the centre's parameters after the last round of all. With `AllToAll`, a last common
+          round moves each replica by alpha (target - replica) in both forms, which scales its distance from the target
+          by 1 - alpha: with alpha = 1 all replicas are equal, exactly by lerp and up to rounding by delta.
 
         Raises:
-          As `exchange`; ValueError: again, even after an interrupt.
+          As `exchange`; ValueError: called a second time, even after an interrupt.
         """
         self._check_open("finish")
         live = self._live(state)
-        # After an interrupt it is not known which rounds were made, so that it cannot be called again.
+        # Set first: after an interrupt the rounds made so far are unknown, so `finish` cannot be repeated.
         self._phase = "has called `finish`"
         live = live._replace(leaves=self._at_rest(live))
         final = self._last_rounds(live.to_host())
@@ -153,7 +149,7 @@ class Synchroniser:
         return self.exchange(state)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tells the others not to wait for this trainer any more: it takes no part from now on."""
+        """End this trainer's participation, so that the others no longer wait for it."""
         with uninterrupted():
             if self._phase != "has left":
                 self._phase = "has left"
@@ -161,13 +157,13 @@ class Synchroniser:
                 self._transport.leave(self._trainer, error)
 
     def _begin(self):
-        """What begins with the `with` block."""
+        """Start work on entering the `with` block."""
 
     def _stop(self):
-        """No round begins any more, but for those of `finish`."""
+        """Begin no more rounds, except those of `finish`."""
 
     def _at_rest(self, live: Live) -> list[jax.Array]:
-        """The leaves after all rounds that were begun before `finish`."""
+        """Return the leaves after all rounds begun before `finish`."""
         return live.leaves
 
     @property
@@ -181,18 +177,17 @@ class Synchroniser:
             )
 
     def _looks_known(self, state):
-        """Whether a state has the structure of those before, and is not traced."""
-        # Shapes are looked at where leaves are used: this is all that a call with nothing to do
-        # costs.
+        """Return whether a state has the structure of the last checked one, and is not traced."""
+        # Shapes are checked where leaves are used; a call without work costs only this check.
         leaves, structure = jax.tree.flatten(params_of(state))
         return structure in self._structures and not isinstance(leaves[0], jax.core.Tracer)
 
     def _live(self, state) -> Live:
-        """The floating leaves on the device, which must be those of the transport's parameters."""
+        """Return the floating leaves on the device, after checking them against the transport's template."""
         params, what = params_of(state), f"the state of trainer {self._trainer}"
         template = self._transport.template
         structure = jax.tree.structure(params)
-        if structure not in self._structures:  # names cost more than shapes
+        if structure not in self._structures:  # checking names costs more than checking shapes
             check_names(template, params, what)
             self._structures = [structure]
         has_axis = replicas_in(template, params, what) is not None
@@ -206,8 +201,8 @@ class Synchroniser:
         return Live(leaves, has_axis, fold_program(self._rule.merge, leaves))
 
     def _meet(self, before, done=False):
-        """One round on leaves in numpy: where they should move to, and whether it was the last."""
-        # One nan would spread to all trainers. A trainer that is done brings nothing to a centre.
+        """Make one round with NumPy leaves; return their targets and whether it was the last round."""
+        # A nan would spread to all trainers. A trainer that is done sends nothing to a centre.
         if not (done and self._rule.has_centre):
             check_leaves(self._transport.template.names, before, f"the state of trainer {self._trainer}")
         return self._transport.meet(self._trainer, before, done)
@@ -219,20 +214,19 @@ class Synchroniser:
         return Round(live.leaves, live.from_host(target), moved)
 
     def _folded(self, live, result):
-        """Leaves on the device after a round that is counted now; as they are if there is none."""
+        """Count a round and return the leaves with its result folded in; unchanged leaves if there is none."""
         if result is None:
             return live.leaves
         self.rounds += 1
         self.bytes += result.bytes
-        # The leaves may lie elsewhere by now than when the round began.
+        # The leaves may have moved to other devices since the round began.
         return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
 
     def _last_rounds(self, leaves):
-        """Rounds of a trainer that is done, until all are; the leaves in numpy after them."""
+        """Make rounds until all trainers are done; return the resulting NumPy leaves."""
         last, together = False, self._transport.last_round
         if self._rule.has_centre:
-            # The others may still move the centre: this trainer brings its part, then waits for the
-            # end of all.
+            # The others may still move the centre: make a last round with it, then wait until all are done.
             if together:
                 leaves = self._rule.merge(leaves, leaves, self._meet(leaves)[0])
             while not last:
@@ -240,25 +234,24 @@ class Synchroniser:
             return [np.array(x, leaf.dtype) for x, leaf in zip(target, leaves, strict=True)] if together else leaves
         while not last:
             target, last = self._meet(leaves, done=True)
-            if together or not last:  # else the last is no round: all stay as they are
+            if together or not last:  # else the last meeting only ends training, and its target is unused
                 leaves = self._rule.merge(leaves, leaves, target)
         return leaves
 
 
 class Foreground(Synchroniser):
-    """Synchronises every so many steps or seconds: training waits for each round (FR-k).
+    """Synchroniser that makes a round every k steps or seconds, for which training waits (FR-k).
 
-    Used as `Shadow` is, in a `with` block.
+    It is used in a `with` block like `Shadow`.
 
     Args:
       transport, trainer: as for `Shadow`.
-      every_steps: k, or None.
-      every_seconds: or this.
-      waited: how many of these steps or seconds have passed already, in an earlier training that
-        goes on here.
+      every_steps: steps from one round to the next, at least 1; or None.
+      every_seconds: seconds from one round to the next, above 0; or None.
+      waited: steps or seconds already passed since a round was due, when an earlier training is continued.
 
     Raises:
-      ValueError: not exactly one of the two is given, or it is below 1 step or not above 0 seconds.
+      ValueError: not exactly one of `every_steps` and `every_seconds` is given, or it is out of range.
     """
 
     def __init__(
@@ -280,25 +273,25 @@ class Foreground(Synchroniser):
 
     @property
     def waited(self) -> float:
-        """How many steps or seconds have passed since it was time for a round."""
+        """Steps or seconds since a round was last due."""
         if self._steps is not None:
             return (self._before + self.steps) % self._steps
         return self._before if self._phase == "has not been entered" else time.monotonic() - self._last
 
     def _begin(self):
-        # Not when it was made: what is compiled in between is no training.
+        # On entering, not on construction: compilation in between is not training time.
         self._last = time.monotonic() - self._before
 
     def exchange(self, state: Any) -> Any:
-        """Makes a round if it is time for one; else as `Synchroniser.exchange`."""
+        """Make a round if one is due; otherwise as `Synchroniser.exchange`."""
         self._check_open("exchange")
-        # Compiles the fold before the first round, in which all others would wait for it.
+        # Compiles the fold before the first round, where all other trainers would wait for it.
         if not self._looks_known(state):
             self._live(state)
         return self.meet(state)(state) if self.due() else state
 
     def due(self) -> bool:
-        """Counts a step, by which this trainer is heard of; says whether it is time for a round."""
+        """Count a step, report a sign of life, and return whether a round is due."""
         self._transport.alive(self._trainer)
         self.steps += 1
         if self._steps is not None:
@@ -309,28 +302,27 @@ class Foreground(Synchroniser):
         return True
 
     def meet(self, before: Any) -> Callable[[Any], Any]:
-        """Makes a round; the first half of an `exchange`, whose second is the function that it
-        returns.
+        """Make a round, and return the function that folds its result into a state.
 
-        For a trainer whose other workers step on between the two.
+        The two halves of `exchange`, for a trainer whose other workers keep training in between.
 
         Args:
-          before: as `exchange` takes it; it may not be donated during the round.
+          before: state in a form that `exchange` accepts; it must not be donated during the round.
 
         Returns:
-          A function: the state as it is by then -> the state with the round's result folded in.
+          A function: current state -> state with the round's result folded in.
 
         Raises:
           As `exchange`.
         """
         self._check_open("meet")
         result = self._round_of(self._live(before))
-        # Counted where it is folded in, as a shadow's.
+        # Counted when folded in, as in a shadow.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))
 
 
 class Shadow(Synchroniser):
-    """Synchronises a trainer's dense parameters in the background.
+    """Synchroniser of a trainer's dense parameters in the background.
 
         with Shadow(transport) as shadow:
             for batch in batches:
@@ -338,17 +330,16 @@ class Shadow(Synchroniser):
             state = shadow.finish(state)                     # goes on until all trainers are done
 
     Args:
-      transport: shared by all trainers; it has the rule.
-      trainer: the number of this one, from 0; each has its own.
-      pace_seconds: the least time from one round to the next; 0 is back to back.
-      core_share: of the time of a core, the largest part that the thread takes for its rounds, up to 1.
+      transport: transport shared by all trainers; it holds the rule.
+      trainer: unique number of this trainer, from 0.
+      pace_seconds: minimum seconds from the start of one round to the start of the next; 0 for back-to-back rounds.
+      core_share: maximum fraction of one core's time that the thread uses for rounds, in (0, 1].
 
     Raises:
-      ValueError: a number out of range. On entering: no such trainer, or a taken one.
-      PeerLeft: another trainer has left, or is overdue. It and whatever else a round raises come with
-        the next `exchange`, or on leaving the `with` block.
-      TimeoutError: on leaving, `meet` of the transport has not returned within its `timeout_s`; the thread is left
-        there.
+      ValueError: a number is out of range; on entering, there is no such trainer, or its number is taken.
+      PeerLeft: another trainer has left or is overdue. Errors of a round are raised by the next `exchange`, or on
+        leaving the `with` block.
+      TimeoutError: on leaving, the transport's `meet` did not return within `timeout_s`; the thread is abandoned.
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0):
@@ -356,9 +347,9 @@ class Shadow(Synchroniser):
         real_number("core_share", core_share, "above 0 and at most 1", is_portion)
         super().__init__(transport, trainer)
         self._pace, self._core_share = pace_seconds, core_share
-        self._changed = threading.Condition()  # guards all that follows
-        self._handed: Live | None = None  # a copy for the thread
-        self._result: Round | None = None  # what the thread has found since the last exchange
+        self._changed = threading.Condition()  # guards the fields below
+        self._handed: Live | None = None  # copy waiting for the thread
+        self._result: Round | None = None  # result of the thread since the last exchange
         self._busy = self._stopped = self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
@@ -386,28 +377,27 @@ class Shadow(Synchroniser):
         error.add_note(message)
 
     def exchange(self, state: Any) -> Any:
-        """Folds the newest result in, and hands a copy over if the thread is free; never waits.
+        """Fold in the newest result, and give the thread a copy if it is idle; never wait.
 
-        A call that has nothing to do looks at the state's structure only. All else as `Synchroniser.exchange`.
+        A call without work checks only the state's structure. All else as in `Synchroniser.exchange`.
         """
         self._check_open("exchange")
         self._raise_failure()
         self._transport.alive(self._trainer)
-        # Without the lock, as most calls end here: a result that comes now is for the next one.
+        # Without the lock, as most calls end here: a result that arrives now is folded in by the next call.
         if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
             self.steps += 1
             return state
         live = self._live(state)
         self.steps += 1
-        # Both under one lock: a round that ends between them would leave its result where the next
-        # round, which the copy handed over now begins, puts its own.
+        # Both under one lock: the result of a round that ended in between would not be taken, and the next round, which
+        # the copy below begins, would overwrite it.
         with uninterrupted(), self._changed:
             result, self._result = self._result, None
             free = self._handed is None and not self._busy
         leaves = self._folded(live, result)
         if free:
-            # After the fold: a copy from before it would bring to the others what this round has
-            # already told them.
+            # Copied after the fold: a copy from before it would send updates that this round has already sent.
             copy = live._replace(leaves=copied(leaves))
             with uninterrupted(), self._changed:
                 self._handed = copy
@@ -421,16 +411,16 @@ class Shadow(Synchroniser):
 
     def _at_rest(self, live):
         self._stop()
-        self._has_ended()  # a round that is under way ends: the transport bounds its time
+        self._has_ended()  # waits for a round in flight, whose time the transport bounds
         self._raise_failure()
         return self._folded(live, self._result)
 
     def _has_ended(self, seconds=math.inf):
-        """Waits for the end of the thread; says whether it came."""
+        """Wait for the end of the thread; return whether it ended within the given time."""
         if not wait(self._changed, lambda: self._ended, seconds):
             return False
         with uninterrupted():
-            self._thread.join()  # it has nothing more to do
+            self._thread.join()  # returns at once: setting `_ended` is the thread's last action
         return True
 
     def _run(self):
@@ -438,38 +428,38 @@ class Shadow(Synchroniser):
             while (handed := self._next()) is not None:
                 self._round(handed)
         except BaseException as error:
-            # That this trainer has left, it is told by the transport that it was left: no failure of the thread.
+            # A `PeerLeft` that only reports that this trainer itself has left is no failure of the thread.
             if not (self._phase == "has left" and isinstance(error, PeerLeft)):
                 self._failure = error
                 self._transport.leave(self._trainer, error)
         finally:
             with self._changed:
-                # Last of all, and whatever was raised, as `leave` and `finish` wait for it.
+                # Last, and after any error: `__exit__` and `finish` wait for it.
                 self._ended = True
                 self._changed.notify_all()
 
     def _next(self) -> Live | None:
-        """The copy to bring to the next round; None when there is none to come."""
+        """Wait for the copy for the next round; return None once stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._handed is not None or self._stopped)
             if self._stopped:
                 return None
-            # In one breath: an exchange in between would hand over a second copy.
+            # Under one lock: an exchange in between would give the thread a second copy.
             handed, self._handed, self._busy = self._handed, None, True
             return handed
 
     def _round(self, handed):
         start, before = time.monotonic(), time.thread_time()
-        # Without the lock, as it may wait for all others: training goes on meanwhile.
+        # Without the lock: a round may wait for all other trainers while this one keeps training.
         result = self._round_of(handed)
         with self._changed:
-            # Together: an exchange that finds the thread free finds its result, too.
+            # Under one lock: an exchange that finds the thread idle also finds its result.
             self._result, self._busy = result, False
             self._changed.notify_all()
             pace = max(self._pace, (time.thread_time() - before) / self._core_share)
             left = start + pace - time.monotonic()
             if left > 0:
-                self._busy = True  # else a copy is taken now that is old when the next round begins
+                self._busy = True  # else a copy taken now would be stale when the next round begins
                 self._changed.wait_for(lambda: self._stopped, min(left, threading.TIMEOUT_MAX))
                 self._busy = False
 

@@ -1,11 +1,10 @@
-"""Where the trainers of one process meet: in rounds of all, or at a centre, each when it likes. None waits for ever.
+"""Transports between the trainers of one process: common rounds, or a centre that each trainer visits independently.
 
-A trainer that is awaited and has not been heard of for longer than `timeout_s` is overdue. A trainer is heard
-of by its rounds, by each call of `exchange`, and while it is in a transfer. With
-on_failure='raise' a trainer that leaves early or is overdue ends the rounds of all: each gets
-`PeerLeft` with its name. With 'drop' the rounds go on without it, and what it had brought is not used.
-With 'replace' they do so too, and a successor may join in its place: the end of all waits for one,
-until it is said that none will come.
+No trainer waits indefinitely. An awaited trainer without a sign of life for `timeout_s` is overdue; signs of life
+are its rounds, its `exchange` calls and its transfers in flight. If a trainer leaves early or is overdue, then with
+on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with 'drop' rounds continue
+without it, and its contribution to the current round is discarded; with 'replace' they also continue, a successor may
+join in its place, and the end of training waits for the successor until `give_up` is called.
 
 Legend: R replicas of a trainer, n trainers.
 """
@@ -29,24 +28,22 @@ from jaxrec.types import PyTree
 
 
 class PeerLeft(RuntimeError):
-    """No more rounds: another trainer has left or is overdue, or this one has been dropped."""
+    """Raised when no more rounds follow: another trainer has left or is overdue, or this one was dropped."""
 
 
 class Transport(Protocol):
-    """How trainers meet: `AllToAll`, `Centre`, or one around another, which hands on what it does not change by
-    `__getattr__`.
+    """Interface of transports: `AllToAll`, `Centre`, or a wrapper that forwards other attributes by `__getattr__`.
 
-    `meet` is called by a trainer's background thread or, in the foreground and in `finish`, by its own. It neither
-    waits for ever nor goes on for a trainer that has left: it raises `PeerLeft`.
+    `meet` runs in a trainer's background thread or, in the foreground and in `finish`, in its own thread. It raises
+    `PeerLeft` rather than wait indefinitely or continue for a trainer that has left.
 
     Attributes:
-      rule: by which trainers are synchronised.
-      template: of the parameters of one replica.
-      timeout_s: the longest that it waits for a trainer.
-      on_failure: when a trainer leaves early it raises in the others ('raise'), goes on without it ('drop'), or waits
-        for its successor ('replace').
-      last_round: whether it brings trainers together at the end; if not, what `meet` returns with the last time is
-        not used.
+      rule: synchronisation rule.
+      template: names and shapes of the floating leaves of one replica.
+      timeout_s: maximum seconds to wait for a trainer without a sign of life.
+      on_failure: reaction to a trainer that leaves early: raise in the others ('raise'), continue without it ('drop'),
+        or continue and let a successor join ('replace').
+      last_round: whether trainers are brought together at the end; if False, the target of the last `meet` is unused.
     """
 
     rule: Rule
@@ -56,42 +53,40 @@ class Transport(Protocol):
     last_round: bool
 
     def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once."""
+        """Register a trainer, once."""
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Brings floating leaves, numpy [R, ...]; returns where each should move to, and whether it
-        ended.
+        """Make a round with floating NumPy leaves [R, ...]; return their targets and whether it was the last round.
 
-        A trainer that is done goes on to meet until it is told that it was the last time. With a
-        centre it brings nothing any more then, waits for the others, and gets the centre's
-        parameters.
+        A trainer that is done calls `meet` with done=True until it was the last round. With a centre it then sends
+        nothing, waits for the others, and gets the centre's parameters.
         """
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes, because of an error if there is one; others must not wait for it."""
+        """Remove a trainer, with the error that made it leave, if any; others no longer wait for it."""
 
     def alive(self, trainer: int) -> None:
-        """This trainer is heard of: every `exchange` says so."""
+        """Record a sign of life of a trainer; called in every `exchange`."""
 
     def why_gone(self, trainer: int) -> str:
-        """Why this trainer takes no part any more; empty if it does, or has finished."""
+        """Return why a trainer no longer takes part; empty if it does, or has finished."""
 
 
 @dataclasses.dataclass
 class Member:
-    """A trainer as the others see it."""
+    """Status of a trainer in a transport."""
 
-    state: str = "expected"  # then "here", "done" (it waits for the others), "finished" or "gone"
+    state: str = "expected"  # then "here", "done" (waiting for the others), "finished" or "gone"
     rounds: int = 0
-    seen: float = -math.inf  # seconds of `time.monotonic`
-    given_up: bool = False  # it is gone, and no successor takes its place
-    why: str = ""  # it is gone
+    seen: float = -math.inf  # time of the last sign of life, in seconds of `time.monotonic`
+    given_up: bool = False  # whether no successor may take its place
+    why: str = ""  # reason of state "gone"
 
 
 class Membership:
-    """The trainers of one training, and what becomes of them; a transport adds the rounds.
+    """Base class of transports that tracks which trainers have joined, left, finished or been lost.
 
-    `_changed` guards all fields, but for the time at which a member was last seen.
+    `_changed` guards all fields except `Member.seen`.
     """
 
     def __init__(
@@ -109,15 +104,15 @@ class Membership:
             raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")
         self.rule, self.on_failure, self.last_round = rule, on_failure, last_round
         self.template, self._initial = initial_leaves(parameters)
-        # One of each number from the start: a trainer that never joins is awaited too.
+        # All members exist from the start, so that a trainer that never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
 
     def join(self, trainer: int) -> None:
-        """Takes a trainer's place, once: a transport is for one training.
+        """Register a trainer, or its successor; a transport serves a single training.
 
         Raises:
-          ValueError: there is no such place, or it was taken before.
+          ValueError: there is no such trainer, or it has joined before.
           PeerLeft: the others have stopped.
         """
         with uninterrupted(), self._changed:
@@ -129,13 +124,12 @@ class Membership:
                     f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a group or a "
                     "transport is for one training, make a new one."
                 )
-            self._raise_failure(trainer)  # no place is taken where no round will come
+            self._raise_failure(trainer)  # before joining, as no round will follow
             member.state, member.seen, member.why = "here", time.monotonic(), ""
             self._changed.notify_all()
 
     def give_up(self, trainer: int) -> None:
-        """No successor will take the place of this trainer: it goes, if it is here, and the end of all waits no
-        longer."""
+        """Remove a trainer for good: no successor may join, and the end of training no longer waits for one."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             member.given_up = member.state != "finished"
@@ -145,26 +139,26 @@ class Membership:
             self._changed.notify_all()
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """This trainer goes; nothing happens if it has finished or gone before."""
+        """Remove a trainer; no effect if it has finished or left before."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
-            # What made it leave first is the reason: `with` blocks leave again on their way out.
+            # The first call has the reason: `with` blocks call `leave` again on exit.
             if member.state not in ("finished", "gone"):
                 because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
                 without = "" if because or member.state == "expected" else " without `finish`"
                 self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
 
     def alive(self, trainer: int, ago_s: float = 0.0) -> None:
-        """This trainer is heard of, or was so many seconds ago."""
-        # One write without the lock or a check, as it comes with every step of a trainer.
+        """Record a sign of life of a trainer, now or `ago_s` seconds ago."""
+        # A single write without lock or check, as every step of a trainer makes it.
         self._members[trainer].seen = time.monotonic() - ago_s
 
     def last_seen(self, trainer: int) -> float:
-        """When this trainer was last heard of, or waited in `meet`: seconds of `time.monotonic`."""
+        """Return when a trainer last gave a sign of life or waited in `meet`, in seconds of `time.monotonic`."""
         return self._member(trainer).seen
 
     def why_gone(self, trainer: int) -> str:
-        """Why this trainer takes no part any more; empty if it does, or has finished."""
+        """Return why a trainer no longer takes part; empty if it does, or has finished."""
         return self._member(trainer).why
 
     def _member(self, trainer):
@@ -172,7 +166,7 @@ class Membership:
         return self._members[whole_number("trainer", trainer, 0, trainers - 1, f": there are trainers={trainers}")]
 
     def _taking_part(self, trainer):
-        """The member, which must be here, and have others to meet."""
+        """Return the member of a trainer, after checking that it takes part and that rounds have not ended."""
         member = self._member(trainer)
         if member.state == "expected":
             raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
@@ -188,38 +182,38 @@ class Membership:
             raise PeerLeft(f"trainer {trainer} has no others to meet: {self._failure}")
 
     def _awaited(self) -> list[int]:
-        """The trainers that still train, or have yet to come."""
+        """Return the trainers that are still training or have not joined yet."""
         return [i for i, member in enumerate(self._members) if member.state in ("expected", "here")]
 
     def _lacks(self, member):
-        """Whether a successor may still come for a member."""
+        """Return whether a member is lost and may still get a successor."""
         return self.on_failure == "replace" and member.state == "gone" and not member.given_up
 
     def _lose(self, whys: dict[int, str]):
         for trainer, why in whys.items():
             self._members[trainer].state, self._members[trainer].why = "gone", why
-        # The first failure is the cause: trainers that leave after it leave because of it.
+        # Only the first failure is kept: trainers that leave later do so because of it.
         if self.on_failure == "raise" and not self._failure:
             all_of_them = ", ".join(f"trainer {trainer} {why}" for trainer, why in whys.items())
             self._failure = f"{all_of_them}. on_failure='drop' would go on with the others."
-        # Others may have waited for the lost ones only.
+        # The others may have waited only for the lost trainers.
         self._end_if_complete()
         self._changed.notify_all()
 
     def _end_if_complete(self):
-        """What is due once no trainer is awaited any more."""
+        """End the round or the training if no trainer is awaited any more."""
         raise NotImplementedError
 
     def _count(self, trainer):
         with uninterrupted(), self._changed:
             member = self._members[trainer]
-            # A round that has ended is a sign of life, like a call of its trainer.
+            # A completed round is a sign of life, like an `exchange` call.
             member.rounds, member.seen = member.rounds + 1, time.monotonic()
 
     def _wait(self, trainer: int, over: Callable[[], bool], awaited: Callable[[], Iterable[int]]):
-        """Until it is over; a trainer that is awaited for longer than the time-out, and was not seen, is lost.
+        """Wait until `over` returns True; awaited trainers without a sign of life within the time-out are lost.
 
-        The lock is free when it is called, as Ctrl-C ends the wait.
+        Call it without holding the lock, as Ctrl-C ends the wait.
         """
         is_over = functools.partial(self._is_over, trainer, time.monotonic(), over, awaited)
         while not wait(self._changed, is_over, self._nap):
@@ -227,23 +221,22 @@ class Membership:
 
     @property
     def _nap(self):
-        # A trainer that waits is heard of at least so often, so that others that wait for it do not
-        # lose it.
+        # A waiting trainer gives a sign of life at least this often, so that trainers waiting for it do not lose it.
         return self.timeout_s / 8
 
     def _is_over(self, trainer, since, over, awaited):
-        # Before the failure: a round that has ended counts, whatever became of the others since.
+        # Checked before failures: a completed round counts even if other trainers were lost since.
         if over() and self._members[trainer].state != "gone":
             return True
-        # A trainer that waits is alive, and says so: only others can be overdue.
+        # A waiting trainer is alive: only others can be overdue.
         self._taking_part(trainer).seen = now = time.monotonic()
-        # From when they were awaited, as rounds may be rarer than the time-out, or from when they were seen.
+        # Counted from the start of the wait, as rounds may be rarer than the time-out, or from a later sign of life.
         heard = {i: max(since, self._members[i].seen) for i in awaited() if i != trainer}
         overdue = [i for i, at in heard.items() if now - at >= self.timeout_s]
         if not overdue:
             return False
         self._lose({i: self._overdue(i, now) for i in overdue})
-        # Without them it may be over, or have failed.
+        # Without the lost trainers the wait may be over or have failed.
         return self._is_over(trainer, since, over, awaited)
 
     def _overdue(self, trainer, now):
@@ -255,22 +248,22 @@ class Membership:
 
 
 class AllToAll(Membership):
-    """Rounds of all trainers of one process, for rules that combine the mean over all replicas.
+    """Transport with common rounds of all trainers, for rules that combine the mean over all replicas.
 
     Args:
-      rule: model averaging or BMUF; what it shares is kept here once, being the same for all.
-      parameters: the initial ones of one replica, without a replica axis; BMUF begins from them.
-      trainers: n; a round waits for all of them, as long as not all are done.
-      timeout_s: how long a round waits for a trainer that is not heard of: more than the longest
-        time between two of its calls of `exchange`, compilation included. Rounds may be rarer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
-        'drop', or 'replace' if successors take the places of the lost.
-      last_round: whether trainers that are done make a last round, which brings them together.
-      memory: of an earlier transport, whose rounds go on here; of the initial parameters if None.
+      rule: model averaging or BMUF; the transport holds its shared state once for all trainers.
+      parameters: initial parameters of one replica, without a replica axis; the initial global model of BMUF.
+      trainers: n; a round waits for all of them until all are done.
+      timeout_s: seconds that a round waits for a trainer without a sign of life. It must exceed the longest time
+        between two `exchange` calls of a trainer, compilation included; rounds may be rarer.
+      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
+        join in its place.
+      last_round: whether trainers that are done are brought together in a last round.
+      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
 
     Raises:
-      ValueError: a rule with a centre; another argument out of range; parameters that cannot be
-        synchronised; a memory of another rule or of other parameters.
+      ValueError: the rule has a centre; another argument is out of range; the parameters cannot be synchronised; the
+        memory belongs to another rule or to other parameters.
     """
 
     def __init__(
@@ -288,67 +281,65 @@ class AllToAll(Membership):
         if rule.has_centre:
             raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
         self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
-        self._brought: dict[int, tuple[list, bool]] = {}  # to the round that has not ended
+        self._brought: dict[int, tuple[list, bool]] = {}  # trainer -> leaves and `done` in the current round
         self._round = 0
-        self._target: list[np.ndarray] = []  # of the round before, until all have fetched it
+        self._target: list[np.ndarray] = []  # target of the last completed round
         self._last = False
 
     @property
     def memory(self) -> PyTree:
-        """What rounds have left for later ones, as numpy arrays; BMUF has a global model and a
-        momentum."""
+        """Shared state of the rule as NumPy arrays: global model and momentum of BMUF, empty for model averaging."""
         with uninterrupted(), self._changed:
             return jax.tree.map(np.array, self._shared)
 
     @property
     def parameters(self) -> list[np.ndarray]:
-        """The floating leaves of the newest target, in the dtypes of the initial parameters; those before any round."""
+        """Floating leaves of the newest target, or initially of the parameters, in the initial dtypes."""
         with uninterrupted(), self._changed:
             newest = self._target or self._initial
         return [x.astype(initial.dtype) for x, initial in zip(newest, self._initial, strict=True)]
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """One round: waits for all others; every replica gets the same target, in float32 or wider.
+        """Make a round with all other trainers; every replica gets the same target, in float32 or wider.
 
         Raises:
-          ValueError: the parameters do not fit; this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
+          ValueError: the leaves do not fit the template, or this trainer has not joined.
+          PeerLeft: another trainer has left or is overdue, or this one was dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
-        round_ = self._round  # without the lock, as no round ends without this trainer
+        round_ = self._round  # read without the lock, as no round ends without this trainer
         missing = lambda: set(self._awaited()) - set(self._brought)
         try:
             with uninterrupted(), self._changed:
                 self._taking_part(trainer)
-                # Checked and brought under one lock: a trainer that is dropped in between brings
-                # nothing.
+                # Checked under the same lock, so that a trainer dropped in between contributes nothing.
                 self._brought[trainer] = leaves, done
                 self._end_if_complete()
             self._wait(trainer, lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
-                # Taken before the next round can end, which needs this trainer.
+                # No later round can have replaced them, as it would need this trainer.
                 target, last = self._target, self._last
-                # An error or an interrupt: what it has brought goes with it.
+                # After an error or an interrupt, withdraw this trainer's contribution.
                 if self._round == round_:
                     self._brought.pop(trainer, None)
         self._count(trainer)
         return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
 
     def _end_if_complete(self):
-        """Combines what was brought if it is all that is needed."""
-        # By the number of the trainer, not in the order of arrival, on which a sum's bits depend.
+        """Complete the round if all awaited trainers have contributed."""
+        # Ordered by trainer number, not by arrival, on which the bits of a sum would depend.
         brought = [self._brought[i] for i in self._awaited() if i in self._brought]
         if not brought or len(brought) < len(self._awaited()) or self._failure:
             return
-        # The end waits for successors; rounds do not.
+        # The end of training waits for successors; rounds do not.
         if all(done for _, done in brought) and any(map(self._lacks, self._members)):
             return
         replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
         last = all(done for _, done in brought)
-        # Nothing is kept before this line, so that a combine that raises leaves all as it was.
+        # Nothing is modified before `combine`, so that an error in it leaves the state unchanged.
         if last and not self.last_round:
-            shared, target = self._shared, replicas[0]  # which is not used
+            shared, target = self._shared, replicas[0]  # the target is unused
         else:
             shared, target = self.rule.combine(self._shared, mean_of(replicas))
         self._shared, self._target, self._last = shared, target, last
@@ -360,28 +351,27 @@ class AllToAll(Membership):
 
 
 class Centre(Membership):
-    """Synchronisation parameter servers in this process, for EASGD: each trainer comes when it
-    likes.
+    """Transport with in-process synchronisation parameter servers, for EASGD: trainers make rounds independently.
 
-    The tensors are bin-packed over the servers by size. A server's bandwidth is emulated: transfers
-    to and from it take turns, and their time is waited for.
+    The tensors are bin-packed over the servers by size. Server bandwidth is emulated: transfers of a server are
+    serialised, and `meet` waits for their duration.
 
     Args:
-      rule: with a centre.
-      parameters: the initial ones of one replica, without a replica axis.
+      rule: a rule with a centre.
+      parameters: initial parameters of one replica, without a replica axis.
       trainers: n; a trainer that is done waits for all of them.
-      servers: how many.
-      bytes_per_s: of each server, both directions together; None for no limit.
-      timeout_s: how long a trainer that is done waits for another that is not heard of: more than the
-        longest time between two of its calls of `exchange`. Rounds and transfers may take longer.
-      on_failure: what becomes of the others when a trainer leaves early or is overdue: 'raise',
-        'drop', or 'replace' if successors take the places of the lost.
-      last_round: whether trainers that are done go to the centre once more, and get its parameters.
-      memory: of an earlier transport, whose centre goes on here; of the initial parameters if None.
+      servers: number of servers.
+      bytes_per_s: bandwidth of each server, both directions together; None for no limit.
+      timeout_s: seconds that a trainer that is done waits for another without a sign of life. It must exceed the
+        longest time between two `exchange` calls of a trainer; rounds and transfers may take longer.
+      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
+        join in its place.
+      last_round: whether trainers that are done make a last round with the centre and get its parameters.
+      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
 
     Raises:
-      ValueError: a rule without a centre; another argument out of range; parameters that cannot be
-        synchronised; a memory of another rule or of other parameters.
+      ValueError: the rule has no centre; another argument is out of range; the parameters cannot be synchronised; the
+        memory belongs to another rule or to other parameters.
     """
 
     def __init__(
@@ -405,30 +395,29 @@ class Centre(Membership):
             real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
         self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
-        self._turn = threading.Lock()  # to move the centre
+        self._turn = threading.Lock()  # held while moving the centre
         self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
-        sizes = [2 * leaf.nbytes for leaf in self._initial]  # to and fro
+        sizes = [2 * leaf.nbytes for leaf in self._initial]  # both directions
         places = pack(sizes, servers)
         self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
 
     @property
     def memory(self) -> PyTree:
-        """The centre as numpy arrays, in float32 or wider, in the order of the template."""
+        """Leaves of the centre as NumPy arrays, in float32 or wider, in the order of the template."""
         return self._now()
 
     @property
     def parameters(self) -> PyTree:
-        """The centre as it is, in the dtypes of the initial parameters, with their other leaves."""
+        """Current centre in the structure and dtypes of the initial parameters, including their other leaves."""
         pairs = zip(self._now(), self._initial, strict=True)
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Moves the centre towards every replica brought, one after the other: all of it, or
-        nothing.
+        """Move the centre towards each replica of a trainer in turn, atomically.
 
         Raises:
-          ValueError: the parameters do not fit; this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one has been dropped.
+          ValueError: the leaves do not fit the template, or this trainer has not joined.
+          PeerLeft: another trainer has left or is overdue, or this one was dropped.
         """
         leaves, rows = _brought(self.template, before, trainer)
         with uninterrupted(), self._changed:
@@ -439,7 +428,7 @@ class Centre(Membership):
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
             return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), True
-        # First the way to the servers: a trainer that is dropped meanwhile must not move the centre.
+        # Transfers come first: a trainer dropped during one must not move the centre.
         for _ in range(rows):
             self._transfer(trainer)
         targets = self._move(trainer, leaves, rows)
@@ -447,8 +436,8 @@ class Centre(Membership):
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
     def _move(self, trainer, leaves, rows):
-        """The targets of each replica; the centre moves when all is computed, if the trainer still takes part."""
-        # A lock of its own: rules compute for long, and the others must be heard of meanwhile.
+        """Return the targets of each replica; move the centre at the end, if the trainer still takes part."""
+        # Not under `_changed`: a rule may compute for long, while others must be able to give signs of life.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
             for replica in range(rows):
@@ -457,7 +446,7 @@ class Centre(Membership):
                 targets.append([target for _, target in pairs])
             with self._changed:
                 self._taking_part(trainer)
-                # One assignment of new arrays, so that one version is seen without the lock.
+                # A single assignment of new arrays, so that readers without the lock see one version.
                 self._centre = centre
         return targets
 
@@ -471,24 +460,24 @@ class Centre(Membership):
         self._changed.notify_all()
 
     def _transfer(self, trainer):
-        """Waits until the slowest server has got and sent its tensors, after what it had to do."""
+        """Wait until the slowest server has received and sent its tensors, after transfers queued before."""
         if self._bytes_per_s is None:
             return
         with uninterrupted(), self._changed:
             self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
-            # The slowest server decides, as a round needs all tensors.
+            # A round needs all tensors, so the slowest server decides.
             until = max(self._free_at)
         while (left := until - time.monotonic()) > 0:
             wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
 
     def _is_hindered(self, trainer):
-        """Raises what a trainer in a transfer must hear; it may leave meanwhile."""
+        """Raise if a trainer in a transfer no longer takes part; else record a sign of life and return False."""
         self._taking_part(trainer).seen = time.monotonic()
         return False
 
 
 def _remembered(fresh, memory, rule):
-    """What a rule shares at the beginning: the memory, which must be alike, or the fresh one."""
+    """Return the initial shared state of a rule: the memory, which must match the fresh one, or the fresh one."""
     if memory is None:
         return fresh
     what = f"the memory of {rule.describe()}"
@@ -504,14 +493,14 @@ def _remembered(fresh, memory, rule):
 
 
 def _on_host(tree):
-    """A tree without arrays on a device, but for keys: a step could donate them."""
+    """Copy device arrays of a tree, except PRNG keys, to the host, as a step could donate them."""
     is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     copied = lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
     return jax.tree.map(copied, tree)
 
 
 def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
-    """When each server will be free that gets so many bytes now, after what it has to do already.
+    """Return when each server will have transferred `sizes` bytes enqueued now, after transfers queued before.
 
     >>> queued([0.0, 5.0], [10, 10], bytes_per_s=10.0, now=3.0)
     [4.0, 6.0]
@@ -520,7 +509,7 @@ def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: floa
 
 
 def pack(sizes: list[int], bins: int) -> list[int]:
-    """Spreads things over bins: the largest first, each to the bin that is emptiest so far.
+    """Assign items to bins greedily: the largest first, each to the least loaded bin; return the bin of each item.
 
     >>> pack([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
@@ -528,13 +517,13 @@ def pack(sizes: list[int], bins: int) -> list[int]:
     load, place = [0] * bins, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         place[number] = load.index(min(load))
-        # The largest first: what is left for the end is small, and fills up what is uneven.
+        # Largest first, so that small items at the end even out the loads.
         load[place[number]] += sizes[number]
     return place
 
 
 def _brought(template, before, trainer):
-    """The leaves and R of what a trainer brings."""
+    """Return the widened floating leaves that a trainer contributes, and R."""
     rows = replicas_in(template, before, f"what trainer {trainer} brings")
     if rows is None:
         raise ValueError(f"what trainer {trainer} brings has no replica axis: bring leaves [R, ...].")

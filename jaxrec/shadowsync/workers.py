@@ -1,19 +1,16 @@
-"""Free-running trainers: threads that share host tables, and what synchronises their parameters.
+"""Free-running trainers: threads that share host tables and whose dense parameters a synchroniser keeps together.
 
-Each of the n trainers has a replica on a device of its own and m Hogwild workers. A worker reads
-rows and the trainer's newest parameters without waiting for the other workers, computes the
-gradients, then applies them to whatever the parameters and rows are by then: parameters with optax
-on the newest version, rows with `add`. So a gradient may be m - 1 steps of its trainer old, and
-rows as many steps of all trainers as were in flight. Arrays of JAX never change, so a worker sees
-parameters of one version: consistent reads, unlike Hogwild on shared memory, which may see torn
-ones.
+Each of the n trainers has one replica on one device and m Hogwild workers. A worker reads rows and the trainer's newest
+parameters without waiting for other workers, computes gradients, and applies them to the current parameters with optax
+and to the current rows with `add`. The staleness of a gradient is therefore up to m - 1 steps of its trainer for
+parameters, and the number of steps of all trainers in flight for rows. JAX arrays are immutable, so a worker reads
+parameters of one version, unlike Hogwild on shared memory, where reads may be torn.
 
-A foreground round keeps waiting the one worker whose step it was time at. The trainer's other
-workers step on, and what the round has found is folded into the parameters as they are by then, as
-a shadow's result is.
+A foreground round blocks only the worker whose step made it due. The trainer's other workers keep training, and the
+result is folded into the current parameters, as in a shadow.
 
-All threads are daemons: one that a stream or a hook of the user's blocks for ever does not keep the
-process alive. When it wakes after training was left, it makes no round and writes nothing.
+All threads are daemons: a thread blocked in a user's stream or hook does not keep the process alive. If it wakes after
+training has ended, it makes no round and writes nothing.
 
 Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild together). Regime:
 free-running. Legend: n trainers, m workers per trainer, B batch.
@@ -43,24 +40,24 @@ from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
 from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
 
-_END = object()  # of a stream; one that gives None is wrong
-LEAVE_S = 10.0  # how long leaving waits for threads that a stream or a hook blocks
-_PAUSE_S = 0.005  # between two looks at the threads
+_END = object()  # marks the end of a stream; None does not
+LEAVE_S = 10.0  # maximum wait at the end for threads blocked in a stream or a hook, in seconds
+_PAUSE_S = 0.005  # polling interval of the threads, in seconds
 
 
 class FreeStep:
-    """The step of free trainers: its programs, which are compiled once for all stretches of a training.
+    """Programs of a free-running training step, compiled once for all stretches of a training.
 
     Args:
-      spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
-        key nor return variables, as gradients are applied in any order.
+      spec, loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
+        variables, as gradients are applied in any order.
 
     Attributes:
-      capacity: {stack: U} of the plans so far. They only grow, and all workers share them, so that
-        few shapes are compiled.
+      capacity: {stack: U} of the plans so far, None before the first. Capacities only grow and are shared by all
+        workers, so that few shapes are compiled.
 
     Raises:
-      ValueError: a loss that wants a key.
+      ValueError: the loss takes a key.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class FreeStep:
         check_rng(loss, keyed=False)
         self.spec, self.optimizer = spec, optimizer
         self.capacity: dict[str, int] | None = None
-        self._lock = threading.Lock()  # of the capacities
+        self._lock = threading.Lock()  # guards `capacity`
 
         def differentiate(dense, rows, plans, batch):
             params = without_replica(dense).params
@@ -88,7 +85,7 @@ class FreeStep:
         self.copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
     def plan(self, ids: dict[str, Array]) -> dict[str, Plan]:
-        """The plans of a batch."""
+        """Plan a batch, and grow `capacity` if needed."""
         plans = plan(self.spec, ids, self.capacity)
         with self._lock:
             known = self.capacity or {}
@@ -97,31 +94,31 @@ class FreeStep:
 
 
 class Shared:
-    """What all trainers of a run have in common: step, tables, threads, and what went wrong.
+    """State that the trainers of a run share: step, tables, hook, threads and failures.
 
-    Flags and lists of Python's own are read and written without a lock.
+    Plain Python flags and lists are read and written without a lock.
     """
 
     def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
         self.step, self.tables, self.hook = step, tables, hook
         self.stopped = False
         self.threads: list[threading.Thread] = []
-        self.failures: list[tuple[int, BaseException]] = []  # trainer, error; in the order of time
+        self.failures: list[tuple[int, BaseException]] = []  # (trainer, error), oldest first
 
     def start(self, function: Callable[[], None], name: str) -> threading.Thread:
-        """A daemon thread."""
+        """Start a daemon thread and keep track of it."""
         thread = threading.Thread(target=function, name=name, daemon=True)
         thread.start()
         self.threads.append(thread)
         return thread
 
     def at_work(self) -> list[str]:
-        """The names of the threads that have not ended."""
+        """Return the names of the threads that have not ended."""
         return sorted(thread.name for thread in self.threads if thread.is_alive())
 
 
 class Trainer:
-    """One replica and its workers."""
+    """A replica and its workers."""
 
     def __init__(
         self,
@@ -137,41 +134,41 @@ class Trainer:
         self.name = f"trainer-{number}"
         self.drops = getattr(synchroniser, "on_failure", "raise") == "drop"
         self.stream, self.reading = iter(stream), threading.Lock()
-        # Of the parameters; held for dispatch only, never while a program or a round runs.
+        # Guards `dense`; held for dispatch only, never while a program or a round runs.
         self.lock = threading.Lock()
-        self.turns = threading.Lock()  # of foreground rounds
+        self.turns = threading.Lock()  # serialises foreground rounds
         self.steps = self.examples = self.batch_size = 0
         self.entered: Synchroniser | None = None
         self.failed = self.ended = False
-        self.end = time.perf_counter()  # of the last step
+        self.end = time.perf_counter()  # end of the last step
 
     @property
     def over(self) -> bool:
-        """Whether nothing may be begun or written any more."""
+        """Whether this trainer must neither begin nor write anything any more."""
         return self.shared.stopped or self.failed
 
     def enter(self) -> None:
-        """Enters the synchroniser."""
+        """Enter the synchroniser."""
         if self.synchroniser is not None:
             self.entered = self.synchroniser.__enter__()
 
     def is_over(self) -> bool:
-        """Whether it has come to its end, or failed, as when the others go on without it."""
+        """Return whether this trainer has ended or failed; being dropped by its group is a failure."""
         if not self.ended and not self.failed and self.entered and (why := self.entered.why_gone):
             self._stop(PeerLeft(f"trainer {self.number} {why}"), f"of trainer {self.number}")
         return self.ended or self.failed
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Wakes the threads that wait for this trainer, or in it, if it has not come to its end."""
+        """Leave the transport unless training has ended, which wakes all threads that wait for or in this trainer."""
         if self.entered is None or self.ended:
             return
         try:
             self.entered.leave(error)
-        except Exception as failure:  # of a transport of the user's; the others are still to be left
+        except Exception as failure:  # of a custom transport; the other trainers must still leave
             self._fail(failure, f"in leaving the transport of trainer {self.number}")
 
     def exit(self) -> None:
-        """Leaves the synchroniser: what its thread has raised is heard now, at the latest."""
+        """Exit the synchroniser, and record an error of its thread that was not raised before."""
         if self.entered is None:
             return
         own = next((error for number, error in self.shared.failures if number == self.number), None)
@@ -181,23 +178,23 @@ class Trainer:
             self._fail(error, f"in the synchronisation of trainer {self.number}")
 
     def run(self) -> None:
-        """Trains to the end of the stream, then makes rounds until all trainers are done."""
+        """Train to the end of the stream, then make rounds until all trainers are done."""
         try:
             self._train()
             self.end = time.perf_counter()
             if not self.over and self.synchroniser is not None:
                 self.dense = self.synchroniser.finish(TrainState(self.dense, self.shared.tables)).dense
-            # A trainer that was left while it finished has not come to its end.
+            # A trainer stopped during `finish` has not ended.
             self.ended = not self.over
         except BaseException as error:
             self._stop(error, f"in trainer {self.number}")
 
     def survived(self, error: BaseException) -> bool:
-        """Whether the others go on without this trainer after such an error."""
+        """Return whether the other trainers continue after this trainer failed with an error."""
         return self.drops and isinstance(error, Exception)
 
     def _train(self):
-        """All workers; the first is this thread."""
+        """Run all workers, the first of them in this thread."""
         others = [
             self.shared.start(functools.partial(self._work, worker), f"{self.name}-worker-{worker}")
             for worker in range(1, self.workers)
@@ -210,8 +207,7 @@ class Trainer:
         try:
             while not self.over:
                 with self.reading:
-                    # Looked at again: training may have been left while another worker had the
-                    # stream.
+                    # Checked again: training may have ended while another worker held the stream.
                     batch = _END if self.over else next(self.stream, _END)
                 if batch is _END or self.over:
                     return
@@ -220,14 +216,14 @@ class Trainer:
             self._stop(error, f"in worker {worker} of trainer {self.number}, near its step {self.steps}")
 
     def _stop(self, error, note):
-        """Keeps the error, unless training is over, and wakes the threads that wait for this trainer."""
+        """Record an error unless training is over, and wake the threads that wait for this trainer."""
         if not self.over:
             self._fail(error, note)
         self.leave(error)
 
     def _fail(self, error, note):
         error.add_note(note)
-        # The list before the flags: where a flag is seen, the error is found.
+        # Appended before the flags are set, so that a thread that sees a flag finds the error.
         self.shared.failures.append((self.number, error))
         self.failed = True
         if not self.survived(error):
@@ -236,32 +232,32 @@ class Trainer:
     def _step(self, batch):
         shared = self.shared
         plans = shared.step.plan(batch.ids)
-        # Without any lock: rows of other trainers' updates may come in between, as Hogwild has it.
+        # Without any lock: other trainers may update the rows in between, as in Hogwild.
         rows = shared.tables.read(plans)
-        # A later step donates these parameters; once dispatched, the program keeps them.
+        # A later step donates these parameters, but a dispatched program keeps its inputs alive.
         with self.lock:
             gradient, new, metrics = shared.step.differentiate(self.dense, rows, plans, batch)
-        new = jax.tree.map(np.asarray, new)  # waits for the program, other workers go on
-        if self.over:  # training was left meanwhile, and its tables may be in other use by now
+        new = jax.tree.map(np.asarray, new)  # waits for the program; other workers continue
+        if self.over:  # training has ended meanwhile, and the tables may be used elsewhere
             return
-        # Added, not put: what others have written between this read and this write stays.
+        # Added, not put: keeps what other workers wrote between this read and this write.
         shared.tables.add(plans, new, rows)
         with self.lock:
             self.dense = shared.step.apply(self.dense, gradient)
-            # Before the exchange, which may raise: the step is done.
+            # Counted before the exchange, which may raise although the step is done.
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
             self.batch_size, step = len(batch.label), self.steps
-            # Under the same lock as the step: an exchange sees parameters between two steps.
+            # Under the same lock as the step, so that an exchange sees the parameters between two steps.
             due = self._exchange()
-        # Without the lock: the other workers step on during a round.
+        # Without the lock: the other workers keep training during a round.
         if due is not None:
             self._round(due)
         if shared.hook is not None:
             shared.hook(self.number, step, metrics)
 
     def _exchange(self) -> Foreground | None:
-        """Under the lock: a shadow's exchange; the foreground if it is time for a round of it."""
+        """Exchange with a shadow, or return the foreground synchroniser if its round is due; requires `lock`."""
         sync = self.synchroniser
         if isinstance(sync, Foreground):
             return sync if sync.due() else None
@@ -270,31 +266,31 @@ class Trainer:
         return None
 
     def _round(self, foreground):
-        """A foreground round: it keeps this worker, and those only whose own round is due."""
+        """Make a foreground round, which blocks this worker and any other whose round is due."""
         with self.turns:
             with self.lock:
                 before = self.shared.step.copy(self.dense.params)  # a later step donates them
-            # Without the lock of the parameters, as it waits for the other trainers.
+            # Without `lock`, as a round waits for the other trainers.
             fold = foreground.meet(before)
             with self.lock:
-                # Folded into what they are by now: other workers have stepped on during the round.
+                # Folded into the current parameters, as other workers kept training during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))
 
 
 class Figures(NamedTuple):
-    """What a run of n trainers has done."""
+    """Statistics of a run of n trainers."""
 
     examples: int
-    seconds: float  # until the last worker was done; rounds after it do not count
+    seconds: float  # until the last worker was done, without later rounds
     examples_per_s: float
     example_level_parallelism: int  # B m n: examples in flight
-    steps: list[int]  # of each trainer
-    rounds: list[int]
-    bytes: list[int]  # sent and received by its synchronisation
-    average_sync_gap: list[float]  # steps of the trainer per round; inf without one
-    average_sync_gap_per_worker: list[float]  # the same, divided by m
-    replica_spread: float  # of the replicas at the end, without dropped ones
-    # Why a trainer was dropped; always empty if a failure stops all.
+    steps: list[int]  # steps of each trainer
+    rounds: list[int]  # rounds of each trainer
+    bytes: list[int]  # bytes sent and received by each trainer's synchronisation
+    average_sync_gap: list[float]  # steps of each trainer per round; inf without a round
+    average_sync_gap_per_worker: list[float]  # average_sync_gap / m
+    replica_spread: float  # spread of the replicas at the end, without dropped trainers
+    # Error of each dropped trainer by number; empty if a failure stops all.
     failures: dict[int, BaseException]
 
 
@@ -311,37 +307,36 @@ def train_freely(
     devices: Sequence[jax.Device] | None = None,
     hook: Callable[[int, int, dict], None] | None = None,
 ) -> tuple[list[DenseState], Figures]:
-    """Trains n = len(streams) trainers until their streams are exhausted.
+    """Train n = len(streams) trainers until their streams are exhausted.
 
-    A failing trainer stops all, unless its group (its synchroniser's transport) has
-    `on_failure='drop'`: then it is dropped with a warning, its error is in `Figures.failures`, and
-    the others go on to their ends. So is one that the group has dropped because it was overdue. Ctrl-C,
-    and anything else that is no `Exception`, stops all in either case. A thread that a stream or a hook
-    blocks for 10 s after the end is left there, with a warning that names it.
+    A failing trainer stops all, unless its group (its synchroniser's transport) has on_failure='drop': then it is
+    dropped with a warning, its error is in `Figures.failures`, and the others train to the end of their streams. A
+    trainer that the group has dropped as overdue is handled likewise. Ctrl-C, and any error that is not an `Exception`,
+    stops all in either case. A thread still blocked in a stream or a hook 10 s after the end is abandoned, with a
+    warning that names it.
 
     Args:
-      spec, loss, optimizer, row_optimizer: as for `make_train_step`; but the loss may neither want a
-        key nor return variables, as gradients are applied in any order.
+      spec, loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
+        variables, as gradients are applied in any order.
       params: initial dense parameters, the same for every trainer.
-      tables: shared by all; written in place.
-      streams: the batches of each trainer, of one size; its workers take them in turns.
-      synchroniser: trainer -> what synchronises it, not entered yet: `group.trainer` of a
-        `SyncGroup`; none if None. `every_steps` and the gap count steps of a trainer.
+      tables: host tables shared by all trainers; written in place.
+      streams: batches of each trainer, all of one size; its workers take them in turns.
+      synchroniser: function from trainer number to a synchroniser that is not entered yet, such as `SyncGroup.trainer`;
+        None for no synchronisation. `every_steps` and `average_sync_gap` count steps of a trainer.
       workers_per_trainer: m.
-      devices: trainer i trains on device i modulo their number; all local devices if None.
-      hook: (trainer, step, metrics on the device) after every step, on the worker's thread.
+      devices: trainer i trains on device i modulo len(devices); None for all local devices.
+      hook: called with (trainer, step, metrics on the device) after every step, in the worker's thread.
 
     Returns:
-      The dense state of every trainer, leaves with a leading axis of one replica (of a dropped
-      trainer as it was), and the figures.
+      The dense state of every trainer, with a leading axis of one replica (for a dropped trainer its last state), and
+      the figures.
 
     Raises:
-      ValueError: no streams, or one iterator for two trainers; workers_per_trainer < 1; tables that
-        are not on the host; a synchroniser that returns none; a loss that wants a key or returns
-        variables.
+      ValueError: there are no streams, or two trainers share an iterator; workers_per_trainer < 1; the tables are not
+        on the host; `synchroniser` returns no synchroniser; the loss takes a key or returns variables.
       KeyboardInterrupt: after Ctrl-C, when all threads have ended.
-      Exception: the first of any thread, with trainer and worker named, when all threads have ended;
-        of the trainer that failed, not of those that it left.
+      Exception: the first error of the trainer that failed, naming trainer and worker, when all threads have ended;
+        not a `PeerLeft` that it caused in other trainers.
     """
     step = FreeStep(spec, loss, optimizer, row_optimizer)
     devices = jax.local_devices() if devices is None else devices
@@ -359,26 +354,25 @@ def train_stretch(
     workers_per_trainer: int = 1,
     hook: Callable[[int, int, dict], None] | None = None,
 ) -> tuple[list[DenseState], Figures]:
-    """Trains on from the dense states that an earlier call has returned, with the programs that it has compiled.
+    """Continue training from the dense states that an earlier call returned, with its compiled programs.
 
-    What a group knows goes on with `SyncGroup(..., last_round=False)` in each stretch but the last, and the `memory`
-    of the one before in each but the first. A stretch ends by a barrier of all trainers: a trainer that is done takes
-    part in the rounds of those that still train, with its parameters as they are, where in one long run it would have
-    trained on until its own round was due. Of a round in a shadow the end is waited for. Else two stretches are one
-    run: bit for bit with one trainer of one worker that nothing synchronises, or that the foreground does.
+    To continue the synchronisation too, create the group of every stretch but the last with `last_round=False`, and of
+    every stretch but the first with the `memory` of the previous group. A stretch ends with a barrier: a trainer that
+    is done takes part, with unchanged parameters, in the rounds of trainers that still train, whereas in one long run
+    it would have kept training until its own round was due; and a shadow's round in flight is completed. Apart from
+    this, two stretches equal one run, bitwise for one trainer with one worker and no or foreground synchronisation.
 
     Args:
-      step: the same in all stretches.
-      states: of each trainer, leaves [1, ...] on its device, with its optimizer state and its count of steps; they are
-        donated.
-      tables, streams, synchroniser, workers_per_trainer, hook: as for `train_freely`; `hook` is told the steps of the
-        trainer in this stretch.
+      step: programs of the step, the same object in all stretches.
+      states: dense state of each trainer, leaves [1, ...] on its device, with optimizer state and step count; donated.
+      tables, streams, synchroniser, workers_per_trainer, hook: as for `train_freely`; `hook` gets the trainer's step
+        number within this stretch.
 
     Returns:
-      As `train_freely`, the figures of this stretch.
+      As `train_freely`, with the figures of this stretch.
 
     Raises:
-      As `train_freely`; ValueError: a state without an axis of one replica.
+      As `train_freely`; ValueError: a state has no leading axis of one replica.
 
     >>> import jax.numpy as jnp, numpy as np, optax
     >>> from jaxrec.embedding import HostTables, Lookup, Table, sgd
@@ -425,19 +419,19 @@ def _check(states, tables, streams, workers):
 
 
 def _run(shared, trainers):
-    """Enters all synchronisers, runs all trainers and leaves, whatever comes."""
-    # Ctrl-C ends the loop, and can at no instant skip the leaving.
+    """Enter all synchronisers, run all trainers, and leave even after errors."""
+    # Ctrl-C ends the loop, but cannot skip the `finally` block.
     with uninterrupted() as asked:
         try:
             for trainer in trainers:
-                # All of them before one trains: what cannot be entered is known before a row changes.
+                # All are entered before any trains, so that errors on entering occur before a row changes.
                 trainer.enter()
             for trainer in trainers:
                 shared.start(trainer.run, trainer.name)
             while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
                 time.sleep(_PAUSE_S)
         finally:
-            shared.stopped = True  # first: nothing is begun any more
+            shared.stopped = True  # first, so that nothing new begins
             for trainer in trainers:
                 trainer.leave()
             end = time.monotonic() + LEAVE_S
@@ -451,11 +445,11 @@ def _run(shared, trainers):
 
 
 def _raise_or_warn(shared, trainers):
-    """Raises what has stopped all; what dropped trainers have raised is a warning."""
+    """Raise the error that stopped all trainers; warn of the errors of dropped ones."""
     failures = [error for i, error in shared.failures if not trainers[i].survived(error)]
     if all(trainer.failed for trainer in trainers):
         failures = failures or [error for _, error in shared.failures]
-    # `PeerLeft` is what the others hear of a failure: it is raised where nothing else is known.
+    # `PeerLeft` is a consequence of another failure: raise it only if no cause is known.
     causes = [error for error in failures if not isinstance(error, PeerLeft)] or failures
     if causes:
         raise causes[0]
@@ -482,6 +476,6 @@ def _figures(shared, trainers, start, workers):
         average_sync_gap=gaps,
         average_sync_gap_per_worker=[gap / workers for gap in gaps],
         replica_spread=replica_spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
-        # Reversed, so that of two errors of one trainer the first stays.
+        # Reversed, so that the first of several errors of a trainer is kept.
         failures=dict(reversed(shared.failures)),
     )

@@ -1,8 +1,7 @@
 """Criteo click logs (Kaggle `train.txt`, 1TB `day_N`), prepared once and read back as blocks.
 
-`prepare` is called once for each set of files, `open_split` by every run. `open_encoder` and
-`read_rows` map other raw rows, with labels or without, as a preparation did. Read `preparation`
-first.
+Call `prepare` once for each set of files, and `open_split` in every run. `open_encoder` and `read_rows` encode other
+raw rows, labelled or not, as a preparation did. Start with `preparation`.
 """
 
 from jaxrec.data.blocks import Split, open_split

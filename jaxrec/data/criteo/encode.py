@@ -1,5 +1,4 @@
-"""Categories to ids: hashing into a cap, or a vocabulary with a minimum count. Id 0 is "missing" in
-both.
+"""Categories to ids, by hashing into a table of fixed size or by a vocabulary with a minimum count; 0 is "missing".
 
 Legend: n rows, F = 26 fields.
 """
@@ -10,12 +9,11 @@ import numba
 import numpy as np
 
 MISSING, OUT_OF_VOCABULARY = 0, 1
-PENDING_ROWS = 1 << 20  # counted at once: it bounds the memory of counting
+PENDING_ROWS = 1 << 20  # counted at once, which bounds the memory of counting
 
 
 def hash_ids(category, present, cap: int) -> np.ndarray:
-    """Hashes each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field)
-    % (cap - 1).
+    """Hash each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field) % (cap - 1).
 
     Args:
       category: u32[n, F].
@@ -34,15 +32,14 @@ def hash_ids(category, present, cap: int) -> np.ndarray:
 
 
 def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
-    """Counts the values of each field.
+    """Count the values of each field.
 
     Args:
       chunks: (category u32[n, F], present bool[n, F]).
       fields: F.
 
     Returns:
-      For each field (values u32[v] ascending, counts i64[v]); memory grows with the distinct
-      values, 12 bytes each.
+      (values u32[v] ascending, counts i64[v]) of each field, in 12 bytes of memory per distinct value.
     """
     totals = [(np.zeros(0, np.uint32), np.zeros(0, np.int64)) for _ in range(fields)]
     pending: list[tuple[np.ndarray, np.ndarray]] = []
@@ -85,14 +82,14 @@ def _merge_sorted(a, count_a, b, count_b, values, counts):
 
 
 def vocabulary(counts, min_count: int) -> list[np.ndarray]:
-    """The values that get a row of their own, most frequent first: value i of a field has id 2 + i.
+    """Select the values that get their own row, most frequent first: value i of a field has id 2 + i.
 
     Args:
-      counts: per field, from `count_values`.
+      counts: from `count_values`.
       min_count: rarer values share the out-of-vocabulary row.
 
     Returns:
-      For each field u32[v].
+      u32[v] of each field.
     """
     kept = []
     for values, count in counts:
@@ -103,7 +100,7 @@ def vocabulary(counts, min_count: int) -> list[np.ndarray]:
 
 
 def vocabulary_encoder(kept: list[np.ndarray]) -> Callable:
-    """Makes (category u32[n, F], present bool[n, F]) -> ids i32[n, F] from a vocabulary."""
+    """Make (category u32[n, F], present bool[n, F]) -> ids i32[n, F] from a vocabulary."""
     tables = [(np.sort(values), np.argsort(values, kind="stable").astype(np.int32)) for values in kept]
 
     def encode(category, present):

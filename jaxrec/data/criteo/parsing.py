@@ -1,5 +1,4 @@
-"""Raw Criteo lines, checked and turned into columns: label, 13 integers, 26 hexadecimal categories,
-by tabs.
+"""Raw Criteo lines, validated and converted to columns: label, 13 integers, 26 hexadecimal categories, tab-separated.
 
 Legend: n rows of a chunk, N = 13 dense features, F = 26 fields.
 """
@@ -17,34 +16,34 @@ _TABS = DENSE + FIELDS
 _INTEGER, _HEX = re.compile(rb"-?[0-9]{1,18}"), re.compile(rb"[0-9a-fA-F]{1,8}")
 _LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})?){26}")
 _ALLOWED = b"0123456789abcdefABCDEF-\t\n"
-_LONGEST = np.array([1] + [18] * DENSE + [8] * FIELDS)  # bytes of a field that needs no second look
+_LONGEST = np.array([1] + [18] * DENSE + [8] * FIELDS)  # bytes up to which a field is left to polars
 
 
 class Columns(NamedTuple):
-    """The good rows of a chunk."""
+    """The well-formed rows of a chunk."""
 
     row: np.ndarray  # i64[n] number among all lines of all files
     label: np.ndarray  # u8[n]
     dense: np.ndarray  # f32[n, N], log(1 + max(x, 0)), 0 if missing
     category: np.ndarray  # u32[n, F]
     present: np.ndarray  # bool[n, F]
-    bad_rows: list[int]  # numbers of the lines left out
-    why: str  # what is wrong with the first of them, and where; empty if there is none
+    bad_rows: list[int]  # numbers of the malformed lines
+    why: str  # file, line and fault of the first of them; empty if there is none
 
 
 def parse(chunk: Chunk, labelled: bool = True) -> Columns:
-    """Checks and converts a chunk.
+    """Validate and convert a chunk.
 
     Args:
       chunk: whole lines.
-      labelled: whether lines begin with their label; labels are 0 otherwise.
+      labelled: whether lines begin with their label; otherwise labels are 0.
     """
     text = chunk.text if labelled else _with_label(chunk.text)
     parsed = _parse_good(text, chunk.rows)
     rows = np.arange(chunk.first_row, chunk.first_row + chunk.rows)
     if parsed is not None:
         return Columns(rows, *parsed, bad_rows=[], why="")
-    # polars names no line: look again, line by line.
+    # polars does not name the line: check line by line.
     lines = text.split(b"\n")[:-1]
     good = np.array([_LINE.fullmatch(line) is not None for line in lines])
     at = int(np.argmin(good))
@@ -56,8 +55,7 @@ def parse(chunk: Chunk, labelled: bool = True) -> Columns:
 
 
 def has_labels(line: bytes) -> bool:
-    """Whether a file with this first line has labels; what is no line of either kind has, and is
-    refused as such."""
+    """Whether a file with this first line has labels; a line of neither kind counts as labelled and fails later."""
     return line.count(b"\t") != _TABS - 1
 
 
@@ -86,7 +84,7 @@ def _shown(field: bytes) -> str:
 
 
 def _parse_good(text: bytes, lines: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """label, dense, category, present of all lines; None if any is bad."""
+    """Return label, dense, category and present of all lines; None if any line is malformed."""
     import polars as pl
 
     if not lines:
@@ -99,8 +97,7 @@ def _parse_good(text: bytes, lines: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _is_usual(text: bytes, lines: int) -> bool:
-    """Whether polars can judge the rest: it fills short lines, cuts long ones and trims blanks
-    without a word."""
+    """Whether polars can validate the rest: it silently fills short lines, cuts long ones and strips blanks."""
     if text.translate(None, _ALLOWED):
         return False
     raw = np.frombuffer(text, np.uint8)

@@ -1,6 +1,6 @@
-"""From Criteo's raw files to shards of blocks: options, which lines train, and what ids their categories have.
+"""Criteo's raw files to shards of blocks: options, the split of the lines, and the ids of their categories.
 
-Whether a line trains or tests depends on its number alone.
+The split of a line depends on its number alone.
 
 Legend: n rows of a chunk, F = 26 fields.
 """
@@ -35,7 +35,7 @@ from jaxrec.data.preparation import (
 from jaxrec.data.sources import local_files, read_chunks
 from jaxrec.files import aside, local_path
 
-_TRAINS, _TESTS = 0, 2  # places in SPLITS
+_TRAINS, _TESTS = 0, 2  # indices into SPLITS
 _CHANGE = "train_fraction, split or seed"
 
 
@@ -53,34 +53,32 @@ def prepare(
     blocks_per_shard: int = 128,
     progress: Callable[[Progress], object] | None = None,
 ) -> dict[str, Any]:
-    """Prepares Criteo files; returns at once if they are prepared already, goes on if a run was
-    killed.
+    """Prepare Criteo files; return at once if they are already prepared, resume if a previous run was killed.
 
     Args:
-      sources: raw files in time order, plain or packed by gzip; each is read to its end once, twice
-        or three times, and must not change meanwhile.
-      directory: where the dataset goes.
-      min_count: a category seen less often in the train part shares the out-of-vocabulary row; 6
-        unless hashing. The vocabulary needs 12 bytes of memory for each distinct value: hash the
-        1TB logs.
-      hash_cap: hash each field into a table of so many rows instead, 2 to 82,593,004.
+      sources: raw files in time order, plain or compressed by gzip; each is read to its end one to three times, and
+        must not change meanwhile.
+      directory: directory of the dataset.
+      min_count: categories that occur less often in the training lines share the out-of-vocabulary row; 6 by default,
+        unless hashing. A vocabulary needs 12 bytes of memory per distinct value: hash the 1TB logs.
+      hash_cap: instead of a vocabulary, hash each field into a table of this many rows, 2 to 82,593,004.
       split: 'time' (the first lines train) or 'random' (by a hash of seed and line number).
-      train_fraction: share of the lines that trains.
-      seed: of the random split.
-      max_bad_rows: how many malformed lines to leave out before giving up.
-      block_rows: rows of a block, the unit of reading.
-      blocks_per_shard: blocks of a shard, the unit of resuming.
-      progress: called now and then.
+      train_fraction: fraction of the lines in the train split.
+      seed: seed of the random split.
+      max_bad_rows: number of malformed lines to leave out before giving up.
+      block_rows: rows per block, the unit of reading.
+      blocks_per_shard: blocks per shard, the unit of resuming.
+      progress: called after each piece that is read.
 
     Returns:
-      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split,
-      skipped_rows, options, sources.
+      The metadata: cardinalities (rows of each field's table), rows and label_mean of each split, skipped_rows,
+      options, sources.
 
     Raises:
-      ValueError: a malformed file (with file, line, rule), or what `prepare_files` refuses.
-      OSError: the disk is full, or a file or directory may not be read or written. What is done is
-        kept: the same call goes on from there.
-      ImportError: what the extra `data` installs is missing.
+      ValueError: a malformed file (with file, line, rule), or an error of `prepare_files`.
+      OSError: the disk is full, or a file or directory is not readable or writable. Finished shards are kept: the same
+        call resumes from there.
+      ImportError: the extra `data` is not installed.
     """
     if min_count is not None and hash_cap is not None:
         raise ValueError("min_count (a vocabulary) and hash_cap (hashing) exclude each other: give one.")
@@ -100,7 +98,7 @@ def prepare(
 
 
 def _write(job: Job) -> list[int]:
-    """Writes the shards that are not there yet; the rows of each table."""
+    """Write the missing shards; return the number of rows of each table."""
     side, first_test = _splitter(job)
     encoder, cardinalities = _encoder(job, side)
 
@@ -115,7 +113,7 @@ def _write(job: Job) -> list[int]:
 
 
 def _splitter(job: Job) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
-    """rows i64[n] -> their places in SPLITS, u8[n]; and the first row that may test."""
+    """Return the map from rows i64[n] to indices into SPLITS, int[n], and the first row that may test."""
     fraction, seed = job.options["train_fraction"], job.options["seed"]
     if job.options["split"] == "random":
         return lambda rows: np.where(drawn(rows, seed) < fraction, _TRAINS, _TESTS), 0
@@ -127,8 +125,7 @@ def _splitter(job: Job) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
 
 
 def _encoder(job: Job, side):
-    """(category, present) -> ids, and the rows of each field's table; counts the train part first,
-    once."""
+    """Return (category, present) -> ids and the rows of each field's table, counting the training lines first, once."""
     if job.options["hash_cap"] is not None:
         cap = job.options["hash_cap"]
         return lambda category, present: encode.hash_ids(category, present, cap), [cap] * FIELDS
@@ -146,13 +143,13 @@ def _encoder(job: Job, side):
 
 
 def load_vocabulary(path: Path, remedy: str) -> list[np.ndarray]:
-    """The kept values of each field, u32[v]; zip notes a checksum of each.
+    """Load the kept values of each field, u32[v]; zip verifies their checksums.
 
     Raises:
-      ValueError: the file is cut or damaged; ends with the remedy.
+      ValueError: the file is truncated or damaged; ends with the remedy.
     """
     try:
-        # Opened here: of a damaged file, numpy leaves its own handle open.
+        # Opened here, since numpy leaks its own handle if the file is damaged.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             return [saved[f"C{i + 1}"] for i in range(FIELDS)]
     except (ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:

@@ -1,5 +1,4 @@
-"""Raw rows for a model that is trained: with labels or without, mapped to ids as its preparation
-did.
+"""Raw Criteo rows for a trained model: labelled or not, with the ids of its preparation.
 
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
@@ -20,12 +19,12 @@ from jaxrec.files import local_path
 
 
 class Encoder(NamedTuple):
-    """How a preparation maps categories to ids.
+    """The mapping of a preparation from categories to ids.
 
     Attributes:
       encode: (category u32[n, F], present bool[n, F]) -> ids i32[n, F].
-      cardinalities: rows of each field's table.
-      digest: equal for two preparations that map all categories alike, and for no others.
+      cardinalities: number of rows of each field's table.
+      digest: equal for two preparations if and only if they map all categories alike.
     """
 
     encode: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -34,14 +33,13 @@ class Encoder(NamedTuple):
 
 
 def open_encoder(directory: str | Path) -> Encoder:
-    """The vocabulary, or the hashing, of a prepared directory.
+    """Open the vocabulary, or the hashing, of a prepared directory.
 
     Args:
       directory: as given to `prepare`.
 
     Raises:
-      ValueError: the preparation is not complete; its vocabulary is missing, damaged or of another
-        one.
+      ValueError: the preparation is incomplete, or its vocabulary is missing, damaged or from another preparation.
     """
     directory = local_path(directory)
     metadata = read_metadata(directory)
@@ -62,13 +60,13 @@ def open_encoder(directory: str | Path) -> Encoder:
 
 
 def has_labels(paths: Sequence[str | Path]) -> bool:
-    """Whether the rows of raw files begin with a label, as their first lines tell.
+    """Whether the rows of raw files begin with a label, judged by the first line of each file.
 
     Args:
       paths: raw files, plain or .gz.
 
     Raises:
-      ValueError: some have labels and some have not; no files.
+      ValueError: only some of the files have labels, or there are no files.
     """
     firsts = {path: next(read_chunks([path])).text.partition(b"\n")[0] for path in local_files(paths)}
     found = {path: parsing.has_labels(line) for path, line in firsts.items()}
@@ -79,17 +77,15 @@ def has_labels(paths: Sequence[str | Path]) -> bool:
 
 
 def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = True) -> Iterator[dict[str, np.ndarray]]:
-    """Streams raw files as blocks, every line a row, in bounded memory.
+    """Stream raw files as blocks, one row per line, in bounded memory.
 
     Args:
       paths: raw files, plain or .gz.
       encoder: from `open_encoder`.
-      labelled: whether each line begins with its label, see `has_labels`; without one it has a
-        column less.
+      labelled: whether each line begins with its label (see `has_labels`); otherwise it has one column less.
 
     Yields:
-      {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]}, in the order of the lines; no labels
-      if there are none.
+      {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]} in line order, without 'label' if not labelled.
 
     Raises:
       ValueError: a malformed line or file (with file, line, rule), or no file.

@@ -1,6 +1,6 @@
 """Any table, prepared once by a schema of a few lines and read back as blocks for a `Loader`.
 
-`prepare` is called once for each set of files and schema, `open_table` by every run. Read `schema` first.
+Call `prepare` once for each set of files and schema, and `open_table` in every run. Start with `schema`.
 """
 
 from jaxrec.data.blocks import Split

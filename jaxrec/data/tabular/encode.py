@@ -1,4 +1,4 @@
-"""Columns to arrays: categories to rows of tables, bags padded with -1, numbers transformed.
+"""Columns to arrays: categories to table rows, bags padded with -1, numbers transformed.
 
 Legend: n rows, F columns of one category each, N dense features, H hots of a bag, K labels.
 """
@@ -22,15 +22,15 @@ from jaxrec.data.tabular.schema import (
     table_of,
 )
 
-Ids = Callable[[Any], np.ndarray]  # a polars series of texts without nulls -> i32[n]
+Ids = Callable[[Any], np.ndarray]  # polars series of strings without nulls -> i32[n]
 
 
 def hashed_ids(values: Any, name: str, cap: int) -> np.ndarray:
-    """Hashes texts into a table of `cap` rows: 1 + h(name, text) % (cap - 1), as row 0 is for what is missing.
+    """Hash strings into a table of `cap` rows: 1 + h(name, text) % (cap - 1); row 0 is for missing values.
 
     Args:
-      values: polars series of texts, none null.
-      name: of the table; the same text has another row in another table.
+      values: polars series of strings without nulls.
+      name: name of the table, hashed too: tables map the same string to different rows.
       cap: rows of the table, at least 2.
 
     Returns:
@@ -45,7 +45,7 @@ def hashed_ids(values: Any, name: str, cap: int) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _fnv(data, ends, seed):
-    """FNV-1a of 64 bits over each text, then the last mixing of splitmix64, as low bits of FNV are weak."""
+    """Hash each text by 64-bit FNV-1a, then the finaliser of splitmix64, since the low bits of FNV are weak."""
     found = np.empty(len(ends), np.uint64)
     start = 0
     for number in range(len(ends)):
@@ -60,11 +60,11 @@ def _fnv(data, ends, seed):
 
 
 def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Ids]:
-    """{table: texts -> rows}, of the tables of texts."""
+    """Make {table: strings -> rows} for all tables of strings."""
     import polars as pl
 
     def of_vocabulary(values):
-        # An Enum is the one kind of polars that keeps its table of texts between two calls.
+        # Enum is the only type of polars that keeps its table of strings between calls.
         kind = pl.Enum(values)
 
         def ids(texts):
@@ -93,11 +93,11 @@ def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Id
 
 
 def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, int]:
-    """{table: how many rows it has}, in the order of the features."""
+    """Return {table: number of rows}, in the order of the features."""
     rows = {}
     for feature in schema.features:
         if isinstance(feature, Dense) and feature.buckets:
-            rows[feature.column] = 2 + len(feature.buckets)  # one more than the bounds, and row 0
+            rows[feature.column] = 2 + len(feature.buckets)  # one bucket more than bounds, and row 0
         elif isinstance(feature, Categorical | Bag) and table_of(feature) == feature.column:
             cap = feature.hash_cap
             rows[feature.column] = FIRST_ROW + len(vocabularies[feature.column]) if cap is None else cap
@@ -105,15 +105,15 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
 
 
 def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray, Any]:
-    """The categories of a bag one after the other, at most so many of each row.
+    """Concatenate the categories of a bag, at most `bag.hots` of each row.
 
     Args:
       bag: the feature.
-      series: texts with separators, or lists of texts, n of them.
-      missing: what stands for none.
+      series: n strings with separators, or n lists of strings.
+      missing: strings that stand for a missing value.
 
     Returns:
-      i64[n] how many of each row, and all of them as a series without nulls.
+      The number of categories of each row, i64[n], and all categories as a series without nulls.
     """
     import polars as pl
 
@@ -135,7 +135,7 @@ def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray
 
 
 def padded(many: np.ndarray, ids: np.ndarray, hots: int) -> np.ndarray:
-    """Bags of one width, padded by -1 at the end.
+    """Arrange bags as rows of `hots` ids, padded with -1 at the end.
 
     >>> padded(np.array([2, 0, 1]), np.array([7, 8, 9], np.int32), 2).tolist()
     [[7, 8], [-1, -1], [9, -1]]
@@ -147,12 +147,12 @@ def padded(many: np.ndarray, ids: np.ndarray, hots: int) -> np.ndarray:
 
 
 def numbers(feature, column: np.ndarray) -> np.ndarray:
-    """A dense column before it is standardised, NaN where it is missing; f64[n]."""
+    """Return a dense column before it is standardised, f64[n], NaN where missing."""
     return np.log1p(np.maximum(column, 0)) if feature.log else column
 
 
 def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> np.ndarray:
-    """What a model sees of `numbers`: f32[n], without NaN."""
+    """Turn the result of `numbers` into model inputs: f32[n], without NaN."""
     if feature.standardise:
         values = (values - mean) / (deviation if deviation > 0 else 1.0)
     limit = np.finfo(np.float32).max
@@ -162,17 +162,17 @@ def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> 
 def arrays(
     schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
 ) -> dict[str, np.ndarray]:
-    """What a block holds of some rows.
+    """Encode rows as a block holds them.
 
     Args:
-      schema: of the table.
-      frame: as `read_table` gives it.
-      ids_of: as of `encoders`.
+      schema: schema of the table.
+      frame: from `read_table`.
+      ids_of: from `encoders`.
       moments: {dense column: [mean, deviation] of the training rows}.
 
     Returns:
-      label f32[n] or f32[n, K] and weight f32[n] if there are, dense f32[n, N], 'ids.sparse' i32[n, F] if F > 0, and
-      'ids.NAME' i32[n, H] for each bag.
+      label f32[n] or f32[n, K] and weight f32[n] if the schema has them, dense f32[n, N], 'ids.sparse' i32[n, F] if F >
+      0, and 'ids.NAME' i32[n, H] for each bag.
     """
     column = lambda name: frame[f"n:{name}"].to_numpy()
     labels = [

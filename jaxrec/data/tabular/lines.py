@@ -1,15 +1,15 @@
-"""Lines of text: which have the fields that they should, and what is wrong with one that has not."""
+"""Lines of text: which ones are well-formed, and what is wrong with a malformed one."""
 
 import re
 
 import numba
 import numpy as np
 
-SPLIT = "\x1f"  # takes the place of a separator of several characters
+SPLIT = "\x1f"  # replaces a separator of several characters
 
 
 def well_formed(text: bytes, separator: bytes, columns: int, quote: bool) -> np.ndarray:
-    """Whether each line has so many fields in UTF-8, and whether its quotes are in pairs."""
+    """Return for each line whether it has `columns` fields in UTF-8, with quotes in pairs."""
     array = np.frombuffer(text, np.uint8)
     try:
         strange = not text.isascii() and not text.decode()
@@ -26,10 +26,13 @@ def well_formed(text: bytes, separator: bytes, columns: int, quote: bool) -> np.
 
 @numba.njit(cache=True, nogil=True)
 def _scan(data, separator, lines, quote, strange):
-    """Where each line ends, how many fields it has, and whether it wants a second look: quotes that are not in pairs
-    around a field, the character that stands for a long separator, or, if the text is strange, what is no ASCII."""
+    """Return the end and the number of fields of each line, and whether it needs a second look.
+
+    It does if quotes do not surround a field, if it has the character that replaces a long separator, or, in a text
+    that is not UTF-8 (`strange`), if it is not ASCII.
+    """
     ends, fields, odd = np.zeros(lines, np.int64), np.ones(lines, np.int64), np.zeros(lines, np.bool_)
-    line, matched, state = 0, 0, 0  # 0 where a field begins, 1 in it, 2 in its quotes, 3 after a quote in there
+    line, matched, state = 0, 0, 0  # 0 at the start of a field, 1 in it, 2 in its quotes, 3 after a quote in its quotes
     for at in range(len(data)):
         byte = data[at]
         if byte == 10:
@@ -45,7 +48,7 @@ def _scan(data, separator, lines, quote, strange):
             odd[line] |= state == 1
             state = 3 if state == 2 else 2
         else:
-            # The characters of a separator are all alike or all different: it cannot begin in what did not end.
+            # The characters of a separator are all alike or all different: it cannot start within a failed match.
             matched = 1 if len(separator) > 1 and byte == separator[0] else 0
             odd[line] |= state == 3 or (byte == 31 and len(separator) > 1) or (byte > 127 and strange)
             state = 2 if state == 2 else 1
@@ -53,7 +56,7 @@ def _scan(data, separator, lines, quote, strange):
 
 
 def explain(line: bytes, separator: bytes, columns: int, quote: bool) -> str:
-    """What is wrong with a line; nothing is an empty text."""
+    """Describe what is wrong with a line; an empty string if nothing is."""
     if not line:
         return f"the line is empty, but a row has {columns} fields"
     try:

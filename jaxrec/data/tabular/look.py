@@ -1,7 +1,7 @@
-"""What a first look at all rows finds: counts of categories, means and deviations, what is missing, labels over time.
+"""Statistics of a first pass over all rows: category counts, means and deviations, missing values, labels over time.
 
-Vocabularies, counts, means and deviations are of the training rows alone. The look is kept beside the shards, so that
-a killed preparation does not look again.
+Vocabularies, counts, means and deviations are of the training rows alone. The look is kept beside the shards, so that a
+resumed preparation need not repeat it.
 
 Legend: n rows of a piece.
 """
@@ -22,19 +22,19 @@ from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Schema, table_of
 from jaxrec.data.tabular.splits import ByTime
 from jaxrec.files import aside
 
-PENDING_VALUES = 1 << 20  # counted at once: it bounds the memory of counting
+PENDING_VALUES = 1 << 20  # counted at once, which bounds the memory of counting
 PERIODS = 20
 _MOST_SPANS, _TOP = 1 << 12, 5
 
 
 class Look(NamedTuple):
-    """What is known of a table.
+    """Statistics of a table.
 
     Attributes:
-      vocabularies: {table: its categories, the most frequent first}, of tables that do not hash.
-      counts: {table: i64[v] how often each was seen}.
-      summary: moments {dense column: [mean, deviation]}; missing {column: rows}; distinct {table: categories, rare ones
-        too}; label_over_time [[row or time at which a period begins, rows, label mean]]; rows.
+      vocabularies: {table: its categories, most frequent first}, of the tables that do not hash.
+      counts: {table: i64[v] occurrences of each category}.
+      summary: moments {dense column: [mean, deviation]}; missing {column: rows}; distinct {table: number of categories,
+        rare ones included}; label_over_time [[row or time at which a period begins, rows, label mean]]; rows.
     """
 
     vocabularies: dict[str, list[str]]
@@ -43,17 +43,17 @@ class Look(NamedTuple):
 
 
 class Looking:
-    """Takes a look at the rows, piece by piece.
+    """Accumulator of a `Look`, fed piece by piece.
 
     Args:
-      schema: of the table.
-      times: when the periods begin over which labels are told, if rows are divided by time; else the order of the rows
-        is that of time.
+      schema: schema of the table.
+      times: start times of the periods of label_over_time, if rows are split by time; otherwise row order is time
+        order.
     """
 
     def __init__(self, schema: Schema, times: Sequence[float] = ()):
         self._schema, self._times = schema, np.array(times)
-        self._totals: dict[str, Any] = {}  # of each table, frames of value and count
+        self._totals: dict[str, Any] = {}  # {table: frame of value and count}
         self._pending: dict[str, list[Any]] = {}
         self._moments = {f.column: (0, 0.0, 0.0) for f in schema.dense}
         self._missing = {f.column: 0 for f in schema.features}
@@ -61,7 +61,7 @@ class Looking:
         self._rows = 0
 
     def add(self, table: Table, trains: np.ndarray) -> None:
-        """Counts the rows of a piece, and their values where they train."""
+        """Add the rows of a piece; values are counted only in its training rows, `trains` bool[n]."""
         import polars as pl
 
         frame = table.frame
@@ -98,7 +98,7 @@ class Looking:
             self._spans, self._span_rows = self._spans[::2] + self._spans[1::2], 2 * self._span_rows
 
     def _number(self, feature: Dense, column: np.ndarray) -> None:
-        """Chan, Golub and LeVeque: means and squares of two parts are those of the whole."""
+        """Merge the means and sums of squares of two parts (Chan, Golub and LeVeque)."""
         values = numbers(feature, column)
         if not len(values):
             return
@@ -126,7 +126,7 @@ class Looking:
             self._totals[name] = pl.concat(parts).group_by("value").agg(pl.col("count").sum())
 
     def done(self) -> Look:
-        """All that was found."""
+        """Return all statistics."""
         import polars as pl
 
         vocabularies, counts, distinct = {}, {}, {}
@@ -151,7 +151,7 @@ class Looking:
         return Look(vocabularies, counts, summary)
 
     def _periods(self) -> list[list[float]]:
-        """[first time or row, rows, label mean] of about equal periods."""
+        """Return [first time or row, rows, label mean] of periods of about equal size."""
         found = []
         for part in np.array_split(np.arange(len(self._spans)), PERIODS):
             rows, label = self._spans[part].sum(axis=0)
@@ -162,7 +162,7 @@ class Looking:
 
 
 def save(path: Path, look: Look, found: dict[str, Any]) -> None:
-    """Writes a look whole or not at all, with what else was found; zip notes a checksum of each part."""
+    """Write a look, and what else was found, whole or not at all; zip stores a checksum of each part."""
     parts = {}
     for number, (name, values) in enumerate(look.vocabularies.items()):
         texts = [value.encode() for value in values]
@@ -176,10 +176,10 @@ def save(path: Path, look: Look, found: dict[str, Any]) -> None:
 
 
 def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
-    """What `save` wrote.
+    """Load what `save` wrote.
 
     Raises:
-      ValueError: the file is missing, cut or damaged; ends with the remedy.
+      ValueError: the file is missing, truncated or damaged; ends with the remedy.
     """
     if not path.exists():
         raise ValueError(f"{path} is missing, and it says which category has which row: {remedy}")
@@ -199,17 +199,16 @@ def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
 
 
 def digest(schema: Schema, look: Look) -> str:
-    """Equal for two preparations that map all values alike, and for no others."""
+    """Return a digest that is equal for two preparations if and only if they map all values alike."""
     kept = {"schema": schema.described(), "vocabularies": look.vocabularies, "moments": look.summary["moments"]}
-    # How rows are divided or read is no matter of what they mean.
+    # How rows are read, split, weighted and labelled does not affect the mapping of values.
     for name in ("split", "columns", "separator", "quote", "weight", "label"):
         kept["schema"].pop(name)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def shown(schema: Schema, look: Look, tables: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """{feature: what people want to know of it}: rows of its table, share of missing values, top values with their
-    shares of those that were kept."""
+    """Summarise each feature: rows of its table, share of missing values, most frequent values with their counts."""
     found = {}
     for feature in schema.features:
         one: dict[str, Any] = {"missing_share": look.summary["missing"][feature.column] / max(look.summary["rows"], 1)}

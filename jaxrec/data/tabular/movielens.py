@@ -1,4 +1,4 @@
-"""MovieLens-1M as one table: each rating with its user, its movie, and what the user has rated before.
+"""MovieLens-1M as one table: each rating with its user, its movie, and the user's earlier ratings.
 
 Legend: n ratings, T steps of a history.
 """
@@ -16,19 +16,18 @@ _COLUMNS = {
     "users.dat": ("user", "gender", "age", "occupation", "zip"),
     "movies.dat": ("movie", "title", "genres"),
 }
-_LAST = 50  # movies of a history that are written; a schema may take fewer
+_LAST = 50  # movies written per history; a schema may take fewer
 
 
 def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
-    """Writes ratings with users, movies and histories into one Parquet file, once, in the order of time.
+    """Join ratings with users, movies and histories into one Parquet file, once, in time order.
 
     Args:
       sources: ratings.dat, users.dat and movies.dat.
-      directory: of the preparation.
+      directory: directory of the preparation.
 
     Raises:
-      ValueError: a file is missing, or has a line that is none of MovieLens; a rating names a user or a movie that
-        there is not.
+      ValueError: a file is missing or has a line that is not of MovieLens; a rating names an unknown user or movie.
     """
     import polars as pl
 
@@ -50,7 +49,7 @@ def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
     if bad.any():
         line = int(np.argmax(bad.to_numpy())) + 1
         raise ValueError(f"{named['ratings.dat']}, line {line}: rating and time are whole numbers.")
-    # Row by row in the order of time, and within one second in that of the file.
+    # In time order, and in file order within one second.
     numbers = numbers.with_row_index("line").sort("time", "line").drop("line")
     whole = numbers.join(users, on="user", how="left", maintain_order="left")
     whole = whole.join(movies.drop("title"), on="movie", how="left", maintain_order="left")
@@ -61,7 +60,7 @@ def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
 
 
 def _read(pl, path: Path, columns: Sequence[str]) -> Any:
-    text = path.read_bytes().decode("latin-1").replace("\r\n", "\n")  # as MovieLens-1M is
+    text = path.read_bytes().decode("latin-1").replace("\r\n", "\n")  # the encoding of MovieLens-1M
     fields = [line.split("::") for line in text.split("\n") if line]
     wrong = next((at for at, found in enumerate(fields) if len(found) != len(columns)), None)
     if wrong is not None or not fields:
@@ -71,10 +70,10 @@ def _read(pl, path: Path, columns: Sequence[str]) -> Any:
 
 
 def histories(user: Any, time: Any, movie: Any) -> Any:
-    """What a user has rated before each rating, the newest last; what is rated in the same second is not before.
+    """List the movies that the user rated before each rating, newest last, without those of the same second.
 
     Args:
-      user, time, movie: series of n ratings in the order of time.
+      user, time, movie: series of n ratings in time order.
 
     Returns:
       A series of n lists.
@@ -87,7 +86,7 @@ def histories(user: Any, time: Any, movie: Any) -> Any:
     moved = starts | rows.select((pl.col("time") != pl.col("time").shift(1)).fill_null(True))["time"].to_numpy()
     at = np.arange(len(rows))
     first = np.maximum.accumulate(np.where(starts, at, 0))
-    end = np.maximum.accumulate(np.where(moved, at, 0))  # where the second of a rating begins
+    end = np.maximum.accumulate(np.where(moved, at, 0))  # first rating of the same second
     begin = np.maximum(first, end - _LAST)
     many = end - begin
     taken = np.repeat(begin - (np.cumsum(many) - many), many) + np.arange(many.sum())

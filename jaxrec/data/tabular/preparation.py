@@ -1,7 +1,7 @@
-"""From the files of a table to shards of blocks, by its schema.
+"""Files of a table to shards of blocks, by its schema.
 
-The rows are read two or three times: to count them (or their times) where the split wants it, for a look at them
-(`look`), and to be written.
+The rows are read two or three times: to count them (or their times) if the split needs it, for statistics (`look`), and
+to write them.
 
 Legend: n rows of a piece.
 """
@@ -47,34 +47,33 @@ def prepare(
     blocks_per_shard: int = 64,
     progress: Callable[[Progress], object] | None = None,
 ) -> dict[str, Any]:
-    """Prepares a table; returns at once if it is prepared already, goes on if a run was killed.
+    """Prepare a table; return at once if it is already prepared, resume if a previous run was killed.
 
     Args:
-      sources: files of one schema, in their order: text, plain or packed by gzip, or Parquet; they
-        must not change meanwhile.
-      directory: where the dataset goes.
-      schema: what the columns are.
-      max_bad_rows: how many malformed rows to leave out before giving up.
-      block_rows: rows of a block, the unit of reading.
-      blocks_per_shard: blocks of a shard, the unit of resuming.
-      progress: called now and then.
+      sources: files of one schema, in order: text, plain or compressed by gzip, or Parquet; they must not change
+        meanwhile.
+      directory: directory of the dataset.
+      schema: schema of the files.
+      max_bad_rows: number of malformed rows to leave out before giving up.
+      block_rows: rows per block, the unit of reading.
+      blocks_per_shard: blocks per shard, the unit of resuming.
+      progress: called after each piece that is read.
 
     Returns:
       The metadata: rows and label_mean of each split, skipped_rows, cardinalities, options, sources; and under 'table'
-      the names of labels, dense features and columns of the lookup 'sparse', the bags, the rows of all tables, a
-      digest of what maps values to rows, and a summary.
+      the names of labels, dense features and columns of the lookup 'sparse', the bags, the rows of all tables, a digest
+      of the mapping from values to rows, and a summary.
 
     Raises:
-      ValueError: a malformed file or row (with file, line, rule), a column that is not there, or what `prepare_files`
-        refuses.
-      OSError: the disk is full, or a file or directory may not be read or written. The same call goes on from there.
-      ImportError: what the extra `data` installs is missing.
+      ValueError: a malformed file or row (with file, line, rule), a missing column, or an error of `prepare_files`.
+      OSError: the disk is full, or a file or directory is not readable or writable. The same call resumes from there.
+      ImportError: the extra `data` is not installed.
     """
     options = {
         "max_bad_rows": whole_number("max_bad_rows", max_bad_rows, 0),
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
-        "schema": json.loads(json.dumps(schema.described())),  # as it is read back
+        "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
     }
     return prepare_files(
         local_files(sources), local_path(directory), options,
@@ -84,7 +83,7 @@ def prepare(
 
 
 def _check_names(schema: Schema, paths: Sequence[Path]) -> None:
-    """Refuses a file that a split by files has no place for."""
+    """Raise ValueError for a file that a split by files does not name."""
     split = schema.split
     if not isinstance(split, ByFile):
         return
@@ -98,7 +97,7 @@ def _layout(schema: Schema) -> dict[str, Any]:
     columns: dict[str, Any] = {"label": [labels, "float32"]}
     if schema.weight:
         columns["weight"] = [[], "float32"]
-    if schema.dense:  # tfds reads no array without columns
+    if schema.dense:  # tfds cannot read an array without columns
         columns["dense"] = [[len(schema.dense)], "float32"]
     if schema.single:
         columns["ids.sparse"] = [[len(schema.single)], "int32"]
@@ -107,7 +106,7 @@ def _layout(schema: Schema) -> dict[str, Any]:
 
 
 def _write(job: Job, schema: Schema) -> list[int]:
-    """Writes the shards that are not there yet; the rows of each table."""
+    """Write the missing shards; return the number of rows of each table."""
     _check_names(schema, job.paths)
     look, found = _look(job, schema)
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
@@ -134,7 +133,7 @@ def _write(job: Job, schema: Schema) -> list[int]:
 
 
 class _Ready(NamedTuple):
-    """A piece, read and encoded in the thread that reads ahead."""
+    """A piece, read and encoded in the read-ahead thread."""
 
     bad_rows: list[int]
     why: str
@@ -153,7 +152,7 @@ def _sides(schema: Schema, found: dict[str, Any], piece: Piece, table: Table) ->
 
 
 def _look(job: Job, schema: Schema) -> tuple[looks.Look, dict[str, Any]]:
-    """The look at all rows, and what the split has to know of them; taken once."""
+    """Return the statistics of all rows, and what the split needs to know of them; computed once."""
     path = job.directory / VOCABULARY
     if not path.exists():
         found = _found(job, schema)
@@ -165,7 +164,7 @@ def _look(job: Job, schema: Schema) -> tuple[looks.Look, dict[str, Any]]:
 
 
 def _found(job: Job, schema: Schema) -> dict[str, Any]:
-    """What the split has to know of all rows."""
+    """Return what the split needs to know of all rows."""
     split = schema.split
     if isinstance(split, ByRows):
         return {"rows": count_rows(job)}
@@ -182,7 +181,7 @@ def _found(job: Job, schema: Schema) -> dict[str, Any]:
 
 
 def _first_rows(schema: Schema, found: dict[str, Any]) -> dict[str, int]:
-    """The row from which on each split may have some, so that a run that goes on skips what is done."""
+    """Return {split: first row that may belong to it}, so that a resumed run skips finished rows."""
     if not isinstance(schema.split, ByRows):
         return dict.fromkeys(SPLITS, 0)
     side = sides(schema.split, found, np.arange(found["rows"]), None)
@@ -190,6 +189,6 @@ def _first_rows(schema: Schema, found: dict[str, Any]) -> dict[str, int]:
 
 
 def _wanted_splits(schema: Schema) -> set[str]:
-    """Those that must have rows; a column or the names of files need not have some that validate."""
+    """Return the splits that must have rows; validation may be empty in a split by column or by file."""
     shares = not isinstance(schema.split, ByColumn | ByFile)
     return {"train", "test"} | ({"validation"} if shares and schema.split.validation else set())

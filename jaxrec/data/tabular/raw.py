@@ -1,4 +1,4 @@
-"""Rows of raw files as a prepared table maps them: its categories, its moments; labels if they have some."""
+"""Raw rows for a trained model: encoded with the categories and moments of a prepared table, labelled or not."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,12 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     """Whether raw files have the columns of the labels.
 
     Args:
-      sources: text, plain or packed by gzip, or Parquet.
-      schema: of the prepared table.
+      sources: text, plain or compressed by gzip, or Parquet.
+      schema: schema of the prepared table.
 
     Raises:
-      ValueError: some have them and others have not, or not all of them; as `prepare` of files that cannot be read.
+      ValueError: some files have the labels and others do not, or a file lacks some of them; a file cannot be read, as
+        in `prepare`.
     """
     import polars as pl
 
@@ -43,16 +44,16 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
 def read_rows(
     sources: Sequence[str | Path], schema: Schema, directory: str | Path, labelled: bool = True
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The rows of raw files in their order, in the ids of a prepared table.
+    """Stream the rows of raw files in order, with the ids of a prepared table.
 
     Args:
-      sources: as of `has_labels`.
-      schema: with which the table was prepared; its split does not matter.
-      directory: of the prepared table.
-      labelled: whether labels and weights are read; without, the files need not have them.
+      sources: as for `has_labels`.
+      schema: schema of the prepared table; its split is ignored.
+      directory: directory of the prepared table.
+      labelled: whether to read labels and weights; if not, the files need not have them.
 
     Yields:
-      As `encode.arrays`; without `label` and `weight` if they are not read.
+      Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
 
     Raises:
       ValueError: the table was prepared with another schema; a row is malformed (with file, line, rule).
@@ -75,9 +76,9 @@ def read_rows(
 
 
 def _as_read(schema: Schema, labelled: bool) -> Schema:
-    """The schema without what only a preparation reads; labels and weights too if there are none."""
+    """Return the schema without its split, and without labels and weights if not labelled."""
     found = dataclasses.replace(schema, split=ByRows())
     if not labelled:
-        object.__setattr__(found, "label", ())  # which a schema that is made may not leave out
+        object.__setattr__(found, "label", ())  # the constructor requires a label
         object.__setattr__(found, "weight", None)
     return found

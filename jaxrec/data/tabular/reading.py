@@ -1,8 +1,7 @@
-"""The rows of a table as they lie in files, in pieces: text with a separator, plain or packed by gzip, or Parquet.
-Each row is checked; those that are left out are named.
+"""Rows of a table in pieces, from separated text (plain or compressed by gzip) or Parquet; malformed rows are named.
 
-A text is read once more whenever it is needed, and what is read is compared with what was read before, see
-`jaxrec.data.sources`; of a Parquet file the checksum is taken whole before it is read.
+A text is read again whenever it is needed, and compared with earlier readings (see `jaxrec.data.sources`); of a Parquet
+file, the whole checksum is taken before it is read.
 
 Legend: n rows of a piece.
 """
@@ -22,45 +21,46 @@ from jaxrec.data.tabular.lines import SPLIT, explain, well_formed
 from jaxrec.data.tabular.schema import Categorical, Dense, Schema
 from jaxrec.data.tabular.splits import ByColumn, ByTime
 
-PARQUET_ROWS = 1 << 17  # read at once: with CHUNK_BYTES it bounds the memory of a preparation
+PARQUET_ROWS = 1 << 17  # read at once, which bounds the memory of a preparation together with CHUNK_BYTES
 
 
 class Piece(NamedTuple):
-    """Some rows of one file, not looked at yet."""
+    """Some rows of one file, not validated yet."""
 
     path: Path
     source: int  # number of the file, from 0
-    first_line: int  # of its first row: of the text, or of the rows of a Parquet file, from 1
-    first_row: int  # of all rows of all files, from 0
+    first_line: int  # its first row: line of the text, or row of the Parquet file, from 1
+    first_row: int  # its first row among the rows of all files, from 0
     rows: int
     content: Any  # bytes of whole lines, or a polars frame
-    names: tuple[str, ...]  # of all columns of the content
-    seen: Seen  # of the file, this piece included; its lines are rows
+    names: tuple[str, ...]  # all columns of the content
+    seen: Seen  # of the file up to the end of this piece; its lines are rows
 
 
 class Table(NamedTuple):
-    """The good rows of a piece.
+    """The well-formed rows of a piece.
 
-    `frame` has a column 'n:NAME' of numbers, 'c:NAME' of texts, 'b:NAME' of texts or lists, or 's:NAME' of what splits,
-    for each role that the column NAME has; null is missing.
+    `frame` has one column per role of a column NAME: 'n:NAME' numbers, 'c:NAME' strings, 'b:NAME' strings or lists of
+    strings, 's:NAME' the values that decide the split; null is missing.
     """
 
     row: np.ndarray  # i64[n] number among all rows of all files
     frame: Any
     bad_rows: list[int]
-    why: str  # what is wrong with the first bad row, and where; empty if there is none
+    why: str  # file, line and fault of the first bad row; empty if there is none
 
 
 def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[Seen]] = ()) -> Iterator[Piece]:
-    """Streams files in bounded memory.
+    """Stream files in bounded memory.
 
     Args:
-      paths: of the files, each text or Parquet.
-      schema: of all of them.
-      known: for each file what earlier readings saw of it.
+      paths: the files, each text or Parquet.
+      schema: schema of all files.
+      known: earlier readings of each file.
 
     Raises:
-      ValueError: a file has no rows, lacks a column, or is no longer what was seen; a .gz or a Parquet file is damaged.
+      ValueError: a file has no rows, lacks a column, or differs from an earlier reading; a .gz or Parquet file is
+        damaged.
     """
     first_row = 0
     for number, path in enumerate(paths):
@@ -137,7 +137,7 @@ def _parquet(path: Path, schema: Schema, known) -> Iterator[Piece]:
 
 
 def read_table(piece: Piece, schema: Schema) -> Table:
-    """Checks and converts the rows of a piece; those that are malformed are left out, and named."""
+    """Validate and convert the rows of a piece; malformed rows are left out and named."""
     good, wrong, frame = np.ones(piece.rows, bool), "", piece.content
     if isinstance(frame, bytes):
         good, wrong, frame = _fields(piece, schema)
@@ -158,8 +158,7 @@ def _place(piece: Piece, at: int) -> str:
 
 
 def _fields(piece: Piece, schema: Schema) -> tuple[np.ndarray, str, Any]:
-    """Which lines have the fields that they should, what is wrong with the first that has not, and the columns that
-    are used of all others, as text."""
+    """Return the well-formed lines bool[n], the fault of the first other one, and the used columns of the good ones."""
     import polars as pl
 
     text, separator = piece.content, schema.separator.encode()
@@ -193,8 +192,7 @@ def _fields(piece: Piece, schema: Schema) -> tuple[np.ndarray, str, Any]:
 
 
 def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
-    """The columns in their roles, which rows have values that fit them, and what is wrong with the first that does
-    not."""
+    """Return the columns by role, which rows have valid values (bool[n]), and the fault of the first that has not."""
     import polars as pl
 
     columns, checks = {}, []
@@ -242,7 +240,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
 
 
 def _numbers(pl, series, time: bool, piece: Piece, name: str):
-    """Numbers in f64, null where there is none."""
+    """Convert a series to f64, null where missing."""
     if series.dtype.is_temporal():
         return series.to_physical().cast(pl.Float64)
     if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):
@@ -258,7 +256,7 @@ def _numbers(pl, series, time: bool, piece: Piece, name: str):
 
 
 def _moment(text: str) -> float | None:
-    """Seconds since 1970 of a date and time of ISO 8601, in UTC if it names no other zone."""
+    """Parse an ISO 8601 date and time: seconds since 1970, in UTC unless it names another zone; None if it is none."""
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:
@@ -267,7 +265,7 @@ def _moment(text: str) -> float | None:
 
 
 def _texts(pl, series, missing: list[str], piece: Piece, role: str):
-    """Categories as text, or lists of them; null where there is none."""
+    """Convert a series to strings or lists of strings, null where missing."""
     listed = isinstance(series.dtype, pl.List | pl.Array)
     inner = series.dtype.inner if listed else series.dtype
     if (listed and role == "c") or inner.is_nested() or inner in (pl.Binary, pl.Object):

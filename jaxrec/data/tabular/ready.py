@@ -1,4 +1,4 @@
-"""Schemas of public click logs. They divide the rows as is usual for each, or by time.
+"""Schemas of public click logs, split as is usual for each, or by time.
 
 Legend: T steps of a sequence.
 """

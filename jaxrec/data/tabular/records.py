@@ -1,6 +1,6 @@
-"""Records of a tfds data set as files that `prepare` reads: one Parquet file for each split, in its order.
+"""Export of tfds data sets to files that `prepare` reads: one Parquet file per split, in record order.
 
-Nothing is downloaded, and nothing of TensorFlow is needed: the data set must be prepared already, in array_record.
+Nothing is downloaded, and TensorFlow is not needed: the data set must already be prepared, in array_record.
 """
 
 import itertools
@@ -27,23 +27,23 @@ def export_records(
     data_directory: str | Path | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[Path]:
-    """Writes splits of a prepared tfds data set as Parquet files, once; what is there already is not written again.
+    """Write splits of a prepared tfds data set as Parquet files; existing files are kept.
 
     Args:
-      name: of the data set, as tfds knows it: 'movielens/100k-ratings:1.0.0'.
-      splits: which, in the order of the files; none for all of them.
-      columns: which features; a nested one is 'outer/inner'. Numbers and texts, or lists of them.
-      directory: where the files go, SPLIT.parquet; they may go when the table is prepared.
-      data_directory: where tfds keeps its data sets; as tfds has it if None.
-      progress: called now and then with the rows since the last call.
+      name: tfds name of the data set, such as 'movielens/100k-ratings:1.0.0'.
+      splits: splits to export, in the order of the files; empty for all.
+      columns: features to export, 'outer/inner' if nested: numbers, strings, or lists of them.
+      directory: directory of the files, SPLIT.parquet; they may be deleted once the table is prepared.
+      data_directory: data directory of tfds; None for its default.
+      progress: called at intervals with the number of rows since the last call.
 
     Returns:
       The files.
 
     Raises:
-      ValueError: tfds knows no such data set, or it is not prepared, not in array_record, or has no such split or
-        feature; a feature of another kind; the directory holds other records.
-      ImportError: what the extra `data` installs is missing.
+      ValueError: the data set is unknown to tfds, not prepared, not in array_record, or lacks a split or feature; a
+        feature has an unsupported type; the directory holds other records.
+      ImportError: the extra `data` is not installed.
     """
     builder = _builder(name, data_directory)
     wanted = list(splits) or list(builder.info.splits)
@@ -67,7 +67,7 @@ def _builder(name, data_directory) -> Any:
     tfds = tfds_module()
     try:
         builder = tfds.builder(name, data_dir=None if data_directory is None else str(data_directory), try_gcs=False)
-    except Exception as error:  # a module of its own for each, and what a data set's own code raises
+    except Exception as error:  # each data set is a module, whose code may raise anything
         why = str(error).strip().partition("\n")[0][:300]
         raise ValueError(f"tfds has no data set {name!r} ({type(error).__name__}: {why}).") from error
     if not builder.info.splits:
@@ -100,7 +100,7 @@ def _check(name, builder, splits, columns) -> None:
 
 
 def _leaves(features, prefix: str = "") -> dict[str, Any]:
-    """{'outer/inner': feature} of all that have values of one kind."""
+    """Return all leaf features, {'outer/inner': feature}."""
     found: dict[str, Any] = {}
     for key, feature in features.items():
         is_dict = hasattr(feature, "items")
@@ -139,14 +139,14 @@ def _some(source) -> Iterator[list]:
 
 
 def _kind(pyarrow, feature) -> Any:
-    """The type of a column: that of its feature, as a first value may be an empty list."""
+    """Return the Arrow type of a column by its feature, as a first value may be an empty list."""
     of_number = {"b": pyarrow.bool_(), "i": pyarrow.int64(), "u": pyarrow.int64(), "f": pyarrow.float64()}
     kind = of_number.get(np.dtype(feature.np_dtype).kind, pyarrow.string())
     return pyarrow.list_(kind) if len(feature.shape) else kind
 
 
 def _plain(column: str, record) -> Any:
-    """A feature of a record as Python has it: a number, a text, or a list of one of these."""
+    """Return a feature of a record as a Python number, a string, or a list of them."""
     value = record
     for key in column.split("/"):
         value = value[key]

@@ -1,4 +1,4 @@
-"""What the columns of a table are: a schema, written once in a few lines and refused at once if it contradicts itself.
+"""Schema of a table: a few lines that describe its columns, rejected at once if they contradict each other.
 
     schema = Schema(
         label="click",
@@ -6,8 +6,8 @@
         split=ByTime("when", train=0.8, validation=0.1),
     )
 
-Categories get the rows 0 for missing, 1 for all that are too rare, and 2 and up; in bags (`MultiHot`, `Sequence`) what
-is missing is -1.
+A vocabulary maps missing categories to row 0, all rare ones to row 1, and the others to rows from 2; in bags
+(`MultiHot`, `Sequence`) a missing category is -1.
 """
 
 import dataclasses
@@ -27,13 +27,12 @@ _MOST_HOTS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Categorical:
-    """One category for each row.
+    """A column of one category per row.
 
     Attributes:
-      column: its name.
-      min_count: categories seen less often in the training rows share a row.
-      hash_cap: hash into a table of so many rows instead, which needs no memory for a vocabulary; None for a
-        vocabulary.
+      column: column name.
+      min_count: categories that occur less often in the training rows share a row.
+      hash_cap: rows of the table to hash into, which needs no memory for a vocabulary; None for a vocabulary.
     """
 
     column: str
@@ -46,14 +45,14 @@ class Categorical:
 
 @dataclasses.dataclass(frozen=True)
 class MultiHot:
-    """Several categories for each row, in one text with a separator or in a list of Parquet; pooled by their mean.
+    """A column of several categories per row, in separated text or a Parquet list; pooled by their mean.
 
     Attributes:
-      column: its name.
-      separator: between two categories.
-      at_most: how many are kept, the first ones.
-      min_count, hash_cap: as of `Categorical`.
-      share: the column whose table these categories are looked up in; None for a table of their own.
+      column: column name.
+      separator: string between two categories.
+      at_most: number of categories kept, the first ones.
+      min_count, hash_cap: as in `Categorical`.
+      share: column whose table is looked up; None for the feature's own table.
     """
 
     column: str
@@ -75,14 +74,14 @@ class MultiHot:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """What came before, in its order: the oldest first, the newest last.
+    """A column with a history of categories per row, oldest first.
 
     Attributes:
-      column: its name.
-      separator: between two categories.
-      last: T, how many are kept, the newest ones.
-      min_count, hash_cap: as of `Categorical`.
-      share: the column whose table these categories are looked up in; None for a table of their own.
+      column: column name.
+      separator: string between two categories.
+      last: T, number of categories kept, the newest ones.
+      min_count, hash_cap: as in `Categorical`.
+      share: column whose table is looked up; None for the feature's own table.
     """
 
     column: str
@@ -104,14 +103,14 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A number for each row.
+    """A column of one number per row.
 
     Attributes:
-      column: its name.
-      log: take log(1 + max(x, 0)).
-      standardise: then subtract the mean of the training rows and divide by their deviation.
-      missing: what takes the place of a missing number, after both; with `standardise` 0 is the mean.
-      buckets: bounds in ascending order; the number becomes a category, one for each bucket, and is a number no more.
+      column: column name.
+      log: whether to take log(1 + max(x, 0)).
+      standardise: whether to subtract the mean of the training rows, then divide by their standard deviation.
+      missing: replaces a missing number, after log and standardise; with `standardise`, 0 is the mean.
+      buckets: ascending bounds; if any, the number becomes a category, one per bucket, instead of a dense feature.
     """
 
     column: str
@@ -133,11 +132,11 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What is predicted.
+    """A column to predict.
 
     Attributes:
-      column: its name.
-      at_least: the label is 1 from this number on and 0 below; None if it is 0 or 1 already.
+      column: column name.
+      at_least: threshold from which on the label is 1, else 0; None if the column holds 0 and 1.
     """
 
     column: str
@@ -154,22 +153,22 @@ Bag = MultiHot | Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """All columns of a table that matter, and how its text is read.
+    """The relevant columns of a table, and how its text is read.
 
     Attributes:
-      label: name of the column, a `Label`, or several of them.
-      features: at least one of them with categories.
+      label: column name, a `Label`, or a list of them.
+      features: the features, at least one of them with categories.
       split: which rows train, validate and test.
-      weight: name of the column with weights, from 0; None if all rows count alike.
-      columns: names of all columns in their order, of a text without a header; None if the first line has them.
-      separator: between two fields of a text.
-      quote: whether a field of a text may stand in double quotes.
-      missing: what stands for a missing value; an empty field is missing in any case.
-      gather: (sources, directory) -> sources: makes one table of several files first, in the directory of the
+      weight: name of the column of example weights, 0 or more; None if all rows count alike.
+      columns: names of all columns in order, for text without a header; None if the first line names them.
+      separator: string between two fields of a text.
+      quote: whether fields of a text may be in double quotes.
+      missing: strings that stand for a missing value, besides the empty field.
+      gather: (sources, directory) -> sources: first joins several files into one table, in the directory of the
         preparation.
 
     Raises:
-      ValueError: something contradicts something else, or a number is out of range.
+      ValueError: a contradiction, or a number out of range.
 
     >>> Schema(label="click", features=[Categorical("user"), Dense("age", buckets=(18, 30))]).single
     ('user', 'age')
@@ -199,13 +198,12 @@ class Schema:
 
     @property
     def single(self) -> tuple[str, ...]:
-        """Columns with one category for each row, also those of numbers in buckets: the tables of the lookup
-        'sparse'."""
+        """Columns of one category per row, bucketed numbers included: the tables of the lookup 'sparse'."""
         return tuple(f.column for f in self.features if isinstance(f, Categorical) or is_bucketed(f))
 
     @property
     def bags(self) -> tuple[Bag, ...]:
-        """Features of several categories for each row."""
+        """Features of several categories per row."""
         return tuple(f for f in self.features if isinstance(f, Bag))
 
     @property
@@ -222,7 +220,7 @@ class Schema:
         return tuple(dict.fromkeys(names))
 
     def described(self) -> dict[str, Any]:
-        """The schema as JSON holds it; equal for equal schemas."""
+        """Return the schema as JSON types; equal for equal schemas."""
         plain = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -241,7 +239,7 @@ def is_bucketed(feature: Feature) -> bool:
 
 
 def table_of(feature: Feature) -> str:
-    """The table that a feature is looked up in."""
+    """Return the name of the table in which a feature is looked up."""
     return (feature.share or feature.column) if isinstance(feature, Bag) else feature.column
 
 

@@ -1,4 +1,4 @@
-"""Which rows train, which validate and which test: the rule of a row depends on the row alone, or on its number.
+"""Splits of rows into train, validation and test, by the row itself or by its number.
 
 Legend: n rows.
 """
@@ -15,7 +15,7 @@ from jaxrec.data.preparation import drawn
 
 @dataclasses.dataclass(frozen=True)
 class ByRows:
-    """The first rows train, then come those that validate, and the last ones test."""
+    """Split by row order: first train, then validation, then test."""
 
     train: float = 0.8
     validation: float = 0.0
@@ -26,7 +26,7 @@ class ByRows:
 
 @dataclasses.dataclass(frozen=True)
 class AtRandom:
-    """Rows are drawn by a hash of seed and number of the row."""
+    """Split at random, by a hash of seed and row number."""
 
     train: float = 0.8
     validation: float = 0.0
@@ -39,11 +39,11 @@ class AtRandom:
 
 @dataclasses.dataclass(frozen=True)
 class ByTime:
-    """The earliest rows train, the latest test; rows of one time are never divided.
+    """Split by time: the earliest rows train, the latest test; rows of equal time stay together.
 
     Attributes:
-      column: a number, or a date and time as of ISO 8601.
-      train, validation: shares of the rows, which are kept as closely as equal times allow.
+      column: column of numbers, or of ISO 8601 dates and times.
+      train, validation: shares of the rows, met as closely as equal times allow.
     """
 
     column: str
@@ -56,11 +56,11 @@ class ByTime:
 
 @dataclasses.dataclass(frozen=True)
 class ByColumn:
-    """A column says what a row is for.
+    """Split by the value of a column.
 
     Attributes:
-      column: its name.
-      train, validation, test: its values; a row with another one is malformed.
+      column: column name.
+      train, validation, test: values of each split; a row with any other value is malformed.
     """
 
     column: str
@@ -74,10 +74,10 @@ class ByColumn:
 
 @dataclasses.dataclass(frozen=True)
 class ByFile:
-    """The name of its file says what a row is for.
+    """Split by the name of the file.
 
     Attributes:
-      train, validation, test: names of files, without their directories.
+      train, validation, test: file names of each split, without directories.
     """
 
     train: tuple[str, ...] = ("train.csv",)
@@ -92,13 +92,13 @@ Split = ByRows | AtRandom | ByTime | ByColumn | ByFile
 
 
 def sides(split: Split, found: dict[str, Any], row: np.ndarray, column: np.ndarray | None) -> np.ndarray:
-    """What each row is for: 0 train, 1 validation, 2 test, 3 unknown, as u8[n].
+    """Return the split of each row, u8[n]: 0 train, 1 validation, 2 test, 3 unknown.
 
     Args:
-      split: the rule.
-      found: what a look at all rows has found, see `bounds`.
-      row: i64[n] numbers of the rows.
-      column: times f64[n], or texts, of a split by a column; names of files of a split by them; else None.
+      split: the split.
+      found: {'rows': number of rows} for `ByRows`, {'times': result of `bounds`} for `ByTime`; otherwise unused.
+      row: i64[n] row numbers.
+      column: times f64[n], values of the column, or file names, according to the split; None for the others.
 
     >>> sides(ByRows(0.5, 0.25), {"rows": 4}, np.arange(4), None).tolist()
     [0, 0, 1, 2]
@@ -123,18 +123,18 @@ def _side(where, first, second):
 
 
 def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
-    """The times at which validation and test begin.
+    """Return the times at which validation and test begin.
 
     Args:
-      split: the rule.
-      times: f64[v] all times, ascending.
-      counts: i64[v] rows of each.
+      split: the split.
+      times: f64[v] distinct times, ascending.
+      counts: i64[v] rows of each time.
 
     Returns:
-      Two times, the second not below the first; the shares before them are the nearest to what the rule says.
+      Two times, the second not below the first; the shares before them are the nearest to those of the split.
 
     Raises:
-      ValueError: there are too few different times.
+      ValueError: too few distinct times.
 
     >>> bounds(ByTime("t", 0.5), np.array([1.0, 2.0, 3.0]), np.array([10, 10, 20]))
     [3.0, 3.0]
@@ -171,7 +171,7 @@ def _check_shares(split) -> None:
 
 
 def texts(name: str, values: Any) -> tuple[str, ...]:
-    """Texts as a tuple; refuses anything else."""
+    """Return strings as a tuple; raise ValueError for anything else."""
     if isinstance(values, str) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{name}={values!r:.80} must be a list of texts.")
     return tuple(values)

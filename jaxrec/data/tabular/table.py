@@ -1,4 +1,4 @@
-"""A prepared table as a source for `Loader`: a lookup 'sparse' for columns of one category, and one for each bag."""
+"""A prepared table as a source for `Loader`: a lookup 'sparse' for the single-category columns, and one per bag."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ from jaxrec.data.blocks import Split, open_split
 
 
 def open_table(directory: str | Path, name: str) -> Split:
-    """Opens the 'train', 'validation' or 'test' split of a prepared table.
+    """Open the 'train', 'validation' or 'test' split of a prepared table.
 
     Args:
       directory: as given to `prepare`.
-      name: of the split.
+      name: name of the split.
 
     Raises:
-      ValueError: the preparation is not complete or not of a table, there is no such split, or a file is missing, cut
-        or damaged.
+      ValueError: the preparation is incomplete or not of a table, there is no such split, or a file is missing,
+        truncated or damaged.
     """
     split = open_split(directory, name)
     if "table" not in split.metadata:
