@@ -1,16 +1,15 @@
-"""What all three techniques together cost: OAC, replicas in lock step and CPR against none of them.
+"""What all three techniques cost together: OAC, replicas in lock step and CPR, against none of them.
 
     python experiments/all_three.py                 batch 512 and 2,048, rows of width 16 and 64
     python experiments/all_three.py --preset smoke
 
-DLRM over synthetic clicks, tables in host memory, on a mesh of two devices (two virtual ones where
-there is one CPU), without a link. `all` is `train.py --tables host --pipeline oac --window 8
---shadowsync ma --trainers 2 --cpr mfu`: two replicas that a thread synchronises, and saves at
-the pace that a target PLS of 0.1 asks for. `serial` and `sync` have none of it: the devices share
-each batch, one after the other, without or with a pipeline that plans and sends ahead. The sides
-take turns, a round of batches each, so that a slow minute hits all of them; each engine goes on
-from where it stood. Ratios are of rates: above 1 `all` is faster. Given are medians over the rounds
-with 95 % bootstrap intervals.
+DLRM over synthetic clicks, tables in host memory, on a mesh of two devices (two virtual ones on a machine with one
+CPU), without a link. `all` is `train.py --tables host --pipeline oac --window 8 --shadowsync ma --trainers 2 --cpr
+mfu`: two replicas synchronised by a thread, and saves at the interval that a target PLS of 0.1 requires. `serial` and
+`sync` use none of the techniques: the devices share each batch, batches run one after another, without (`serial`) or
+with (`sync`) a pipeline that plans and sends ahead. The sides alternate, one round of batches each, so that a slow
+minute hits all of them; each engine continues from its last state. Ratios are of rates: above 1 `all` is faster.
+Figures are medians over the rounds with 95 % bootstrap intervals.
 """
 
 import contextlib
@@ -47,14 +46,14 @@ class Config(Flags):
     """Flags of the benchmark."""
 
     rounds: int = 0
-    """Turns of each side; by the preset if 0."""
+    """Timed rounds of each side; 0 takes the preset's number."""
     rows: int = 200_000
     steps: int = 1000
-    """Of the job: how often the recovery saves follows from it."""
+    """Steps of the job, from which the recovery derives how often it saves."""
 
 
 class Side:
-    """One way to train, which goes on from turn to turn."""
+    """One configuration to train, which keeps its state between rounds."""
 
     def __init__(self, name: str, config: Config, batches: list, width: int, opened: contextlib.ExitStack):
         flags = SIDES[name]
@@ -74,7 +73,7 @@ class Side:
             self.hooks = [*self.hooks, self.engine.enter(recovery).hook]
 
     def turn(self, skip: int, counted: int) -> float:
-        """Seconds per batch in the steady state of one run: `counted` batches after the first `skip`."""
+        """Steady-state seconds per batch of one run: `counted` batches after the first `skip`."""
         start = end = 0.0
         for index, (_, metrics) in enumerate(self.engine.run(itertools.cycle(self.batches), self.hooks), 1):
             if index in (skip, skip + counted):
@@ -87,8 +86,8 @@ class Side:
 
 
 def measure(config: Config, batch_size: int, width: int, rounds: int, counted: int) -> dict[str, Any]:
-    """All sides in turns at one batch size and width; flat results."""
-    skip = 10  # more than a window: the pipeline is full
+    """Measure all sides in interleaved rounds at one batch size and width; return flat results."""
+    skip = 10  # more than a window, so that the pipeline is full
     data = synthetic_clicks(scaled_cardinalities(config.rows), batch_size, skip + counted, config.seed, 1)
     batches = list(data.train(0))
     with contextlib.ExitStack() as opened:
@@ -109,7 +108,7 @@ def measure(config: Config, batch_size: int, width: int, rounds: int, counted: i
 
 
 def main(config: Config) -> dict:
-    """Measures all points; returns what results.json holds."""
+    """Measure all points and return the contents of results.json."""
     claim_devices(SIDES["all"])
     keep_memory()
     rounds, counted = {"smoke": (2, 4), "default": (24, 12), "paper": (96, 24)}[config.preset]

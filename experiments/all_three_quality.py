@@ -3,16 +3,14 @@
     python experiments/all_three_quality.py                8 seeds, fixed beforehand; about 40 minutes on two cores
     python experiments/all_three_quality.py --workdir DIR --resume
 
-`none` is synchronous host tables whose batches two devices share. `all` is OAC with a window of 8,
-two replicas in lock step that a thread synchronises by model averaging, and a recovery that saves by
-MFU. `failures` is that with three shards lost in two failures. Three more say where a difference
-comes from: `foreground` averages the replicas in every step, which training waits for, `easgd` has a
-centre, and `sqrt` has a learning rate of the dense network that is larger by the square root of
-two, as each replica sees half of a batch.
+`none` uses synchronous host tables and two devices that share each batch. `all` is OAC with a window of 8, two replicas
+in lock step that a thread synchronises by model averaging, and recovery from MFU checkpoints. `failures` is `all` with
+three shards lost in two failures. Three more arms show where a difference comes from: `foreground` averages the
+replicas in every step, blocking training; `easgd` has a centre; `sqrt` scales the dense learning rate by the square
+root of two, as each replica sees half of a batch.
 
-All of a seed have the same mesh, data and initial values; each is a process of train.py, in a
-directory of its own, which goes on where it was if it was stopped. Non-inferior means that the 95 %
-interval of the paired differences lies above -0.0005 AUC.
+All arms of a seed share mesh, data and initial values; each runs train.py in a process and directory of its own, and
+resumes there after a stop. Non-inferior means that the 95 % interval of the paired differences lies above -0.0005 AUC.
 """
 
 import dataclasses
@@ -44,18 +42,18 @@ class Config(Flags):
 
     seeds: int = 8
     arms: tuple[str, ...] = tuple(ARMS)
-    """Which of them, with `none`."""
+    """Arms to compare with `none`."""
     resume: bool = False
-    """Go on with the comparison in --workdir."""
+    """Continue the comparison in --workdir."""
 
 
 def again_in(run: Run) -> str:
-    """How a person goes on with the comparison in a directory."""
+    """The command that resumes the comparison in the directory of a run."""
     return f"python experiments/all_three_quality.py --workdir {run.directory} --resume, and the same flags"
 
 
 def main(config: Config) -> dict:
-    """Trains what is missing; returns what results.json holds."""
+    """Train the missing arms and return the contents of results.json."""
     wrong = [arm for arm in config.arms if arm not in ARMS]
     refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
     with (
@@ -73,7 +71,7 @@ def main(config: Config) -> dict:
 
 
 def summary(found: dict[str, list[dict]]) -> dict[str, Any]:
-    """The paired difference of the arms, and what the techniques did.
+    """Paired AUC differences between arms, and figures of the techniques.
 
     >>> arms = {"none": [{"test_auc": 0.74}, {"test_auc": 0.75}], "all": [{"test_auc": 0.74}, {"test_auc": 0.76}]}
     >>> round(summary(arms)["auc_all_minus_none"], 3), summary(arms)["auc_all_non_inferior"]
@@ -90,13 +88,13 @@ def summary(found: dict[str, list[dict]]) -> dict[str, Any]:
         for name in ("pls", "shards_failed", "replica_spread", "stale_share"):
             values = [run[name] for run in found[arm] if name in run]
             results |= {f"{name}_{arm}": sum(values) / len(values)} if values else {}
-    if "all" in auc and "foreground" in auc:  # what ShadowSync's paper compares: as many trainers, background or not
+    if "all" in auc and "foreground" in auc:  # as ShadowSync's paper compares: equally many trainers, background or not
         results |= minus(auc, "all", "foreground", "auc_all_non_inferior_to_foreground")
     return results
 
 
 def minus(auc: dict[str, list[float]], arm: str, other: str, verdict: str) -> dict[str, Any]:
-    """The paired difference of two arms with its interval, and whether the first is non-inferior, named so."""
+    """Paired difference of two arms with its interval; whether the first is non-inferior, under the key `verdict`."""
     difference, half_width = paired_interval([a - b for a, b in zip(auc[arm], auc[other], strict=True)])
     name = f"auc_{arm}_minus_{other}"
     non_inferior = half_width is not None and difference - half_width > MARGIN_AUC

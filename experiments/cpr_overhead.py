@@ -1,25 +1,21 @@
-"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main
-table.
+"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main table.
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
 
-The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r =
-0.125, two failures of one node each at random hours of the job. **The overhead is emulated, the
-accuracy is measured.**
+The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two
+failures of one node each at random hours of the job. **The overhead is emulated, the accuracy is measured.**
 
-Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost
-work and reschedule, by the equations (`modelled`) and event by event over drawn failures
-(`emulated`). All schemes with priority write as many bytes as CPR-vanilla in the same time, so they
-share its overhead; what tracking costs is in cpr_real_cost.py.
+Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost work and reschedule,
+by the equations (`modelled`) and event by event over drawn failures (`emulated`). All prioritised schemes write as many
+bytes as CPR-vanilla in the same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
 
-Accuracy: real training whose steps stand for the job's 56 hours, real saves and restores of
-jaxrec.cpr.Recovery over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full
-recovery trains the lost steps again to the same bits as no_failure (tests/test_recovery.py); its
-accuracy is that, and is not trained again here. Arms of a seed share data, initial values and
-failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the interval of
-the loss lies below 0.0005 (true) or above (false); absent while seeds are too few to say.
+Accuracy: real training whose steps stand for the job's 56 hours, with real saves and restores by jaxrec.cpr.Recovery
+over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the lost steps to a state
+bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained here. Arms of a seed
+share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the
+interval of the loss lies below 0.0005 (true) or above (false); absent while there are too few seeds to decide.
 
 Seen, AUC lost in units of 0.00001:
 
@@ -30,13 +26,12 @@ Seen, AUC lost in units of 0.00001:
 | synthetic, 5M examples, 3.7M rows, 16 seeds | 25 +- 19 | 29 +- 10 | 14 +- 9 | 16 +- 10 |
 | the same with 200,000 rows, 12 seeds | 15 +- 37 | 70 +- 22 | 33 +- 11 | 46 +- 14 |
 
-The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not the target of 0.1: a
-job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds
-were added until the intervals were narrow; those of the Criteo sample share one test set. Rows of
-small tables are the most used; with --watched 7 they are saved at regular saves only. In the last
-line a row is used 650 times on average: there rows after the most used eighth matter too, hardly
-any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on Criteo
-and 45 to 60 on 5M examples, on one core.
+The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not the target of 0.1: a job of 56 hours that
+saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds were added until the intervals were
+narrow; those of the Criteo sample share one test set. Rows of small tables are the most used; with --watched 7 they are
+saved only at regular saves. In the last line a row is used 650 times on average: there, rows beyond the most used
+eighth matter too, hardly any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on
+Criteo and 45 to 60 on 5M examples, on one core.
 """
 
 import dataclasses
@@ -68,7 +63,7 @@ class Config(JobConfig):
 
 
 class Size(NamedTuple):
-    """What a preset decides."""
+    """Sizes that a preset sets."""
 
     examples: int
     seeds: int
@@ -80,15 +75,15 @@ WAYS = ("full", "partial_naive", "cpr")
 
 
 def recoveries_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedule.Mode, float]]:
-    """{way of WAYS: (mode, hours between two saves)}."""
+    """{way of WAYS: (mode, hours between saves)}."""
     plan, full = plan_recovery(costs, target_pls), schedule.full_interval(costs)
     return {"full": ("full", full), "partial_naive": ("partial", full), "cpr": (plan.mode, plan.save_every_hours)}
 
 
 def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """What results.json holds of the overhead in one setting, and the bars of the picture."""
+    """Overhead results of one setting, and the bars of its plot."""
     costs, results = SETTINGS[name], {}
-    # Many jobs end to end: a single one of 56 hours has two failures, and says little.
+    # Many jobs back to back: a single one of 56 hours has only two failures.
     bars_of: dict[str, dict[str, float]] = {}
     long = costs._replace(total_hours=100 * costs.total_hours)
     draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
@@ -106,7 +101,7 @@ def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, An
 
 
 def overheads(config: Config, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The same of all settings, and of the schemes, which share the overhead of CPR."""
+    """Overhead results and bars of all settings; the schemes share the overhead of CPR."""
     results: dict[str, Any] = {"overhead_is": "modelled (equations) and emulated (events), never measured"}
     bars_of: dict[str, dict[str, float]] = {}
     for name in SETTINGS:
@@ -118,7 +113,7 @@ def overheads(config: Config, horizons: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def accuracies(rows: list[dict]) -> dict[str, Any]:
-    """What results.json holds of accuracy, from the seeds that have all arms."""
+    """Accuracy results from the seeds for which all arms are complete."""
     found = {(row["scheme"], row["seed"]): row for row in rows}
     arms = ["no_failure", *SCHEMES]
     seeds = [seed for seed in sorted({seed for _, seed in found}) if all((arm, seed) in found for arm in arms)]
@@ -134,13 +129,13 @@ def accuracies(rows: list[dict]) -> dict[str, Any]:
             results[f"{key}_test_auc_loss"], results[f"{key}_test_auc_loss_half_interval"] = loss, half
             if half is not None and (loss + half < MARGIN or loss - half > MARGIN):
                 results[f"non_inferior_{arm}"] = loss + half < MARGIN
-    # The steps that full recovery loses are trained again, to the same bits.
+    # Full recovery replays the steps it loses, to a bitwise equal state.
     results["full_test_auc_mean"] = results["no_failure_test_auc_mean"]
     return results
 
 
 def table(config: Config, results: dict[str, Any]) -> str:
-    """Overhead by setting and way, accuracy by scheme."""
+    """Format overhead by setting and recovery, and accuracy by scheme."""
     lines, parts = [], ("save", "load", "lost_work", "reschedule")
     for name, costs in SETTINGS.items():
         plan = plan_recovery(costs, config.target_pls)
@@ -162,7 +157,7 @@ def table(config: Config, results: dict[str, Any]) -> str:
 
 
 def finding_overhead(results: Mapping[str, Any], setting: str) -> str:
-    """What the picture of the overheads shows."""
+    """Title of the overhead plot."""
     percent = lambda way: results[f"setting_{setting}_{way}_percent_modelled"]
     return (
         f"Setting {setting.upper()}, modelled: CPR costs {percent('cpr'):.2f} % of the useful time, "
@@ -171,7 +166,7 @@ def finding_overhead(results: Mapping[str, Any], setting: str) -> str:
 
 
 def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
-    """What the picture of the accuracies shows: which losses are settled to lie below the margin, or above it."""
+    """Title of the accuracy plot: schemes whose loss is settled below the margin, above it, or not settled."""
     said = {"below it": True, "above it": False, "not settled": None}
     of = {
         words: [scheme for scheme in SCHEMES if results.get(f"non_inferior_{scheme}") is found]
@@ -182,7 +177,7 @@ def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
 
 
 def draw(run: Run, config: Config, results: dict[str, Any], bars_of: dict[str, dict[str, float]]) -> None:
-    """Where the overhead comes from, and what each scheme loses."""
+    """Plot the parts of the overhead, and the accuracy lost by each scheme."""
     title = finding_overhead(results, config.setting)
     stacked_bars(run.directory / "overhead.png", bars_of, "modelled overhead, % of useful time", title)
     label = "test AUC lost, 1e-5"
@@ -192,7 +187,7 @@ def draw(run: Run, config: Config, results: dict[str, Any], bars_of: dict[str, d
 
 
 def main(config: Config) -> dict:
-    """Overheads, then what accuracies are missing, arm by arm; returns what results.json holds."""
+    """Compute overheads, train the missing arms, and return the contents of results.json."""
     size = SIZES[config.preset]
     run = Run("cpr_overhead", config, config.workdir, config.resume)
     results, bars_of = overheads(config, size.horizons)

@@ -1,24 +1,22 @@
-"""Accuracy lost over the portion of lost samples (PLS), scheme by scheme: is PLS the knob that CPR
-takes it for?
+"""Accuracy lost over the portion of lost samples (PLS), by scheme: does PLS predict accuracy as CPR
+assumes?
 
     python experiments/cpr_pls.py                                                synthetic clicks
     python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5  made by prepare.py
 
-The claim as we recall the paper (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving
-the most used rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the
-number of failures and how many of the 8 nodes each takes; each is paired with the run without
-failures of its seed. Accuracy is measured on real training with real saves and restores, as in
-cpr_overhead.py; the realised PLS is counted, not expected.
+The claim as we recall the paper (arXiv 2011.02999): accuracy falls about linearly with PLS, and saving the most used
+rows first makes the slope smaller. Runs vary the target PLS (the interval between saves), the number of failures and
+how many of the 8 nodes each takes; each is paired with the failure-free run of its seed. Accuracy is measured on real
+training with real saves and restores, as in cpr_overhead.py; the realised PLS is counted, not expected.
 
-`SCHEME_slope`: AUC lost for each unit of PLS, least squares through the origin;
-`SCHEME_correlation`: of loss and PLS; `SCHEME_slope_minus_vanilla` with its 95 % interval over
-seeds, each a fit of its own. Losses are also given in normalised entropy, which is smoother. A run
-goes on with --resume.
+`SCHEME_slope`: AUC lost per unit of PLS, least squares through the origin; `SCHEME_correlation`: of loss and PLS;
+`SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each fitted separately. Losses are also given in
+normalised entropy, which is smoother. --resume continues a run.
 
-Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs a scheme with PLS up to 1.7: slopes
-0.0062 (vanilla), 0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU
--0.0036 +- 0.0017, SSU -0.0022 +- 0.0016. With 7 of 26 tables watched (--watched 7, 3 seeds, no file
-was kept) 0.0070, 0.0043, 0.0050: the others were saved at regular saves only. 5 seconds per run on a core.
+Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs per scheme with PLS up to 1.7: slopes 0.0062 (vanilla),
+0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU -0.0036 +- 0.0017, SSU -0.0022 +- 0.0016.
+With 7 of 26 tables watched (--watched 7, 3 seeds, no file was kept) 0.0070, 0.0043, 0.0050: the others were saved only
+at regular saves. 5 seconds per run on a core.
 """
 
 import dataclasses
@@ -43,7 +41,7 @@ class Config(JobConfig):
     schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
 
 
-# Of each preset: examples, seeds, target PLS, failures a job, failed nodes a failure.
+# {preset: (examples, seeds, target PLS, failures per job, failed nodes per failure)}.
 SIZES: dict[str, tuple[int, int, tuple[float, ...], tuple[int, ...], tuple[int, ...]]] = {
     "smoke": (60_000, 1, (0.1,), (2, 8), (1, 4)),
     "default": (200_000, 2, (0.05, 0.1), (2, 8), (1, 4)),
@@ -52,12 +50,12 @@ SIZES: dict[str, tuple[int, int, tuple[float, ...], tuple[int, ...], tuple[int, 
 
 
 def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
-    """The slope of loss = slope * PLS, least squares."""
+    """Least-squares slope of loss = slope * PLS."""
     return float((pls * loss).sum() / (pls * pls).sum())
 
 
 def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
-    """Slopes and correlations of all runs that have the run without failures of their seed."""
+    """Slopes and correlations over all runs whose seed has a failure-free run."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
     results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
     by_seed: dict[str, np.ndarray] = {}
@@ -85,7 +83,7 @@ def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
 
 
 def finding(results: Mapping[str, Any], schemes: Sequence[str]) -> str:
-    """What the picture shows: slopes, and how far the intervals let them be told from that of vanilla."""
+    """Title of the plot: slopes, and their differences from vanilla with intervals."""
     found = figures(results)
     slopes = ", ".join(f"{scheme} {number(results[f'{scheme}_slope'], 3)}" for scheme in schemes)
     less = [f"{scheme} {said(found[f'{scheme}_slope_minus_vanilla'])}" for scheme in schemes
@@ -94,7 +92,7 @@ def finding(results: Mapping[str, Any], schemes: Sequence[str]) -> str:
 
 
 def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
-    """Loss over realised PLS, each run a point, and the fitted lines."""
+    """Plot loss over realised PLS, one point per run, with the fitted lines."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
     panels: dict[str, dict[str, tuple]] = {"test AUC lost": {}, "normalised entropy gained": {}}
     for scheme in schemes:
@@ -108,7 +106,7 @@ def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
 
 
 def table(results: dict[str, Any], schemes) -> str:
-    """Slopes of all schemes, in AUC and in normalised entropy."""
+    """Format the slopes of all schemes, in AUC and in normalised entropy."""
     tables = [f"Seeds: {results['seeds']}"]
     for corner, short in (("AUC lost", ""), ("NE gained", "_ne")):
         columns = {"runs": "{}_runs", "largest PLS": "{}_realized_pls_max", "per unit of PLS": f"{{}}_slope{short}"}
@@ -118,7 +116,7 @@ def table(results: dict[str, Any], schemes) -> str:
 
 
 def main(config: Config) -> dict:
-    """Trains what is missing, run by run; returns what results.json holds."""
+    """Train the missing runs and return the contents of results.json."""
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
     job = CprJob(config, make_data(config, config.examples or examples))

@@ -1,14 +1,12 @@
-"""What saving and restoring really cost: whole images, prioritised rows and single shards, beside
-plain Orbax.
+"""Measured cost of saving and restoring: whole images, prioritised rows and single shards, against plain Orbax.
 
     python experiments/cpr_real_cost.py                  1 GB of tables; 4 minutes
     python experiments/cpr_real_cost.py --table-mb 4000  about four times that in memory, twice on the disk
 
-CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables
-of DLRM-Kaggle (width 16, row-wise Adagrad, rows as `--table-mb` allows) lie in host memory;
-accesses of a power law and, so that the budget of r = 0.125 is always full, of uniform ids are
-counted by MFU. All ways save the same state in turns, each into a fresh directory on a flushed
-disk:
+CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables of DLRM-Kaggle
+(width 16, row-wise Adagrad, rows as `--table-mb` allows) are in host memory; MFU counts accesses drawn from a power law
+and, so that the budget of r = 0.125 is always full, uniform ones. All methods save the same state in interleaved
+rounds, each into a fresh directory on a flushed disk:
 
     orbax_standard       ocp.StandardCheckpointer, asynchronous, as Orbax advises
     orbax_pytree         ocp.PyTreeCheckpointer, blocking
@@ -18,15 +16,14 @@ disk:
     rows                 jaxrec: RowCheckpointer of r V / S rows per shard, which MFU picks
     recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
 
-`*_stall_s` is how long training waits: of `rows`, to copy them; of `recovery`, all that its hook
-does when it saves (its thread picks rows beside the four steps before). `*_save_s`: until all is on
-the disk; `*_flush_s`: what the system had left to write. Reads are of files just written, from the
-system's cache: a full restore verifies and reads everything, one of a shard its files of the base
-and of the deltas over it. Orbax compresses, which saves a fifth of the bytes here (all slots are
-equal); jaxrec does not. Targets: one shard in at most 1/5 of a full restore (seen, 1 GB and four
-deltas: 0.076, 0.070 to 0.089 over 5 rounds); rows in at most 1/4 of the time of a full Orbax save
-(0.23 of the fastest of three, 0.10 of the standard one), and the hook's stall at most 3 % of the
-fastest blocking one: missed (57 ms: 2.8 % of Orbax's, 3.1 % of jaxrec's own, which is faster; and 38 % of
+`*_stall_s` is how long a save blocks training: for `rows`, the copy of the rows; for `recovery`, all the work of its
+hook at a save (its thread picks rows during the four steps before). `*_save_s`: until everything is on disk;
+`*_flush_s`: time to flush what the system had not written yet. Restores read files just written, from the page cache: a
+full restore verifies and reads everything, a restore of one shard reads its files of the base and of the deltas over
+it. Orbax compresses, which saves a fifth of the bytes here (all slots are equal); jaxrec does not. Targets: one shard
+in at most 1/5 of a full restore (seen, 1 GB and four deltas: 0.076, 0.070 to 0.089 over 5 rounds); rows in at most 1/4
+of the time of a full Orbax save (0.23 of the fastest of three, 0.10 of the standard one), and the hook's stall at most
+3 % of the fastest blocking save: missed (57 ms: 2.8 % of Orbax's, 3.1 % of jaxrec's own, which is faster; and 38 % of
 the stall of Orbax's asynchronous save). A full restore takes 1.53 times as long as the fastest of Orbax.
 """
 
@@ -70,27 +67,27 @@ class Config(Flags):
     """Flags of the benchmark."""
 
     table_mb: float = 1000
-    """Rows and their slots, in 10^6 bytes."""
+    """Size of rows and slots, in 10^6 bytes."""
     fraction: float = 0.125
-    """r, of the rows of every shard."""
+    """r, the fraction of the rows of every shard to save."""
     deltas: int = 4
-    """In the chain that a shard is restored from."""
+    """Deltas in the chain from which a shard is restored."""
 
 
 def clock(function: Callable, *args) -> tuple[float, Any]:
-    """Seconds that a call takes, and what it returns."""
+    """Call a function; return (seconds, result)."""
     start = time.perf_counter()
     out = function(*args)
     return time.perf_counter() - start, out
 
 
 def bytes_in(directory: Path) -> int:
-    """Bytes of all files in a directory."""
+    """Total bytes of all files in a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 class SaveWork:
-    """A state to save, its access counts, and all ways to save and restore it."""
+    """A state to save, its access counts, and all methods to save and restore it."""
 
     def __init__(self, config: Config, directory: Path):
         keep_memory()
@@ -112,11 +109,11 @@ class SaveWork:
         self.orbax_state = {"dense": jax.tree.map(np.asarray, self.state.dense._asdict()), "tables": tables}
 
     def values(self) -> list[np.ndarray]:
-        """The rows, a shard after the other."""
+        """The embedding rows of each shard."""
         return [parts["value"] for parts in self.state.tables.shards[self.stack]]
 
     def track_ms(self, scheme) -> float:
-        """Mean milliseconds that tracking a batch takes."""
+        """Mean milliseconds to track a batch."""
         tracker, times = scheme.init(self.values(), self.budget), []
         for plan in self.plans * 3:
             start = time.perf_counter()
@@ -125,26 +122,24 @@ class SaveWork:
         return statistics.mean(times[2:])
 
     def train(self) -> None:
-        """Touches and changes rows until any budget is full: batches of the power law, and uniform
-        ones."""
+        """Count accesses of the batches and of a uniform one, which fills any budget, and change all rows."""
         self.step += 1
         for plan in self.plans:
             self.tracker = self.mfu.touch(self.tracker, plan)
         self.tracker = self.mfu.touch(self.tracker, self.uniform_plan())
         for parts in self.state.tables.shards[self.stack]:
-            for array in parts.values():  # Orbax compresses, and must not find what it has seen
+            for array in parts.values():  # Orbax compresses, so every save gets new values
                 array += 0.001
 
     def uniform_plan(self):
-        """The plan of so many uniform ids as there are rows: more rows than any budget."""
+        """Plan of as many uniform ids as there are rows, which touch more rows than any budget."""
         limit = self.spec.columns_of("sparse")[1]
         size = self.spec.stacks[self.stack].rows // len(limit)
         ids = self.rng.integers(0, limit, (size, len(limit)), dtype=np.int32)
         return host_plan(self.spec, {"sparse": ids})[self.stack]
 
     def train_with_recovery(self, saves: int, steps: int = 16) -> dict[str, float]:
-        """Real training with a prioritised save every so many steps; a step's and a save's share of
-        the time."""
+        """Train for real with a prioritised save every `steps` steps; return mean stall of a save and step time."""
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
 
@@ -178,14 +173,14 @@ class SaveWork:
         return {(self.stack, shard): rows for shard, rows in enumerate(pick.rows)}, pick
 
     def fresh(self, name: str) -> Path:
-        """A directory that does not exist, all before it flushed."""
+        """Path of a directory that does not exist, on a flushed disk."""
         path = self.directory / name
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
         return path
 
     def measured(self, name: str, stall: float, path: Path, wait: Callable) -> dict[str, float]:
-        """Waits for a save and flushes it: its stall, duration and bytes."""
+        """Wait for a save and flush it; return its stall, duration and bytes."""
         start = time.perf_counter()
         wait()
         save = stall + time.perf_counter() - start
@@ -194,7 +189,7 @@ class SaveWork:
         return {f"{name}_{key}": value for key, value in found.items()}
 
     def save_orbax(self, name: str) -> dict[str, float]:
-        """One full save by plain Orbax, and one full restore."""
+        """One full save and one full restore by plain Orbax."""
         make: dict[str, Callable] = {
             "orbax_standard": ocp.StandardCheckpointer,
             "orbax_pytree": ocp.PyTreeCheckpointer,
@@ -210,7 +205,7 @@ class SaveWork:
         return found
 
     def save_full(self, blocking: bool) -> dict[str, float]:
-        """One full save of ours."""
+        """One full save by jaxrec."""
         if blocking:
             path = self.fresh("full_blocking")
             stall, _ = clock(lambda: write_image(path / "step_1", snapshot(self.state)))
@@ -223,8 +218,7 @@ class SaveWork:
             return self.measured("full", stall, path, saver.wait)
 
     def save_rows(self, number: int) -> dict[str, float]:
-        """Prioritised saves over the image of `save_full`, and restores of it, whole and by
-        shard."""
+        """`number` prioritised saves over the image of `save_full`; full and single-shard restores."""
         path, found, sums = self.directory / "full", [], {}
         (base,) = images(path)
         with RowCheckpointer(path, base, most_deltas=number) as saver:
@@ -250,7 +244,7 @@ class SaveWork:
 
 
 def ratios(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The targets, as ratios within each round: median, least and most."""
+    """Target ratios within each round, formatted by `ratio`."""
     column = lambda key: np.array([row[key] for row in rows])
     orbax = np.min([column(f"{name}_save_s") for name in ORBAX], axis=0)
     blocking = np.minimum(column("orbax_pytree_save_s"), column("full_blocking_save_s"))
@@ -273,7 +267,7 @@ WAYS = (*ORBAX, "full", "full_blocking", "rows", "recovery", "one_shard", "one_s
 
 
 def table(results: dict[str, Any]) -> str:
-    """Seconds and bytes of all ways, then the ratios that are targets, then what the state is."""
+    """Format seconds and bytes of all methods, then the target ratios, then the state."""
     heads = {"stall, s": "stall_s", "saved after, s": "save_s", "still to flush, s": "flush_s", "MB": "mb"}
     heads |= {"restored after, s": "restore_s", "rows": "saved", "to pick them, s": "pick_s"}
     columns = {head: f"{{}}_{key}" for head, key in heads.items()}
@@ -285,7 +279,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def finding(results: Mapping[str, Any]) -> str:
-    """What the picture shows."""
+    """Title of the plot."""
     found = figures(results)
     return (
         f"Saving the most used rows takes {said(found['rows_over_fastest_orbax_save'])} of the time of Orbax's fastest "
@@ -294,8 +288,7 @@ def finding(results: Mapping[str, Any]) -> str:
 
 
 def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
-    """How long each way saves and keeps training waiting: medians over the rounds, with their
-    intervals."""
+    """Plot the save time and the stall of each method: medians over the rounds, with intervals."""
 
     def figure(key):
         found = interval([row[key] for row in rows])
@@ -310,7 +303,7 @@ def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> Non
 
 
 def main(config: Config) -> dict:
-    """Runs all ways in turns; returns what results.json holds."""
+    """Run all methods in interleaved rounds and return the contents of results.json."""
     rounds = {"smoke": 1, "default": 5, "paper": 20}[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
@@ -333,7 +326,7 @@ def main(config: Config) -> dict:
         found: dict[str, float] = {}
         for way in ways:
             found |= way()
-        if number:  # the first one compiles, and fills caches
+        if number:  # the first round compiles and fills caches
             rows.append(found)
             run.log(found)
     shutil.rmtree(directory)

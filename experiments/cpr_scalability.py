@@ -1,34 +1,28 @@
-"""Full against partial recovery as a job grows, by the equations and replayed on failures of real
-clusters.
+"""Full against partial recovery as a job grows, by the equations and replayed on failures of real clusters.
 
     python experiments/cpr_scalability.py --traces DIRECTORY  real traces; under a minute
     python experiments/cpr_scalability.py                     failures drawn from the fitted laws
 
-The claim as we recall the paper's scalability figure (arXiv 2011.02999): the overhead of full recovery
-rises with the nodes, that of CPR hardly.
+The claim as we recall the paper's scalability figure (arXiv 2011.02999): the overhead of full recovery rises with the
+number of nodes, that of CPR hardly does.
 
-No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated`
-is replayed event by event with the costs of a setting, solved from the abstract's figures (see
-SETTING_A). It has four parts:
+No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated` is replayed event by
+event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has four parts:
 
-1. The equations against the event-by-event emulation: horizons of 100 jobs end to end, and single
-   jobs of 56 h. On the clock of useful time they agree; `wall` lets failures also hit saves, loads
-   and work done again.
-2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8,
-   N_emb = n. Costs do not depend on n; `shard_load` divides the load time of partial recovery by n,
-   as one shard of n is loaded.
-3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause,
-   worst nodes.
-4. Jobs end to end on random n nodes of a trace, on the wall clock, saving at the intervals that the
-   MTBF of these nodes gives. `modelled` is there by eqs. (1) and (2). Intervals are at most the 56
-   h of a job; a spare node takes the place of a failed one, so that repairs do not count.
+1. The equations against the event-by-event emulation: horizons of 100 back-to-back jobs, and single jobs of 56 h. They
+agree on the clock of useful time; `wall` lets failures also hit saves, loads and recomputation.
+2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8, N_emb = n. Costs do
+not depend on n; `shard_load` divides the load time of partial recovery by n, as one shard of n is loaded.
+3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause, worst nodes.
+4. Back-to-back jobs on n random nodes of a trace, in wall time, saving at the intervals that the MTBF of these nodes
+gives. `modelled` is by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node replaces a failed one,
+so repairs do not count.
 
-Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and
-8.20 / 0.68, emulated over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, on the wall clock 8.99 /
-0.53 and 8.65 / 0.68. Setting A, 64 nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with `shard_load`).
-Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19 (1024), 20 (512) 18.7 /
-1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma law has shape 0.49, 0.75, 0.86, 0.53 and misses the
-survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential law by 10.0, 5.3, 2.7,
+Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68, emulated
+over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, in wall time 8.99 / 0.53 and 8.65 / 0.68. Setting A, 64 nodes, T_fail
+= c / n: 25.7 / 2.78 (0.25 with `shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19
+(1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma distribution has shape 0.49, 0.75, 0.86, 0.53 and
+misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential distribution by 10.0, 5.3, 2.7,
 13.8 %.
 """
 
@@ -55,7 +49,7 @@ SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
 MODES: tuple[schedule.Mode, ...] = ("full", "partial")
 COUNTS = (8, 16, 32, 64, 128, 256)
 AGES = np.array([0.0, 1, 2, 4, 8, 16, 32, 64, 128])
-# Gamma laws as part 3 fits them to the real traces: mean gap and shape, nodes, hours.
+# Gamma distributions that part 3 fits to the real traces: mean gap, shape, nodes, hours.
 FITTED = {"infinitehbd_like": (15.68, 0.490, 400, 8376.0), "lanl_20_like": (13.59, 0.527, 512, 32614.0)}
 
 
@@ -64,26 +58,25 @@ class Config(Flags):
     """Flags of the experiment."""
 
     traces: Path | None = None
-    """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures
-    are drawn."""
+    """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures are drawn."""
     setting: Literal["a", "b"] = "a"
-    """Costs of parts 2 and 4."""
+    """Cost setting of parts 2 and 4."""
     target_pls: float = 0.1
 
 
 def intervals(costs: schedule.Costs, target_pls: float) -> dict[schedule.Mode, float]:
-    """The interval of each way of recovery, at most the length of the job."""
+    """Save interval of each mode of recovery, in hours, at most the length of the job."""
     full, partial = schedule.full_interval(costs), schedule.partial_interval(costs, target_pls)
     return {"full": min(full, costs.total_hours), "partial": min(partial, costs.total_hours)}
 
 
 def modelled(costs: schedule.Costs, mode: schedule.Mode, every: float) -> schedule.Overhead:
-    """Eq. (1) or (2)."""
+    """Overhead by eq. (1) or (2)."""
     return schedule.full_overhead(costs, every) if mode == "full" else schedule.partial_overhead(costs, every)
 
 
 def equations(name: str, costs: schedule.Costs, target_pls: float) -> dict[str, float]:
-    """The overheads of one setting and what they are made of."""
+    """Modelled overheads of one setting, with their parts."""
     found: dict[str, float] = {}
     every = intervals(costs, target_pls)
     for mode in MODES:
@@ -98,7 +91,7 @@ def equations(name: str, costs: schedule.Costs, target_pls: float) -> dict[str, 
 
 
 def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> dict[str, float]:
-    """Part 1 for one setting: what is replayed beside what the equations say."""
+    """Part 1 for one setting: emulated overheads and PLS, compared with the equations."""
     found: dict[str, float] = {}
     long = costs._replace(total_hours=100 * costs.total_hours)
     drawn, jobs = (
@@ -125,8 +118,7 @@ def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> d
 
 
 def beside_law(key: str, law: float, values: list[float]) -> dict[str, float]:
-    """A mean over horizons, its standard error, and its difference from a law, all in percent of
-    useful time."""
+    """Mean over horizons, its standard error, and its difference from the modelled value, in percent of useful time."""
     percent = 100 * np.array(values)
     return {
         f"{key}_percent_emulated": float(percent.mean()),
@@ -136,7 +128,7 @@ def beside_law(key: str, law: float, values: list[float]) -> dict[str, float]:
 
 
 def scaling(costs: schedule.Costs, target_pls: float) -> dict[str, dict[str, list[float]]]:
-    """Part 2: {law of MTBF: {line: percent at each of COUNTS}}."""
+    """Part 2: {MTBF law: {line: overheads in percent, one for each of COUNTS}}."""
     node_hours = costs.mtbf_hours * costs.nodes
     chance = -np.expm1(np.log1p(-1 / costs.mtbf_hours) / costs.nodes)
     laws = {"linear": lambda n: linear_mtbf(node_hours, n), "independent": lambda n: independent_mtbf(chance, n)}
@@ -155,7 +147,7 @@ def scaling(costs: schedule.Costs, target_pls: float) -> dict[str, dict[str, lis
 
 
 def sources(config: Config) -> dict[str, Failures]:
-    """Real traces, or failures drawn from the laws that were fitted to two of them."""
+    """Real traces, or failures drawn from the distributions fitted to two of them."""
     if config.traces is None:
         return {
             name: draw_failures(mtbf, hours, nodes, config.seed, shape)
@@ -194,7 +186,7 @@ def analysis(failures: Failures) -> dict[str, float]:
 
 
 def replays(failures: Failures, costs: schedule.Costs, config: Config, draws: int) -> list[dict[str, float]]:
-    """Part 4 for one source: a row for each number of nodes, means over random choices of them."""
+    """Part 4 for one source: one row per number of nodes, with means over random choices of nodes."""
     rng, rows = np.random.default_rng(config.seed), []
     for n in [*(n for n in COUNTS if n < failures.nodes), failures.nodes]:
         found: dict[str, list[float]] = {}
@@ -222,7 +214,7 @@ def _range(values: Iterable[float], digits: int) -> str:
 
 
 def finding_scaling(results: Mapping[str, Any]) -> str:
-    """What the picture of the equations shows."""
+    """Title of the plot of the equations."""
     at = lambda line: results[f"linear_mtbf_64_nodes_{line}_percent_modelled"]
     return (
         f"Modelled, MTBF = c / nodes: with 64 nodes full recovery costs {at('full'):.1f} % of the useful time, "
@@ -231,14 +223,14 @@ def finding_scaling(results: Mapping[str, Any]) -> str:
 
 
 def finding_replays(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """What the picture of the replays shows."""
+    """Title of the plot of the replays."""
     last = {mode: [results[f"{name}_all_nodes_{mode}_percent_emulated"] for name in traces] for mode in MODES}
     ends = [f"{mode} recovery costs {_range(each, 1)} % of the useful time" for mode, each in last.items()]
     return f"Replayed on all nodes, with failures {results['failures_are']}: {', '.join(ends)}"
 
 
 def finding_failures(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """What the picture of the gaps between failures shows; a gamma law of a shape below 1 has bursts."""
+    """Title of the plot of the gaps between failures; a gamma shape below 1 means bursts."""
     of = lambda key: [results[f"{name}_{key}"] for name in traces]
     shapes = of("gamma_shape")
     bursts = "Failures come in bursts" if max(shapes) < 1 else "Failures do not come in bursts everywhere"
@@ -252,7 +244,7 @@ def finding_failures(results: Mapping[str, Any], traces: Iterable[str]) -> str:
 def draw(
     run: Run, results: Mapping[str, Any], lines: dict, rows: dict[str, list[dict]], traces: dict[str, Failures]
 ) -> None:
-    """Three pictures: the equations over nodes, replays over nodes, and failures over time."""
+    """Three plots: the equations over nodes, replays over nodes, and failures over time."""
     panels: dict[str, dict[str, tuple]] = {}
     for law, of_law in lines.items():
         named = {line.replace("_", " "): (COUNTS, values) for line, values in of_law.items()}
@@ -269,7 +261,7 @@ def draw(
 
 
 def draw_failures_of(run: Run, traces: dict[str, Failures], title: str) -> None:
-    """How long until the next failure, beside two laws, and how the rate falls."""
+    """Plot the survival function of the gaps with two fitted distributions, and the hazard over age."""
     panels: dict[str, dict[str, tuple]] = {}
     for name, failures in traces.items():
         gaps = np.sort(np.diff(interruptions(failures)[0]))
@@ -285,7 +277,7 @@ def draw_failures_of(run: Run, traces: dict[str, Failures], title: str) -> None:
 
 
 def table(results: dict[str, Any], traces: Iterable[str]) -> str:
-    """The equations beside the events, the growth with the nodes, and what the traces hold."""
+    """Format equations against emulation, growth with the number of nodes, and the traces."""
     recovery = {f"{name.upper()}: {mode}": f"setting_{name}_{mode}" for name in SETTINGS for mode in MODES}
     first = {"modelled, %": "{}_percent_modelled", "emulated, %": "{}_percent_emulated"}
     first |= {"standard error": "{}_standard_error_points", "on the wall clock, %": "{}_wall_percent_emulated"}
@@ -302,7 +294,7 @@ def table(results: dict[str, Any], traces: Iterable[str]) -> str:
 
 
 def main(config: Config) -> dict:
-    """All four parts; returns what results.json holds."""
+    """Run all four parts and return the contents of results.json."""
     run = Run("cpr_scalability", config, config.workdir)
     horizons, draws = {"smoke": (100, 2), "default": (1000, 20), "paper": (10000, 200)}[config.preset]
     traces, costs = sources(config), SETTINGS[config.setting]

@@ -1,16 +1,15 @@
-"""All three techniques at once, with two failures, beside the same run with none of them.
+"""Run all three techniques at once, with two failures, beside the same run with none of them.
 
     make demo                                                two trainings, a table and one picture
     make demo ARGS="--workdir runs/demo --resume"            goes on; what is complete is not trained again
 
-Both train DLRM on the same synthetic clicks, in the same steps, over tables in host memory, on two
-virtual devices of this CPU. The first takes one batch after the other. The second has batches in
-flight (OAC, window 8), a replica on each device that is synchronised in the background (ShadowSync,
-model averaging), and saves the most used rows first (CPR, MFU): at a third of the run one shard of eight is
-lost, at two thirds two more, and they come back alone.
+Both arms train DLRM on the same synthetic clicks for the same steps, with tables in host memory, on two virtual devices
+of this CPU. The first trains one batch after the other. The second has batches in flight (OAC, window 8), a replica on
+each device, synchronised in the background (ShadowSync, model averaging), and saves the most used rows first (CPR,
+MFU). After a third of the run it loses one of eight shards, after two thirds two more, and only these are restored.
 
-Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. Rates of one
-run after the other differ by what else the machine does; docs/measured.md has rounds in turns.
+Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. The arms run one after the other,
+so their rates also differ with the load of the machine; docs/measured.md has rounds in turns.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ from main.cli import Flags, Run, command_line, grid, say
 from main.plots import compare, rates
 from main.signals import stop_on_signals
 
-ARMS = {"none": "none", "all": "all three"}  # the words in keys, and in what people read
-# Of train.py: rows, steps and examples of a batch; its smoke preset, for a test set that takes a second.
+ARMS = {"none": "none", "all": "all three"}  # {prefix of result keys: name in tables}
+# Flags of train.py; its smoke preset has a test set that takes a second.
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"preset": "smoke", "rows": 2_000, "steps": 24, "batch_size": 64, "evaluations": 6, "model": "small_dlrm"},
     "default": {"preset": "smoke", "rows": 60_000, "steps": 400, "batch_size": 1024, "evaluations": 20},
     "paper": {"evaluations": 20},
 }
-_STEPS = {"paper": 1_000}  # where the preset of train.py says so
+_STEPS = {"paper": 1_000}  # where train.py's preset sets them
 COLUMNS: dict[str, str | tuple[str, float]] = {
     "test AUC": "{}_test_auc", "log loss": "{}_test_log_loss", "examples/s": "{}_median_examples_per_s",
     "rows too old, %": ("{}_stale_share", 100), "sync gap, steps": "{}_sync_gap_steps", "PLS, %": ("{}_pls", 100),
@@ -47,11 +46,11 @@ class Config(Flags):
     """Flags of the demonstration."""
 
     resume: bool = False
-    """Go on in --workdir: an arm that is complete is not trained again, another goes on from its last save."""
+    """Resume in --workdir: complete arms are not trained again, others resume from their last save."""
 
 
 def flags_of(arm: str, config: Config) -> list[str]:
-    """The flags of train.py for one arm."""
+    """Return the flags of train.py for one arm."""
     sizes = SIZES[config.preset]
     steps = sizes.get("steps") or _STEPS[config.preset]
     flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -63,32 +62,32 @@ def flags_of(arm: str, config: Config) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with two virtual devices of the CPU, whatever it asked for."""
+    """Return this process's environment with two virtual CPU devices, whatever number it requests."""
     others = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count=2"}
 
 
 def again_in(run: Run) -> str:
-    """How a person goes on with the demonstration in a directory."""
+    """Return the command that resumes the demonstration."""
     return f"make demo ARGS='--workdir {run.directory} --resume'"
 
 
 def rows_of(directory: Path) -> list[dict]:
-    """The rows of metrics of an arm."""
+    """Read the rows of metrics of an arm."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def results_of(run: Run, found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What results.json holds: all keys of both arms, after the word of each, and how they compare."""
+    """Return the contents of results.json: the keys of both arms, prefixed by arm, and their comparison."""
     results = {f"{arm}_{key}": value for arm, of_arm in found.items() for key, value in of_arm.items()}
     for arm in found:
-        # Of the stretches between evaluations: the first one compiles, and others share the machine.
+        # Median over the intervals between evaluations: the first one compiles, and other processes share the machine.
         results[f"{arm}_median_examples_per_s"] = statistics.median(rates(rows_of(run.directory / arm))[1])
     return results | {"test_auc_all_minus_none": results["all_test_auc"] - results["none_test_auc"]}
 
 
 def main(config: Config) -> dict:
-    """Trains both arms, shows and draws them; returns what results.json holds."""
+    """Train both arms, show and plot them; return the contents of results.json."""
     with (
         Run("demo", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,

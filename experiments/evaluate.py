@@ -1,5 +1,4 @@
-"""Evaluates a run of train.py on its own test set or on another file, or predicts rows without
-labels.
+"""Evaluate a run of train.py on its test set or another file, or predict rows without labels.
 
     python experiments/evaluate.py --run runs/a                       its own test set, once more
     python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
@@ -9,10 +8,9 @@ labels.
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
-Writes AUC, log loss, normalised entropy and calibration (of all rows and by tenths of the
-prediction) to results.json, and the predictions, in the order of the rows, to predictions.npz. The
-newest whole image of the run is used; the run may go on meanwhile. A hundred thousand rows take
-some seconds.
+Writes AUC, log loss, normalised entropy and calibration (overall and by tenths of the prediction) to results.json, and
+the predictions, in row order, to predictions.npz. Uses the newest whole image of the run, which may still be training.
+A hundred thousand rows take some seconds.
 """
 
 import contextlib
@@ -57,42 +55,41 @@ class Config(Flags):
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """The --workdir of a run of train.py."""
     path: tuple[Path, ...] = ()
-    """Raw files, with labels or without, or one prepared directory; the run's own test set if none is
-    given."""
+    """Raw files, with or without labels, or one prepared directory; by default the run's own test set."""
     schema: str | None = None
-    """Of raw files of a run of --data tabular: the schema that its table was prepared with."""
+    """For raw files of a run of --data tabular: the schema with which its table was prepared."""
     split: Literal["test", "validation", "train"] = "test"
-    """Of a prepared directory, which part; only a table by a schema has a validation."""
+    """Part of a prepared directory; only tables with a schema have a validation set."""
     prepared: Path | None = None
-    """Where the prepared directory of the run is now, if it has moved."""
+    """Current location of the run's prepared directory, if it has moved."""
     replica: int | Literal["mean"] = "mean"
-    """Whose parameters predict, if the run had several replicas: the mean of all, or those of one, from 0."""
+    """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
     """A categorical field, such as the user: the mean AUC within its categories (GAUC)."""
     segments: tuple[str, ...] = ()
     """Categorical fields: normalised entropy, AUC and calibration of each of their largest categories."""
     bootstrap: int = 0
-    """Draws of the examples for a 95 % interval of the AUC."""
+    """Resamples of the examples for a 95 % interval of the AUC."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The categorical fields that are looked at."""
+        """Categorical fields named by --group and --segments."""
         return tuple(dict.fromkeys((*([self.group] if self.group else []), *self.segments)))
 
 
 class Examples(NamedTuple):
-    """What is predicted."""
+    """Examples to predict."""
 
     batches: Iterator[Batch]
     labelled: bool
-    words: str  # what they are
+    words: str  # description for messages
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
-    """The rows that the flags name.
+    """Return the rows that the flags select.
 
     Raises:
-      ValueError: they cannot be had, or their ids do not belong to the run.
+      ValueError: the rows are not available, or their ids do not belong to the run.
     """
     if run.config["data"] == "synthetic":
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
@@ -116,11 +113,10 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
 
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
-    """Rows of a prepared table, the run's own or another one with the same vocabulary; or those of raw files, in the
-    run's own vocabulary.
+    """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it.
 
     Raises:
-      ValueError: it is no such table, or has no such split; another schema than that of the run; malformed rows.
+      ValueError: no such table or split; another schema than the run's; malformed rows.
     """
     if config.path and not config.path[0].is_dir():
         directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
@@ -135,7 +131,7 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
 
 
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
-    """The test examples of a synthetic run: as many as it was tested on last."""
+    """Return the test examples of a synthetic run, as many as it was last tested on."""
     batches = (tested_on(run) or SYNTHETIC_EXAMPLES) // TEST_BATCH
     cardinalities = tuple(table.rows for table in job.spec.tables.values())
     curved = run.config.get("curved", 0.0)  # runs of an earlier version had no such flag
@@ -143,8 +139,7 @@ def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
 
 
 def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[Batch]:
-    """Cuts blocks of rows into batches of one size; the last one is filled up with examples of
-    weight 0.
+    """Cut blocks of rows into batches of one size; pad the last one with examples of weight 0.
 
     >>> blocks = [{"dense": np.ones((3, 1), np.float32), "ids": np.arange(3)[:, None]}] * 2
     >>> [(batch.ids["sparse"].ravel().tolist(), batch.weight.tolist()) for batch in in_batches(blocks, 4)]
@@ -165,41 +160,41 @@ def _batch(rows, size):
     number = len(rows["dense"])
     fill = lambda array, value: np.pad(array, [(0, size - number)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
     label = rows.get("label", np.zeros(number)).astype(np.float32)
-    # Of several labels the first is predicted. Criteo's rows have one kind of ids, those of a table name theirs.
+    # The first of several labels is predicted. Criteo rows have one ids array, rows of a table one per lookup.
     label, ids = fill(label.reshape(number, -1)[:, 0], 0), {key: rows[key] for key in rows if key.startswith("ids")}
     ids = {key.removeprefix("ids").removeprefix(".") or "sparse": fill(array, -1) for key, array in ids.items()}
     return Batch(ids, fill(rows["dense"], 0), label, fill(rows.get("weight", np.ones(number)).astype(np.float32), 0))
 
 
 class Predictions(NamedTuple):
-    """Rows in their order."""
+    """Predictions in row order."""
 
     logit: np.ndarray  # f32[n]
     label: np.ndarray | None  # u8[n]
-    total: metrics.Evaluation  # of labelled rows, batch by batch, as training sums it up
-    fields: dict[str, np.ndarray]  # {field: i32[n]}, of those that were asked for
+    total: metrics.Evaluation  # meaningful with labels only; accumulated batch by batch, as in training
+    fields: dict[str, np.ndarray]  # {requested field: i32[n]}
 
     @property
     def probability(self) -> np.ndarray:
-        """f64[n]"""
+        """Click probabilities, f64[n]."""
         return 1 / (1 + np.exp(-self.logit.astype(np.float64)))
 
 
 def predict(
     state: TrainState, job: ClickJob, examples: Examples, asked: Asked, fields: Sequence[str] = ()
 ) -> Predictions:
-    """Predicts all rows, and keeps some fields of them; leaves off with `Stopped` if a signal asks to.
+    """Predict all rows and keep some of their fields; raises `Stopped` on a signal.
 
     Raises:
       FloatingPointError: a prediction is not finite.
-      ValueError: there is no row; as what gives the rows.
+      ValueError: there are no rows; or as raised by the source of the rows.
     """
     step, total = job.eval_step(), metrics.empty_evaluation()
     logits, labels, kept = [], [], []
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
-            # Rows without labels count as no click: what is looked at is whether all is finite.
+            # Rows without labels get label 0: only the check for finite predictions matters.
             total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
@@ -211,8 +206,7 @@ def predict(
 
 
 def figures(found: Predictions) -> dict[str, Any]:
-    """What results.json says of predictions: quality where there are labels, and tenths of the rows
-    by prediction."""
+    """Return the figures for results.json: quality if the rows are labelled, and tenths by prediction."""
     probability = found.probability
     results: dict[str, float] = {"rows": len(found.logit)}
     if found.label is not None:
@@ -229,8 +223,7 @@ def figures(found: Predictions) -> dict[str, Any]:
 
 
 def of_tenth(key: str, clicks: float, rows: int, predicted: float) -> dict[str, float]:
-    """The share of clicks with its 95 % interval (Wilson, JASA 1927), and predicted over observed
-    clicks.
+    """Return the share of clicks with its 95 % interval (Wilson, JASA 1927), and predicted over observed clicks.
 
     >>> {key: round(value, 3) for key, value in of_tenth("t", 10.0, 100, 12.0).items()}
     {'t_clicked': 0.1, 't_clicked_low': 0.055, 't_clicked_high': 0.174, 't_calibration': 1.2}
@@ -243,7 +236,7 @@ def of_tenth(key: str, clicks: float, rows: int, predicted: float) -> dict[str, 
 
 
 def table(results: dict[str, Any]) -> str:
-    """Results as people read them."""
+    """Format the results as tables."""
     tenths = [key.removesuffix("_predicted").removeprefix("tenth_") for key in results if key.endswith("_predicted")]
     columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
     if "auc" in results:
@@ -254,7 +247,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(path: Path, results: dict[str, Any]) -> bool:
-    """Draws what was clicked over what was predicted, a point for each tenth."""
+    """Plot the share of clicks over the mean prediction, one point per tenth."""
     tenths = [key.removesuffix("_predicted") for key in results if key.endswith("_predicted")]
     predicted = [results[f"{tenth}_predicted"] for tenth in tenths]
     clicked = [Figure(*(results[f"{tenth}_clicked{end}"] for end in ("", "_low", "_high"))) for tenth in tenths]
@@ -265,7 +258,7 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
 
 
 def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str, Any]:
-    """Writes and shows what was found; returns what results.json holds."""
+    """Write and show the figures; return the contents of results.json."""
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
@@ -281,7 +274,7 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
 
 
 def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
+    """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     return {
         "--run DIR is needed: the --workdir of a run of train.py.": config.run_directory is None,
         "--preset and --seed are those of the run: leave them out.": config.preset != "default" or config.seed,
@@ -301,7 +294,7 @@ def rules(config: Config) -> dict[str, object]:
 
 
 def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
-    """As `rules`, of flags that do not fit the run."""
+    """As `rules`, for flags that do not fit the run."""
     synthetic, inside = trained.config["data"] == "synthetic", config.workdir and local_path(config.workdir)
     tabular = trained.config["data"] == "tabular"
     return {
@@ -320,13 +313,13 @@ def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
 
 
 def main(config: Config) -> dict[str, Any]:
-    """Evaluates a run; returns what results.json holds."""
+    """Evaluate a run; return the contents of results.json."""
     refuse(rules(config))
     assert config.run_directory is not None
     trained = open_run(config.run_directory)
     refuse(rules_of_run(config, trained))
     with stop_on_signals() as asked:
-        # What can be refused is refused before the directory of the evaluation is made.
+        # Check everything before creating the directory of the evaluation.
         job = job_of(trained, config.prepared)
         refuse(subsets.refusals(job.spec, config.group, config.segments))
         examples = examples_of(config, trained, job)
@@ -344,7 +337,7 @@ def main(config: Config) -> dict[str, Any]:
 
 
 def is_unfinished(workdir: Path | None) -> bool:
-    """Whether an evaluation has begun in a directory and not ended: the same one may begin there anew."""
+    """Whether a directory holds an unfinished evaluation, which the same command may restart."""
     return workdir is not None and (workdir / "config.json").exists() and not (workdir / "results.json").exists()
 
 

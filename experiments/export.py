@@ -1,4 +1,4 @@
-"""Takes the embeddings and the dense weights of a run out of its images, into .npz files, and back.
+"""Export the embeddings and dense weights of a run to .npz files, or import them as an image.
 
     python experiments/export.py --run runs/a --table C3 --ids 5 7 --to rows.npz     some rows: ids and value
     python experiments/export.py --run runs/a --table C3 --to c3.npz                 a whole table
@@ -6,9 +6,9 @@
     python experiments/export.py --run runs/a --all --optimizer --to state.npz       with the state of both optimizers
     python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
 
-Ids are rows of the table, as the run's vocabulary or hashing numbers them. --run takes the directory
-of a run, of images, or one image. Memory: that of the largest table, and one shard. With
---optimizer, what comes back can be trained further; without it, it can predict.
+Ids are rows of the table, numbered by the run's vocabulary or hashing. --run takes a run directory, an image directory
+or one image. Memory: the largest table plus one shard. An image from a file written with --optimizer can be trained
+further; without it, it can only predict.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ from jaxrec.embedding import Layout
 from jaxrec.embedding.tables import initial_parts, range_of
 from jaxrec.files import PARTIAL, aside, local_path, make_directory
 
-AT_ONCE_BYTES = 1 << 26  # of tables that are read together, or as much as the largest table has
-MANIFEST = "manifest"  # of the image, as JSON: what else an image holds
-_OF_FILES = {"path", "format", "files", "digest", "parents"}  # of the image itself, not of its state
+AT_ONCE_BYTES = 1 << 26  # limit for tables read together, or the size of the largest table
+MANIFEST = "manifest"  # name of the image's manifest in the file, as JSON
+_OF_FILES = {"path", "format", "files", "digest", "parents"}  # fields of the image's files, not of its state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +47,23 @@ class Config:
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """The directory of a run, of images, or one image."""
     table: str | None = None
-    """Which table, such as C3."""
+    """Name of a table, such as C3."""
     ids: tuple[int, ...] = ()
-    """Which rows of it; all if none is given."""
+    """Rows of that table; all if none is given."""
     all: bool = False
     """All tables and all dense weights."""
     optimizer: bool = False
-    """With the slots of the rows, and for --all the state of the dense optimizer."""
+    """Include the slots of the rows, and with --all the state of the dense optimizer."""
     to: Path | None = None
     """The .npz file to write."""
     back: Path | None = None
-    """A file that --all has written."""
+    """A file written by --all, to import."""
     into: Path | None = None
-    """Where its image goes: the directory of a run, or of its images."""
+    """Run or image directory in which to write its image."""
 
 
 def export_table(config: Config, found: list[Image], to: Path) -> str:
-    """Writes one table, or some rows of it: `value`, the slots if asked for, and `ids` if they were
-    given; returns what was written."""
+    """Write a table or some of its rows: `value`, slots if requested, and `ids` if given; return a description."""
     assert config.table is not None
     image, ids = found[-1], np.asarray(config.ids, np.int64)
     spec = spec_of(image)
@@ -83,14 +82,13 @@ def export_table(config: Config, found: list[Image], to: Path) -> str:
 
 
 def parts_of(image: Image, table: str, optimizer: bool) -> list[str]:
-    """What a row of a table is exported as; an unknown table is refused where it is read."""
+    """Return the exported parts of a table's rows; an unknown table is refused where it is read."""
     width = image.tables.get(table, [0, 0])[1]
     return [part for part in image.layout.get(f"width_{width}", ["value"]) if optimizer or part == "value"]
 
 
 def export_all(config: Config, found: list[Image], to: Path) -> str:
-    """Writes all tables as `table.NAME.PART`, dense weights as `dense.PATH` and the manifest;
-    returns what was written."""
+    """Write tables as `table.NAME.PART`, dense weights as `dense.PATH`, and the manifest; return a description."""
     image = found[-1]
     manifest = manifest_of(image, config.optimizer)
     with aside(to) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
@@ -105,15 +103,14 @@ def export_all(config: Config, found: list[Image], to: Path) -> str:
 
 
 def write_tables(archive: zipfile.ZipFile, found: list[Image], names: list[str], parts: list[str]) -> None:
-    """Adds some tables; a function, so that nothing holds them while the next ones are read."""
+    """Add some tables; a separate function, so that they are freed before the next ones are read."""
     for name, rows in tables_of_chain(found, names, parts).items():
         for part, array in rows.items():
             write_array(archive, f"table.{name}.{part}", array)
 
 
 def manifest_of(image: Image, optimizer: bool) -> dict[str, Any]:
-    """What an image says of its state; as if it had been trained without optimizers if theirs is
-    left out."""
+    """Return the manifest of the exported state; without `optimizer`, as if trained without optimizers."""
     fields = {key: value for key, value in image._asdict().items() if key not in _OF_FILES}
     if not optimizer:
         fields["layout"] = {name: {"value": parts["value"]} for name, parts in image.layout.items()}
@@ -122,9 +119,9 @@ def manifest_of(image: Image, optimizer: bool) -> dict[str, Any]:
 
 
 def together(image: Image, optimizer: bool) -> Iterator[list[str]]:
-    """Tables that are read together: of one width, and no more bytes than the largest table has.
+    """Yield groups of tables to read together: of one width, up to AT_ONCE_BYTES or the largest table's size.
 
-    Each reading goes through all shards, and takes as much memory as its tables.
+    Each read passes over all shards, and takes as much memory as its tables.
     """
     most = max(AT_ONCE_BYTES, *(bytes_of(image, [name], optimizer) for name in image.tables))
     for width in dict.fromkeys(width for _, width in image.tables.values()):
@@ -138,7 +135,7 @@ def together(image: Image, optimizer: bool) -> Iterator[list[str]]:
 
 
 def bytes_of(image: Image, tables: list[str], optimizer: bool) -> int:
-    """Bytes of the rows of some tables."""
+    """Return the size of the rows of some tables, in bytes."""
     return sum(
         image.tables[name][0] * width * np.dtype(dtype).itemsize
         for name in tables
@@ -148,23 +145,23 @@ def bytes_of(image: Image, tables: list[str], optimizer: bool) -> int:
 
 
 def write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    """Adds one array to an .npz file that is being written."""
+    """Add one array to an open .npz file."""
     with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
         np.lib.format.write_array(file, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)
 
 
-# ---- and back
+# ---- import
 
 
 class Unpacked:
-    """The arrays of an .npz file, as files of their own, from which any rows are read.
+    """Arrays of an .npz file, unpacked into one file each, from which any rows can be read.
 
     Args:
-      path: of the .npz file.
-      directory: an empty one, for as many bytes as the file has.
+      path: .npz file.
+      directory: empty directory; takes as many bytes as the file.
 
     Raises:
-      ValueError: it is no .npz file, or damaged.
+      ValueError: not a file of `export.py --all`, or damaged.
     """
 
     def __init__(self, path: Path, directory: Path):
@@ -173,7 +170,7 @@ class Unpacked:
             with zipfile.ZipFile(path) as archive:
                 self._files = {member.removesuffix(".npy"): str(n) for n, member in enumerate(archive.namelist())}
                 for name, file in self._files.items():
-                    # Reading compares the checksum of the archive, which a mapped file would not.
+                    # Reading verifies the archive's checksums; mapping would not.
                     with archive.open(f"{name}.npy") as packed, open(directory / file, "wb") as unpacked:
                         shutil.copyfileobj(packed, unpacked, 1 << 20)
             self.manifest = json.loads(str(self[MANIFEST][()]))
@@ -189,13 +186,13 @@ class Unpacked:
         return np.load(self._directory / self._files[name], mmap_mode="r", allow_pickle=False)
 
     def of_shape(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """An array that has to be of some shape and dtype.
+        """Return an array, checked for shape and dtype.
 
         Raises:
-          ValueError: it is not; names both.
+          ValueError: shape or dtype differs; names both.
         """
         array = self[name]
-        if array.dtype.kind == "V":  # what numpy itself does not know, such as bfloat16
+        if array.dtype.kind == "V":  # dtypes unknown to numpy, such as bfloat16
             array = array.view(np.dtype(dtype))
         if list(array.shape) != list(shape) or str(array.dtype) != dtype:
             raise ValueError(
@@ -206,7 +203,7 @@ class Unpacked:
 
 
 def image_of(arrays: Unpacked) -> Snapshot:
-    """An image of what was exported; its rows are read shard by shard while it is written."""
+    """Return the exported state as a snapshot; rows are read shard by shard while it is written."""
     image, dense = arrays.image, {}
     for number, (path, shape, dtype) in enumerate(image.dense):
         if 0 in shape:
@@ -215,14 +212,14 @@ def image_of(arrays: Unpacked) -> Snapshot:
             dense[dense_name(number)] = np.array(arrays[f"dense{path}"])
         else:
             dense[dense_name(number)] = np.array(arrays.of_shape(f"dense{path}", shape, dtype))
-    for name, (rows, width) in image.tables.items():  # before anything is written
+    for name, (rows, width) in image.tables.items():  # checked before anything is written
         for part, (own, dtype) in image.layout[f"width_{width}"].items():
             arrays.of_shape(f"table.{name}.{part}", (rows, own), dtype)
     return Snapshot(dense, {**arrays.manifest, "parents": {}}, shards_of(arrays))
 
 
 def shards_of(arrays: Unpacked) -> Iterator[dict[str, np.ndarray]]:
-    """{leaf: rows} of one shard of a stack after the other."""
+    """Yield {leaf: rows}, shard by shard of each stack."""
     image, spec = arrays.image, spec_of(arrays.image)
     for name in spec.stacks:
         for shard in range(spec.shards):
@@ -231,38 +228,37 @@ def shards_of(arrays: Unpacked) -> Iterator[dict[str, np.ndarray]]:
 
 
 def shard_of(arrays: Unpacked, name: str, shard: int, part: str, width: int, dtype: str) -> np.ndarray:
-    """One part of the rows of one shard of a stack, [V / S, width]; a row that no table has is as it
-    began."""
+    """Return one part of the rows of a stack's shard, [V / S, width]; a row of no table gets its initial value."""
     spec = spec_of(arrays.image)
     stack = spec.stacks[name]
     rows = np.zeros((stack.rows_per_shard, width), dtype)
     if part == "value":
-        last = np.array([stack.rows - stack.shards + shard])  # the only row of a shard that may be in no table
+        last = np.array([stack.rows - stack.shards + shard])  # the only row of a shard that can belong to no table
         rows[-1] = initial_parts(spec, Layout({name: {}}), name, last)["value"][0]
     for table in stack.tables:
         _, first, _ = range_of(spec, table)
-        begin = (shard - first) % stack.shards  # the first row of the table that lies on this shard
+        begin = (shard - first) % stack.shards  # the table's first row on this shard
         mine, place = arrays[f"table.{table}.{part}"][begin :: stack.shards], (first + begin) // stack.shards
         rows[place : place + len(mine)] = mine
     return rows
 
 
 def bring_back(path: Path, into: Path) -> Image:
-    """Makes an image of an exported file.
+    """Write an image from an exported file.
 
     Args:
-      path: what `--all` has written.
-      into: the directory of a run, or of images.
+      path: file written by `--all`.
+      into: run or image directory.
 
     Raises:
-      ValueError: the file is damaged or of other shapes than it says; the directory holds images of
-        another run, or newer ones; somebody saves there.
-      OSError: the disk is full: beside the image, the file is unpacked there for a while.
+      ValueError: the file is damaged, or its shapes differ from its manifest; the directory holds images of another run
+        or newer ones, or another process saves there.
+      OSError: the disk is full; beside the image, the unpacked file needs space there temporarily.
     """
     refuse({f"{path} is no file: give what `export.py --all` has written.": not path.is_file()})
     directory, run = images_directory(into), run_of(path)
     with Checkpointer(directory, run=run) as saver:
-        # Of a name that the next saver of the directory removes, if this process is killed.
+        # Named so that the directory's next saver removes it if this process is killed.
         with tempfile.TemporaryDirectory(dir=directory, prefix="step_", suffix=PARTIAL) as unpacked:
             arrays = Unpacked(path, Path(unpacked))
             refuse_newer(saver, arrays.image.step)
@@ -270,10 +266,10 @@ def bring_back(path: Path, into: Path) -> Image:
 
 
 def run_of(path: Path) -> str | None:
-    """The run that an exported file is of; None if it has no name.
+    """Return the run id of an exported file, or None if it has none.
 
     Raises:
-      ValueError: it is no such file.
+      ValueError: not a file of `export.py --all`.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -283,8 +279,7 @@ def run_of(path: Path) -> str | None:
 
 
 def refuse_newer(saver: Checkpointer, step: int) -> None:
-    """Refuses a directory with images that would pass for newer than one of this step, or are of
-    it."""
+    """Refuse a directory with images of this step, or with images that would pass for newer ones."""
     saver.refuse_newer(step)
     there = saver.path_of(step)
     refuse({f"{there} is there already: give another --into, or remove it.": is_whole(there)})
@@ -297,7 +292,7 @@ def refuse_newer(saver: Checkpointer, step: int) -> None:
 
 
 def main(config: Config) -> dict[str, Any]:
-    """Exports or brings back; returns what was written and where."""
+    """Export or import; return what was written and where."""
     refuse(rules(config))
     with stop_on_signals():
         if config.back is not None and config.into is not None:
@@ -309,14 +304,14 @@ def main(config: Config) -> dict[str, Any]:
         to, write = local_path(config.to), export_all if config.all else export_table
         make_directory(to.parent)
         images = images_directory(config.run_directory)
-        # Begun anew if the run at work removes an image while it is read.
+        # Restarted if the active run removes an image while it is read.
         what = with_chain(images, lambda found: write(config, found, to), dense=config.all)
         say(f"wrote {what} to {to}")
         return {"written": str(to)}
 
 
 def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of flags that do not fit each other."""
+    """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     out = config.table is not None or config.all
     asked = [config.table is not None, config.all, config.back is not None]
     return {

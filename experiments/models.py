@@ -1,12 +1,12 @@
-"""All click models on the same rows, over seeds: test AUC in one table, as papers compare them.
+"""Compare all click models on the same rows, over seeds: test AUC in one table, as in papers.
 
     python experiments/models.py --data criteo --path criteo.prepared        rows of your own preparation, 3 seeds
     python experiments/models.py --curved 0.5 --steps 2500                   5,120,000 synthetic clicks, 3 seeds
     python experiments/models.py --workdir DIR --resume                      goes on; what is complete is kept
 
-Half of what decides a synthetic click with --curved 0.5 is a wave over a sum of all fields, which neither a sum of
-features (LR) nor products of two of them (FM) can express: both must stay below every deep model, and results.json
-says whether they do. Each run is train.py with the defaults but for the model, two to five minutes on two cores.
+With --curved 0.5, half of what decides a synthetic click is a wave over a sum of all fields, which neither a sum of
+features (LR) nor products of two features (FM) can express: both must stay below every deep model, and results.json
+says whether they do. Each run is train.py with defaults except for the model, two to five minutes on two cores.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ class Config(Flags):
     steps: int | None = None
     """Synthetic: batches of 2,048."""
     resume: bool = False
-    """Go on with the comparison in --workdir."""
+    """Resume the comparison in --workdir."""
 
 
 def flags_of(config: Config) -> list[str]:
-    """What all runs have alike, for train.py."""
+    """Return the flags of train.py that all runs share."""
     given = {"data": config.data, "path": config.path, "rows": config.rows, "steps": config.steps}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return words + (["--curved", str(config.curved)] if config.curved else [])
 
 
 def verdict(results: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
-    """Whether every deep model is above every shallow one, on the mean over the seeds.
+    """Return whether every deep model beats every shallow one, in the mean over seeds.
 
     >>> verdict({"lr_mean": 0.7, "fm_mean": 0.72, "dnn_mean": 0.75}, ("lr", "fm", "dnn"))
     {'best': 'dnn', 'worst_deep': 'dnn', 'shallow_below_deep': True}
@@ -67,7 +67,7 @@ def verdict(results: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
 
 
 def finding(results: Mapping[str, Any], models: Sequence[str]) -> str:
-    """What the picture shows, also where it is not what was expected."""
+    """Return the title of the plot: its finding, expected or not."""
     best, seeds = results["best"], results["seeds"]
     said_of = f"{best} has the best test AUC, {results[f'{best}_mean']:.4f}"
     if "teacher_auc_mean" in results:
@@ -80,7 +80,7 @@ def finding(results: Mapping[str, Any], models: Sequence[str]) -> str:
 
 
 def minus_first(results: Mapping[str, Any], model: str) -> Figure:
-    """The difference of a model from the first, with its interval; of the first itself 0.
+    """Return the difference of a model from the first, with its interval; 0 for the first itself.
 
     >>> minus_first({"first": "lr", "fm_minus_first": 2.0, "fm_minus_first_half_width": 0.5}, "fm")
     Figure(value=2.0, low=1.5, high=2.5)
@@ -91,7 +91,7 @@ def minus_first(results: Mapping[str, Any], model: str) -> Figure:
 
 
 def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
-    """How far each model is above the first: the AUCs themselves would all be bars of one length."""
+    """Plot each model's difference from the first: bars of the AUCs themselves would all look equally long."""
     first = results["first"]
     label = f"test AUC minus that of {first}, 1e-4 (paired)"
     over = {model: scaled(minus_first(results, model), 1e4) for model in models}
@@ -101,7 +101,7 @@ def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
 
 
 def main(config: Config) -> dict:
-    """Trains what is missing; returns what results.json holds."""
+    """Train what is missing; return the contents of results.json."""
     wrong = [model for model in config.models if model not in SHALLOW + DEEP]
     refuse(
         {

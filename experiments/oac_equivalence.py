@@ -1,18 +1,17 @@
-"""OAC's claim: batches in flight in parallel, results bitwise those of one batch after the other.
+"""OAC's claim: batches in flight in parallel give results bitwise equal to one batch after another.
 
     python experiments/oac_equivalence.py                    1 minute
     python experiments/oac_equivalence.py --soak-minutes 10  random windows, threads, delays and skews until then
 
-Every case trains the same batches through `Pipeline(mode="oac")` and through `mode="sync"`, with
-one compiled update and random delays in both transfers, and through a loop of a few lines without
-any pipeline. Rows, slots, dense parameters and all losses must agree to the last bit. How many rows
-were stale is counted a second time, row by row from the ids and from what had been written when
-each gather began. Then the mechanism is broken in five ways, each of which must be noticed, with
-write-backs held back as long as admission allows: that rows are stale is not left to luck.
+Every case trains the same batches through `Pipeline(mode="oac")` and `mode="sync"`, with one compiled update and random
+delays in both transfers, and through a plain loop of a few lines without a pipeline. Rows, slots, dense parameters and
+all losses must be bitwise equal. Stale rows are counted a second time, row by row, from the ids and from what had been
+written when each gather began. Then the mechanism is broken in five ways, each of which must be detected; write-backs
+are held back as long as admission allows, so that rows are stale for certain.
 
-A soak also breaks runs on purpose, at random: transfers, write-backs, streams, hooks, cuts, Ctrl-C.
-Each must tell the injected error, leave no thread, stand at the step that it says, and go on to the
-bits of the plain loop, or refuse to.
+A soak also injects random failures: in transfers, write-backs, streams, hooks, cuts, and by Ctrl-C. Each run must raise
+the injected error, leave no thread, stand at the step that it reports, and either resume and reach the final state of
+the plain loop bit for bit, or refuse to resume.
 """
 
 import dataclasses
@@ -52,17 +51,17 @@ class Config(Flags):
     """Rows of each of the two tables."""
     batch_size: int = 128
     soak_minutes: float = 0
-    """Go on with random cases for half of it, and break runs for the other half."""
+    """Spend half of this time on random cases and half on injected failures."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to run the pipeline."""
+    """One configuration of the pipeline."""
 
     window: int
     threads: int  # loaders, fetchers and writers, each
     exponent: float  # of the power law of the ids; 0 is uniform
-    skip: bool  # neither send what will be patched nor write what will be rewritten
+    skip: bool  # both savings: skip_stale_reads and skip_rewritten
     validation: str = "planned"
     longest_delay_ms: float = 2.0
 
@@ -85,19 +84,19 @@ def problem(rows: int):
 
 
 def fresh_state(spec) -> TrainState:
-    """The state that every run begins with."""
+    """The initial state of every run."""
     params = {"dense": jnp.zeros(4), "scale": jnp.ones(8)}
     return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROW_OPTIMIZER))
 
 
 def chances(rows: int, exponent: float) -> np.ndarray:
-    """The power law: how likely each row is in one draw."""
+    """Probabilities f64[rows] of the power law."""
     weight = np.arange(1, rows + 1) ** -exponent
     return weight / weight.sum()
 
 
 def make_batches(config: Config, number: int, exponent: float, seed: int) -> list[Batch]:
-    """Batches of power-law ids; labels are coin flips, for only equality counts here."""
+    """Batches of power-law ids; labels are coin flips, as only equality counts here."""
     rng, size = np.random.default_rng(seed), config.batch_size
     chance = chances(config.rows, exponent)
 
@@ -116,10 +115,10 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
 
 
 class NotingScheduler(BatchScheduler):
-    """Notes the watermark of each batch's gather."""
+    """Scheduler that records the watermark of each batch's gather."""
 
     def admit(self, number, epoch):
-        """As in `BatchScheduler`."""
+        """See `BatchScheduler`."""
         watermark = super().admit(number, epoch)
         if watermark is not None:
             self.__dict__.setdefault("seen", {})[number - self.first] = watermark - self.first
@@ -127,14 +126,13 @@ class NotingScheduler(BatchScheduler):
 
 
 class WatchedPipeline(Pipeline):
-    """A pipeline whose gathers are noted."""
+    """A pipeline that records its gathers."""
 
     scheduler_type = NotingScheduler
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
-    """Rows whose last writer is not before the watermark of their gather, counted row by row from
-    the ids alone."""
+    """Count the rows gathered before their last writer was written, row by row from the ids alone."""
     writer: dict[tuple[str, int], int] = {}
     stale = 0
     for number, batch in enumerate(batches):
@@ -145,7 +143,7 @@ def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
 
 
 def plain_loop(spec, update, batches, after=None):
-    """Training without a pipeline: (state, losses); calls `after` with the state of every step."""
+    """Train without a pipeline and return (state, losses); calls `after` with the state after every step."""
     step, state, losses, capacity = jax.jit(update, donate_argnums=0), fresh_state(spec), [], None
     dense, tables = state
     for batch in batches:
@@ -160,7 +158,7 @@ def plain_loop(spec, update, batches, after=None):
 
 
 def frozen(state: TrainState) -> TrainState:
-    """A copy of a state that nothing changes."""
+    """An independent copy of a state."""
     tables = state.tables
     shards = {n: [{p: a.copy() for p, a in parts.items()} for parts in s] for n, s in tables.shards.items()}
     return TrainState(jax.tree.map(np.array, state.dense), HostTables(tables.spec, tables.layout, shards))
@@ -168,7 +166,7 @@ def frozen(state: TrainState) -> TrainState:
 
 @functools.lru_cache(maxsize=8)
 def problem_to_break(seed: int, number: int = 16) -> Problem:
-    """Few rows and few batches, and the states of the plain loop."""
+    """A problem with few rows and batches, and the states of the plain loop."""
     spec, update = problem(100)
     batches = make_batches(Config(rows=100, batch_size=16), number, 0.5, seed)
     states = [frozen(fresh_state(spec))]
@@ -177,13 +175,12 @@ def problem_to_break(seed: int, number: int = 16) -> Problem:
 
 
 def broken_runs(config: Config, until: float) -> Tally:
-    """Breaks runs in all ways, in turns, until a time of the monotonic clock; at least once in
-    each."""
+    """Inject failures of all kinds in turn until `until` (time.monotonic()), each at least once."""
     rng, tally = np.random.default_rng(config.seed), Tally()
     for index in tqdm(itertools.count(), unit="broken run", disable=None):
         if index >= len(KINDS) and time.monotonic() >= until:
             return tally
-        # A run that hangs says where, and fails the soak.
+        # A run that hangs dumps its stacks and fails the soak.
         faulthandler.dump_traceback_later(120, exit=True)
         made, wrong = break_one(problem_to_break(config.seed + index % 5), KINDS[index % len(KINDS)], rng)
         faulthandler.cancel_dump_traceback_later()
@@ -194,57 +191,56 @@ def broken_runs(config: Config, until: float) -> Tally:
 
 
 def same(a, b) -> bool:
-    """Whether two (state, losses) agree to the last bit."""
+    """Whether two (state, losses) are bitwise equal."""
     return equal(a[0], b[0]) and equal_leaves(a[1], b[1])
 
 
 def train_case(pipeline: Pipeline, batches: list[Batch]):
-    """Runs a pipeline to its end: (state, losses)."""
+    """Run a pipeline to its end: (state, losses)."""
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     return pipeline.state, losses
 
 
 class Delayed:
-    """Transfers with a random delay, each its own."""
+    """Transfers with independent random delays."""
 
     def __init__(self, longest_ms: float, seed: int):
         self.longest, self.rng, self.lock = longest_ms / 1e3, np.random.default_rng(seed), threading.Lock()
 
     def wait(self):
-        """Sleeps for a while."""
+        """Sleep for a random time."""
         with self.lock:
             seconds = self.rng.uniform(0, self.longest)
         time.sleep(seconds)
 
     def send(self, tree, placement):
-        """To the device, late."""
+        """Transfer to the device after a delay."""
         self.wait()
         return jax.device_put(tree, placement)
 
     def fetch(self, tree):
-        """To the host, late."""
+        """Transfer to the host after a delay."""
         self.wait()
         return jax.tree.map(np.asarray, tree)
 
 
 class Numbered(BatchScheduler):
-    """Tells loaders, fetchers and writers which batch, counted from 0, each has in hand: they take
-    it as it comes."""
+    """Scheduler that records, per loader, fetcher and writer thread, the batch in hand, counted from 0."""
 
     mine = threading.local()
 
     def admit(self, number, epoch):
-        """As in `BatchScheduler`."""
+        """See `BatchScheduler`."""
         self.mine.batch = number - self.first
         return super().admit(number, epoch)
 
     def claim_fetch(self):
-        """As in `BatchScheduler`."""
+        """See `BatchScheduler`."""
         return self._noted(super().claim_fetch())
 
     def wait_to_write(self, writer):
-        """As in `BatchScheduler`."""
+        """See `BatchScheduler`."""
         return self._noted(super().wait_to_write(writer))
 
     def _noted(self, number):
@@ -253,11 +249,10 @@ class Numbered(BatchScheduler):
 
 
 class HeldBack:
-    """Transfers that deliver every batch's rows as late as admission allows: all that can be stale
-    is stale.
+    """Transfers that deliver rows as late as admission allows, so that every row that can be stale is stale.
 
-    `fetch` of batch t returns when the rows of batch t + window were gathered, or the stream of
-    `number` has ended. For pipelines whose scheduler is `Numbered`.
+    `fetch` of batch t returns once the rows of batch t + window were gathered, or those of all `number` batches. For
+    pipelines whose scheduler is `Numbered`.
     """
 
     def __init__(self, window: int, number: int):
@@ -265,10 +260,10 @@ class HeldBack:
         self.gathered: set[int] = set()
 
     def wait_for_gather(self, number: int):
-        """Until the rows of all batches up to this one, counted from 0, were gathered.
+        """Wait until the rows of all batches up to `number`, counted from 0, were gathered.
 
-        All of them, as of two loaders the one with the later batch may be the faster: what is written then is
-        seen by the earlier batch, which would be less stale than it may be.
+        All of them: the loader with the later batch may be faster, and a write after its gather would reach the gather
+        of the earlier batch, which would then be less stale than it may be.
         """
         expected = set(range(min(number, self.number - 1) + 1))
         with self.changed:
@@ -276,7 +271,7 @@ class HeldBack:
                 raise TimeoutError(f"batch {number} was not gathered within 60 s.")
 
     def send(self, tree, placement):
-        """To the device; notes the batches whose rows went."""
+        """Transfer to the device; record the batch if these are its rows."""
         out = jax.device_put(tree, placement)
         if isinstance(tree, tuple) and tree[0] and isinstance(next(iter(tree[0].values())), Rows):
             with self.changed:
@@ -285,35 +280,35 @@ class HeldBack:
         return out
 
     def hold_second_writer(self, shards):
-        """Until a batch was gathered that should have waited for this write."""
+        """Block the second writer until a batch was gathered that should have waited for this write."""
         if shards.start == 1:
             self.wait_for_gather(Numbered.mine.batch + self.window + 1)
 
     def fetch(self, tree):
-        """To the host, as late as it may be."""
+        """Transfer to the host as late as admission allows."""
         self.wait_for_gather(Numbered.mine.batch + self.window)
         return jax.tree.map(np.asarray, tree)
 
 
 class NumberedPipeline(Pipeline):
-    """The pipeline itself, as the mutants' control."""
+    """The unmodified pipeline, as the control of the mutants."""
 
     scheduler_type = Numbered
 
 
 class RowsNotRepaired(DeviceStep):
-    """Rows stay as stale as they are."""
+    """Device step that leaves stale rows stale."""
 
     def repair(self, inputs, loaded, rows, floor):
-        """Finds what is stale, in vain."""
+        """Find stale rows without repairing them."""
         return rows, super().repair(inputs, loaded, rows, floor)[1]
 
 
 class SlotsNotRepaired(DeviceStep):
-    """Embedding rows are repaired, their optimizer slots are not."""
+    """Device step that repairs embedding rows but not their optimizer slots."""
 
     def repair(self, inputs, loaded, rows, floor):
-        """Repairs a half."""
+        """Repair values only."""
         right, source = super().repair(inputs, loaded, rows, floor)
         return {name: Rows(right[name].value, rows[name].slots) for name in rows}, source
 
@@ -340,7 +335,7 @@ class RingOfOne(NumberedPipeline):
 
 
 class Unordered(Numbered):
-    """Of every two batches the later one is written first; the watermark is honest about it."""
+    """Scheduler that writes the later one of every two batches first; its watermark is correct."""
 
     def wait_to_write(self, writer):
         """Batches 1, 0, 3, 2, ..."""
@@ -353,7 +348,7 @@ class Unordered(Numbered):
         return super().wait_to_write(writer)
 
     def count_written(self, writer, number):
-        """Counts the batches from the first on that are written without a gap."""
+        """Count the contiguous batches written from the first one on."""
         self.done.add(number)
         self.written[writer] = self._first_missing()
 
@@ -362,7 +357,7 @@ class Unordered(Numbered):
 
 
 class NewestWins(Numbered):
-    """The watermark is that of the fastest writer."""
+    """Scheduler whose watermark is that of the fastest writer."""
 
     def watermark(self):
         """Not contiguous: other writers may still be at earlier batches."""
@@ -370,13 +365,13 @@ class NewestWins(Numbered):
 
 
 class UnorderedWriters(NumberedPipeline):
-    """Mutant: batches are written in another order."""
+    """Mutant: batches are written out of order."""
 
     scheduler_type = Unordered
 
 
 class WatermarkNotContiguous(NumberedPipeline):
-    """Mutant: admission goes by the fastest of two writers; the other one is slow."""
+    """Mutant: admission follows the faster of two writers; the other one is slow."""
 
     scheduler_type = NewestWins
 
@@ -385,7 +380,7 @@ MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotC
 
 
 def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
-    """Runs every mutant, and the pipeline itself as a control, with rows as late as they may be."""
+    """Run every mutant, and the unmodified pipeline as a control, with rows as late as admission allows."""
     expected = plain_loop(spec, update, batches)
     caught = {}
     kinds: tuple[type[Pipeline], ...] = (NumberedPipeline, *MUTANTS)
@@ -405,7 +400,7 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
 
 
 def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
-    """One case: oac against sync and against the plain loop."""
+    """Compare one case of OAC with sync and with the plain loop."""
     spec, update = problem(config.rows)
     batches = make_batches(config, number, case.exponent, seed)
     expected = plain_loop(spec, update, batches)
@@ -440,7 +435,7 @@ def cases(config: Config):
 
 
 def random_cases(config: Config):
-    """Cases without end."""
+    """Yield random cases without end."""
     rng = np.random.default_rng(config.seed)
     while True:
         skip = bool(rng.integers(2))
@@ -452,7 +447,7 @@ def random_cases(config: Config):
 
 
 def main(config: Config) -> dict:
-    """Checks all cases and all mutants; returns what results.json holds."""
+    """Check all cases and mutants and return the contents of results.json."""
     run = Run("oac_equivalence", config, config.workdir)
     number = {"smoke": 30, "default": 100, "paper": 300}[config.preset]
     todo, until = cases(config), time.monotonic() + 30 * config.soak_minutes

@@ -1,28 +1,25 @@
-"""What OAC's two savings keep off the link between tables and device, beside an oracle.
+"""Traffic that OAC's two savings keep off the link between tables and device, compared with an oracle.
 
     python experiments/oac_link.py             exponents 0.6 to 1.3, windows 1 to 32; 15 minutes
     python experiments/oac_link.py --rounds 0  bytes alone, no speed; 6 minutes
 
-`skip_stale_reads` does not send a row that the ring of the last W batches holds; `skip_rewritten`
-does not fetch a row that one of the next W batches will write. Ids are drawn by a power law of
-each exponent, over the reference work (DLRM-Kaggle of throughput.py).
+`skip_stale_reads` does not send a row that the ring of the last W batches holds; `skip_rewritten` does not fetch a row
+that one of the next W batches will write. Ids are drawn from a power law of each exponent, over the reference workload
+(DLRM-Kaggle of throughput.py).
 
-`link_bytes_saved_percent` is MEASURED: 100 (1 - with / without), where both are the sums of all
-bytes that pipelines hand to `send` and `fetch` on the same distinct batches, at least 48 and 4 W of
-them: rows with their padding, what comes with a batch (dense features, labels, the place of each
-id), where the ring holds rows, which rows are fetched. The first and the last W batches of a run
-travel whole, and count.
+`link_bytes_saved_percent` is MEASURED: 100 (1 - with / without), where both are the sums of all bytes that pipelines
+pass to `send` and `fetch` on the same distinct batches, at least 96 and 8 W of them: rows with their padding, batch
+inputs (dense features, labels, the position of each id), positions of rows in the ring, lists of rows to fetch. The
+first and the last W batches of a run are transferred whole, and count.
 
-`rows_saved_percent` and `oracle_rows_saved_percent` are COUNTED from the same ids: rows alone, both
-ways. The oracle is a cache on the device of as many rows as the ring has, W batches' unique rows,
-that knows all future ids and keeps what is needed soonest (Belady): BagPipe's, if it looked ahead
-for ever.
+`rows_saved_percent` and `oracle_rows_saved_percent` are COUNTED from the same ids: rows alone, both directions. The
+oracle is a cache on the device with as many rows as the ring (the unique rows of W batches) that knows all future ids
+and keeps those needed soonest (Belady): BagPipe's cache with unlimited lookahead.
 
-The speed is over an EMULATED link (its time is slept) that is as slow as in the regime `link` of
-oac_throughput.py: the slower direction of plain `oac` takes 1.5 times as long as the compute. `async`,
-`oac` and `oac_skip_both` take turns; ratios are of rates within a round, with 95 % intervals. The
-unfavourable end is there: with few rows in common there is little to save, and lists travel all the
-same.
+The speed is over an EMULATED link (its time is slept), as slow as in the regime `link` of oac_throughput.py: the slower
+direction of plain `oac` takes 1.5 times as long as the compute. `async`, `oac` and `oac_skip_both` run in interleaved
+rounds; ratios are of rates within a round, with 95 % intervals. The unfavourable end is included: with few rows in
+common there is little to save, yet the lists are still sent.
 """
 
 import dataclasses
@@ -44,23 +41,24 @@ class Config(Flags):
     """Flags of the experiment."""
 
     exponents: tuple[float, ...] = (0.6, 0.8, 1.05, 1.3)
-    """Of the power law of the ids."""
+    """Exponents of the power law of the ids."""
     windows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     rounds: int | None = None
-    """Turns of each mode; by the preset if None, 0 for bytes alone."""
+    """Timed rounds of each mode; the preset's number if None, 0 measures bytes alone."""
     rows: int = 1_000_000
     batch_size: int = 2048
     width: int = 16
     latency_ms: float = 0.05
-    """Of the emulated link, each way."""
+    """Latency of the emulated link, each way."""
 
 
 def window_rows(batches: list[np.ndarray], window: int) -> int:
-    """Rows that travel both ways if a ring of the last W batches gives what it holds, and a row is
-    written back when no batch of the next W will write it.
+    """Rows moved, both directions, if a ring serves the rows of the last W batches and rewritten rows are not fetched.
+
+    A row is written back when none of the next W batches will write it.
 
     Args:
-      batches: the distinct rows of each batch.
+      batches: distinct rows of each batch.
       window: W.
 
     >>> window_rows([np.array([1, 2]), np.array([1, 3]), np.array([2, 3])], 1)  # 1, 3 once; 2 twice
@@ -72,25 +70,25 @@ def window_rows(batches: list[np.ndarray], window: int) -> int:
         known = [last.get(row, -window - 1) for row in rows.tolist()]
         sent += sum(number - before > window for before in known)
         last.update(dict.fromkeys(rows.tolist(), number))
-    # A stretch of uses no more than W apart begins with a row that is sent, and ends with one that is fetched.
+    # A series of uses at most W apart begins with one send and ends with one fetch of the row.
     return 2 * sent
 
 
 def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
-    """Rows that travel both ways if a cache knows all future ids and keeps those needed soonest.
+    """Rows moved, both directions, if a cache knows all future ids and keeps the rows needed soonest.
 
-    A batch's own rows are there while it is trained; after it the cache keeps `capacity` rows. All
-    rows are changed: what leaves the cache is fetched, and so is what is left at the end.
+    The rows of a batch are on the device while it is trained; afterwards the cache keeps `capacity` rows. All rows are
+    modified, so evicted rows are fetched, and so are those left at the end.
 
     Args:
-      batches: the distinct rows of each batch.
-      capacity: rows that stay between two batches.
+      batches: distinct rows of each batch.
+      capacity: rows kept between two batches.
 
     >>> oracle_rows([np.array([1, 2]), np.array([3]), np.array([1])], capacity=1)  # 1 stays, 2 and 3 do not
     6
     """
     coming: dict[int, int] = {}
-    following = []  # the next batch that needs each row of each batch
+    following = []  # for each batch: the next batch that needs each of its rows
     for number in range(len(batches) - 1, -1, -1):
         following.append([coming.get(row, len(batches)) for row in batches[number].tolist()])
         coming.update(dict.fromkeys(batches[number].tolist(), number))
@@ -107,8 +105,7 @@ def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
 
 
 def count_rows(work: Work, number: int, window: int) -> dict[str, float]:
-    """How many rows, of all that would travel, stay where they are: with the savings, by the
-    oracle."""
+    """Percentage of rows that are not moved: with the savings, and by the oracle."""
     offsets = np.cumsum([0, *work.job.cardinalities[:-1]])
     batches = [np.unique(batch.ids["sparse"] + offsets) for batch in work.batches[:number]]
     whole = 2 * sum(map(len, batches))
@@ -117,8 +114,7 @@ def count_rows(work: Work, number: int, window: int) -> dict[str, float]:
 
 
 def count_bytes(work: Work, number: int, window: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The bytes that are handed over with the savings and without: (figures, those of plain `oac` by
-    direction)."""
+    """Bytes transferred with and without savings: (figures, bytes of plain `oac` by direction)."""
     results: dict[str, float] = {"distinct_batches": number}
     moved = {}
     for mode in ("oac", "oac_skip_both"):
@@ -129,14 +125,14 @@ def count_bytes(work: Work, number: int, window: int) -> tuple[dict[str, float],
 
 
 def speeds(work: Work, window: int, link: EmulatedLink, rounds: int, counted: int, words: str) -> dict[str, Any]:
-    """The modes in turns over one link: rates and their ratios."""
+    """Rates of the modes over one link, interleaved, and their ratios."""
     ways, options = [PipelineWay(mode) for mode in MODES], {"window": window, "send": link.send, "fetch": link.fetch}
     times = in_turns(compiled(work, ways, **options), work.batches, rounds, counted, words)
     return compare(times, ways, work.job.batch_size)
 
 
 def measure(run: Run, config: Config, exponent: float, rounds: int, counted: int, least: int) -> dict[str, Any]:
-    """All windows of an exponent."""
+    """Measure all windows of an exponent."""
     job = Job(rows=config.rows, batch_size=config.batch_size, width=config.width, exponent=exponent, seed=config.seed)
     number = {window: max(least, 8 * window) for window in config.windows}
     work = Work(job, max(*number.values(), max(config.windows) + 3 + counted), max(config.windows))
@@ -156,7 +152,7 @@ def measure(run: Run, config: Config, exponent: float, rounds: int, counted: int
 
 
 def point(exponent: float, window: int) -> str:
-    """The words of a point of the sweep.
+    """Key of a point of the sweep.
 
     >>> point(1.05, 8)
     'exponent_1.05_window_8'
@@ -174,7 +170,7 @@ COLUMNS = {
 
 
 def main(config: Config) -> dict:
-    """Runs all points; returns what results.json holds."""
+    """Run all points and return the contents of results.json."""
     run = Run("oac_link", config, config.workdir)
     rounds, counted, least = {"smoke": (1, 4, 12), "default": (4, 8, 96), "paper": (24, 8, 192)}[config.preset]
     rounds = rounds if config.rounds is None else config.rounds
@@ -190,14 +186,14 @@ def main(config: Config) -> dict:
 
 
 def finding(config: Config, results: dict[str, Any]) -> str:
-    """What the picture says in its title."""
+    """Title of the plot."""
     window = 8 if 8 in config.windows else max(config.windows)
     saved = [results[f"link_bytes_saved_percent_{point(exponent, window)}"] for exponent in config.exponents]
     return f"OAC's savings keep {min(saved):.0f} to {max(saved):.0f} % of all bytes off the link at W = {window}"
 
 
 def draw(path: Path, config: Config, results: dict[str, Any]) -> bool:
-    """Rows and bytes saved, and speed, over the window: a line for each exponent."""
+    """Plot rows and bytes saved, and speed, over the window, one line per exponent."""
     panels: dict[str, dict] = {}
     for label, key in [
         ("rows saved, % (counted)", "rows_saved_percent"),

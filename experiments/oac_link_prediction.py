@@ -1,27 +1,24 @@
-"""Embedding models beyond clicks: links of a knowledge graph, trained in each mode of the pipeline,
-and ranked.
+"""Embedding models beyond clicks: link prediction on a knowledge graph, trained and ranked in each pipeline mode.
 
     python experiments/oac_link_prediction.py --path FB15k-237  ComplEx in sync, async and oac
     python experiments/oac_link_prediction.py --path FB15k-237 --model distmult --modes oac
     python experiments/oac_link_prediction.py --preset smoke    a generated graph, 20 seconds
 
-Entities lie in host tables, relations are dense parameters; the negatives of a batch are shared by
-its examples. `async` reads rows up to --window batches old and `oac` repairs them: `oac` and `sync`
-must agree to the last digit.
+Entities are rows of host tables, relations are dense parameters; the examples of a batch share its negatives. `async`
+reads rows up to --window batches old, which `oac` repairs: `oac` and `sync` must agree to the last digit.
 
-Rates are measured before the training, the modes in turns: 24 rounds of 20 batches per mode, median
-and 95 % bootstrap interval of the rates and of their ratios within a round. There is no link here,
-tables and compute share the cores, so that a mode which does more beside the update is slower. The
-seconds of the training itself belong to modes that ran one after the other. They are not compared: they
-were 184, 325 and 334 for sync, async and oac, which the rates in turns do not explain.
+Rates are measured before the training, the modes interleaved: 24 rounds of 20 batches per mode, median and 95 %
+bootstrap interval of the rates and of their ratios within a round. There is no link here, and tables and compute share
+the cores, so a mode that does more work besides the update is slower. The seconds of the training itself are of modes
+run one after another and are not compared: they were 184, 325 and 334 for sync, async and oac, which the interleaved
+rates do not explain.
 
---path names a directory with {train,valid,test}2id.txt(.gz), as OpenKE distributes them; without it
-a graph is generated whose entities fall in clusters that each relation permutes.
+--path names a directory with {train,valid,test}2id.txt(.gz), as distributed by OpenKE; without it a graph is generated
+whose entities form clusters that each relation permutes.
 
-Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128;
-2 minutes for the rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. WN18RR
-wants `--n3 0.1 --epochs 20`. The published 0.37 takes rank 2000 and all entities as negatives
-(Lacroix et al., arXiv 1806.07297, table 2).
+Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128; 2 minutes for the
+rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. For WN18RR use `--n3 0.1 --epochs 20`. The
+published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
 """
 
 import dataclasses
@@ -56,45 +53,44 @@ MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of link prediction; what is not given follows from the preset."""
+    """Flags of link prediction; defaults follow from the preset."""
 
     path: Path | None = None
-    """Directory with train2id.txt(.gz), valid2id.txt(.gz) and test2id.txt(.gz); a generated graph
-    if not given."""
+    """Directory with train2id.txt(.gz), valid2id.txt(.gz) and test2id.txt(.gz); by default a graph is generated."""
     model: Literal["distmult", "complex"] = "complex"
     modes: tuple[Mode, ...] = ("sync", "async", "oac")
-    """How batches are trained, one run for each."""
+    """Pipeline modes to train in, one run each."""
     window: int = 8
     """Batches in flight of async and oac."""
     table_directory: Path | None = None
-    """Entities as mapped files here (best on tmpfs) instead of RAM."""
+    """Keep entities in memory-mapped files here (best on tmpfs) instead of RAM."""
     shards: int = 8
     rank: int | None = None
-    """Coordinates of an entity; complex ones take two floats each."""
+    """Coordinates of an entity; a complex one takes two floats."""
     batch_size: int | None = None
     negatives: int | None = None
-    """Entities drawn for each batch, shared by its examples."""
+    """Entities drawn per batch, shared by its examples."""
     epochs: int | None = None
     learning_rate: float = 0.1
-    """Of Adagrad, for entities and relations; falls linearly to 0."""
+    """Initial rate of Adagrad, for entities and relations; decays linearly to 0."""
     n3: float = 0.05
     """Weight of the N3 penalty."""
     initial_scale: float = 0.01
     """Initial embeddings are uniform between minus and plus this."""
     valid_triples: int = 2000
-    """How many of the validation triples are ranked after each epoch."""
+    """Number of validation triples ranked after each epoch."""
     rounds: int = 0
-    """Turns of each mode that rates are measured in; by the preset if 0."""
+    """Timed rounds of each mode; 0 takes the preset's number."""
 
 
 class Size(NamedTuple):
-    """What a preset decides."""
+    """Sizes that a preset sets."""
 
     rank: int
     batch_size: int
     negatives: int
     epochs: int
-    generated: dict[str, int]  # of the graph, without --path
+    generated: dict[str, int]  # arguments of `generate_triples`, used without --path
 
 
 SIZES = {
@@ -105,13 +101,13 @@ SIZES = {
 
 
 def size_of(config: Config) -> Size:
-    """The preset's sizes, but for those that were given."""
+    """Sizes of the preset, overridden by flags that were given."""
     given = {name: getattr(config, name) for name in ("rank", "batch_size", "negatives", "epochs")}
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
 class LinkJob(NamedTuple):
-    """The parts of a run, and its fresh state."""
+    """The parts of a run, with a fresh state."""
 
     spec: EmbeddingSpec
     model: Model
@@ -122,7 +118,7 @@ class LinkJob(NamedTuple):
 
 
 def make_link_job(config: Config, triples: Triples) -> LinkJob:
-    """Builds spec, loss, optimizers, tables and step from the flags."""
+    """Build spec, batches, state and update from the flags."""
     size, model = size_of(config), MODELS[config.model]
     if size.epochs < 1:
         raise ValueError(f"epochs={size.epochs} must be at least 1.")
@@ -137,7 +133,7 @@ def make_link_job(config: Config, triples: Triples) -> LinkJob:
     batches = TripleBatches(examples, triples.entities, size.batch_size, size.negatives, seed=config.seed)
     steps = size.epochs * batches.batches_per_epoch
     rate = optax.linear_schedule(config.learning_rate, 0.0, steps)
-    # Adagrad from an accumulator of 0, as for the rows; optax.adagrad begins at 0.1.
+    # Adagrad with an initial accumulator of 0, as for the rows; optax.adagrad's default is 0.1.
     optimizer = optax.chain(optax.scale_by_rss(0.0, eps=1e-16), optax.scale_by_learning_rate(rate))
     row_optimizer = adagrad(rate)
     relations = np.arange(2 * triples.relations)
@@ -149,7 +145,7 @@ def make_link_job(config: Config, triples: Triples) -> LinkJob:
 
 
 class Ranker:
-    """Ranks triples in both directions with the rows and relations of a state."""
+    """Rank triples in both directions with the embeddings of a state."""
 
     def __init__(self, job: LinkJob, triples: Triples):
         self.job, self.triples, self.known = job, triples, KnownTails.of(triples)
@@ -163,7 +159,7 @@ class Ranker:
         )
 
     def entities(self, state: TrainState):
-        """The embeddings of all entities, f32[N, E]."""
+        """Embeddings of all entities, f32[N, E]."""
         nothing = np.zeros((0, 1), np.int32)
         ids = {"head": np.arange(self.triples.entities, dtype=np.int32), "tail": nothing, "negative": nothing}
         plans = plan(self.job.spec, ids)
@@ -172,13 +168,13 @@ class Ranker:
 
 
 class LinkRecorder:
-    """The clock, the progress bar and the history of a run, as hooks."""
+    """Hooks for timing, the progress bar and the history of a run."""
 
     def __init__(self, run: Run, config: Config, job: LinkJob, ranker: Ranker, mode: str, pipeline: Pipeline):
         self.run, self.job, self.ranker = run, job, ranker
         self.mode, self.pipeline = mode, pipeline
         valid = ranker.triples.valid
-        # The same in every run.
+        # A fixed seed: the same triples in every run.
         self.valid = np.random.default_rng(0).permutation(valid)[: config.valid_triples]
         self.examples = len(job.batches.triples)
         self.bar = tqdm(total=job.steps * job.batches.batch_size, unit="ex", unit_scale=True, disable=None, desc=mode)
@@ -187,7 +183,7 @@ class LinkRecorder:
         self.seconds, self.since = 0.0, time.perf_counter()
 
     def show(self, state, step, plans, step_metrics):
-        """Hook: moves the bar; looks at the loss only now and then, to let the device run ahead."""
+        """Hook: advance the bar; reads the loss only every 20 steps, so that the device can run ahead."""
         self.bar.update(self.job.batches.batch_size)
         self.losses.append(step_metrics["loss"])
         if step % 20 == 0:
@@ -195,7 +191,7 @@ class LinkRecorder:
         return state
 
     def rank(self, state, step, plans, step_metrics):
-        """Hook: ranks validation triples; its time does not count as training."""
+        """Hook: rank validation triples; not counted as training time."""
         jax.block_until_ready(step_metrics)
         self.pipeline.drain()
         self.seconds += time.perf_counter() - self.since
@@ -221,15 +217,14 @@ class LinkRecorder:
 
 
 def rates(config: Config, triples: Triples) -> dict:
-    """Examples per second of all modes in turns, over the same tables, and the ratios within a
-    round."""
+    """Examples per second of all modes, interleaved over the same tables, and their ratios within a round."""
     job = make_link_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     pipelines = {}
     for mode in config.modes:
-        # The pipeline donates it.
+        # Each pipeline donates its dense state, so each needs a copy.
         own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))
         pipelines[mode] = Pipeline(own, job.update, mode=mode, window=window_of(config, mode))
         turn(pipelines[mode], batches, pipelines[mode].window + 2)  # compiles
@@ -243,12 +238,12 @@ def rates(config: Config, triples: Triples) -> dict:
 
 
 def window_of(config: Config, mode: Mode) -> int | None:
-    """The window of the modes that can choose it."""
+    """The window, for modes that have one; otherwise None."""
     return config.window if mode in ("async", "oac") else None
 
 
 def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[dict, list[dict]]:
-    """One run in one mode: (results, history)."""
+    """Train and rank in one mode: (results, history)."""
     job = make_link_job(config, triples)
     ranker = Ranker(job, triples)
     with Pipeline(job.state, job.update, mode=mode, window=window_of(config, mode)) as pipeline:
@@ -261,13 +256,13 @@ def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[
     results: dict = {f"test_{key}": value for key, value in ranker(pipeline.state, triples.test).items()}
     results |= {key: last[key] for key in ("valid_mrr", "train_loss", "train_seconds")}
     if mode == "oac":
-        for kind in ("stale", "patched"):  # the ring patches more rows than were really stale
+        for kind in ("stale", "patched"):  # the ring patches more rows than were stale
             results[f"{kind}_fraction"] = pipeline.counters[f"{kind}_rows"] / pipeline.counters["rows"]
     return results, recorder.history
 
 
 def draw(run: Run, histories: dict[str, list[dict]]) -> None:
-    """Validation MRR over epochs and over seconds."""
+    """Plot validation MRR over epochs and over seconds."""
     lines = lambda x: {mode: ([row[x] for row in h], [row["valid_mrr"] for row in h]) for mode, h in histories.items()}
     best = {mode: max(row["valid_mrr"] for row in rows) for mode, rows in histories.items()}
     found = "Best filtered MRR on the validation triples: " + ", ".join(
@@ -278,7 +273,7 @@ def draw(run: Run, histories: dict[str, list[dict]]) -> None:
 
 
 def main(config: Config) -> dict:
-    """Trains and ranks in every mode; returns what results.json holds."""
+    """Train and rank in every mode and return the contents of results.json."""
     refuse({"--modes names no mode: give some of sync, semisync, async and oac.": not config.modes})
     keep_memory()
     run = Run("oac_link_prediction", config, config.workdir)

@@ -1,4 +1,4 @@
-"""How fast each mode of the pipeline trains, beside the slowest of its stages alone.
+"""Training rate of each pipeline mode, compared with the slowest of its stages alone.
 
     python experiments/oac_throughput.py                 an emulated link in three regimes, and none; 10 minutes
     python experiments/oac_throughput.py --sweep window  windows 2, 4, 8 and 16 over the balanced link; 5 minutes
@@ -7,32 +7,30 @@
     python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
     python experiments/oac_throughput.py --link remote   rows at 2 servers, on Ray: a link that is measured; 5 minutes
 
-The work is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is
-its CPU there is no link between tables and device, so one is EMULATED: a full-duplex channel of
-given bandwidth and latency, passed to the pipeline as its transfer functions; its time is slept,
-which leaves the cores to the compute. Regimes are set from the measured compute time of a batch:
-`balanced` - both directions together take as long as the compute; `link` - the slower direction
-alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
+The workload is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is
+no link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to
+the pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Regimes are set from
+the measured compute time of a batch: `balanced` - both directions together take as long as the compute; `link` - the
+slower direction alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
 measures the balanced one.
 
-All modes take turns, 24 rounds of about a second per mode; a ratio is of the two rates within a
-round. Given are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), and
-the least and most. Rates are of the steady state: the first W + 2 batches of a turn are not
-counted, and after the last one the stream goes on. `sync`, `async` and `semisync` run without ring
-and replay; `oac_device` finds stale rows on the device, as the abstract says, where `oac` plans them
-on the host. The way that moves the fewest rows is timed over the link-bound link only.
+All modes run in 24 interleaved rounds of about a second per mode; a ratio is of the two rates within a round. Figures
+are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), minimum and maximum. Rates are of the
+steady state: the first W + 2 batches of a run are not timed, and the stream continues after the last timed one. `sync`,
+`async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the abstract says,
+where `oac` plans them on the host. The variant that moves the fewest rows (`oac_skip_both`) is timed in the regime
+`link` only.
 
-`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own
-workers, on the same batches; that of the link is computed from the bytes at calibration, so that a
-little more than 1 is possible. `replay_share_of_step` is the time of replay and append over that of
-the whole commit. What the ways that move fewer rows save is measured by oac_link.py.
+`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
+batches; the time of the link is computed from the bytes at calibration, so values slightly above 1 are possible.
+`replay_share_of_step` is the time of replay and append over that of the whole commit. oac_link.py measures the traffic
+saved by the variants that move fewer rows.
 
-`--link remote` emulates nothing: the rows live with processes of their own on this machine, and
-every batch reads and writes them by messages, which share its cores with the compute. All modes
-over them, `oac_skip_both` among them, take turns with `sync` and `oac` over tables in this process;
-`remote_oac_over_local_oac` is the ratio of their rates. `bitwise_equal_remote` compares all rows,
-slots, dense parameters and losses of 12 batches with those of `sync` over tables in this process;
-`bitwise_equal_async_remote` is its control. It sweeps as the emulated link does.
+`--link remote` emulates nothing: the rows are at servers in other processes of this machine, and every batch reads and
+writes them by messages, which share its cores with the compute. All modes over them, including `oac_skip_both`, are
+interleaved with `sync` and `oac` over tables in this process; `remote_oac_over_local_oac` is the ratio of their rates.
+`bitwise_equal_remote` compares all rows, slots, dense parameters and losses of 12 batches with those of `sync` over
+tables in this process; `bitwise_equal_async_remote` is its control. It sweeps like the emulated link.
 """
 
 import contextlib
@@ -72,21 +70,21 @@ class Config(Flags):
 
     link: Literal["emulated", "none", "remote"] = "emulated"
     sweep: Literal["none", "window", "batch", "width"] = "none"
-    """What to measure several points of."""
+    """Parameter to measure at several values."""
     rounds: int = 0
-    """Turns of each mode; by the preset if 0."""
+    """Timed rounds of each mode; 0 takes the preset's number."""
     rows: int = 1_000_000
     batch_size: int = 2048
     width: int = 16
     window: int = 4
     latency_ms: float = 0.05
-    """Of the emulated link, each way."""
+    """Latency of the emulated link, each way."""
     servers: int | None = None
-    """Of the remote link: how many processes have the rows, 2 unless given."""
+    """Number of server processes of the remote link; 2 by default."""
 
 
 def links(config: Config, stages: dict[str, float], size: dict[str, float]) -> dict[str, EmulatedLink | None]:
-    """The regimes by the bytes that `oac` moves a batch: {name: link}."""
+    """Links of the regimes, {regime: link}; `size` holds the bytes that `oac` moves per batch."""
     if config.link == "none":
         return {"none": None}
     compute_s = 1e-3 * (stages["replay"] + stages["update"] + stages["append"])
@@ -103,7 +101,7 @@ def links(config: Config, stages: dict[str, float], size: dict[str, float]) -> d
 
 
 def ways_of(config: Config, regime: str) -> list[PipelineWay]:
-    """What is compared in a regime."""
+    """Modes compared in a regime."""
     if config.sweep == "window":
         return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
     more = {"link": ("oac_device", "oac_skip_both"), "remote": ("oac_skip_both",)}.get(regime, ("oac_device",))
@@ -119,11 +117,10 @@ def take_turns(
     counted: int,
     words: str,
 ):
-    """All ways in turns over one link; size is the bytes that `oac` moves a batch.
+    """Time all ways over one link in interleaved rounds; `size` holds the bytes that `oac` moves per batch.
 
     Returns:
-      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs
-      compiled}).
+      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
     """
     options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
     pipelines = compiled(work, ways, **options)
@@ -136,7 +133,7 @@ def take_turns(
 
 
 def stages_ms(work: Work, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:
-    """What each stage of a batch takes alone, by its own workers."""
+    """Milliseconds of each stage of a batch alone, by its own workers."""
     stages = work.stages_ms(6)
     commit = stages["replay"] + stages["update"] + stages["append"]
     found = {name: stages[name] for name in ("plan", "gather", "write_back")} | {"commit": commit}
@@ -154,7 +151,7 @@ def measure_ways(
     rounds: int,
     counted: int,
 ) -> dict:
-    """All ways in turns over one link: rates, ratios and stages."""
+    """Rates, ratios and stage times of all ways over one link."""
     ways = ways_of(config, regime)
     times, alone, compiled = take_turns(work, ways, link, size, rounds, counted, regime)
     results: dict[str, Any] = {"emulated_link": link is not None, "rounds": rounds, "counted_batches": counted}
@@ -169,8 +166,7 @@ def measure_ways(
 
 
 def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
-    """All ways of all regimes, favourable or not: rate, rate over sync and over async, with
-    intervals."""
+    """Format all ways of all regimes, favourable or not: rate, ratios over sync and over async, with intervals."""
 
     def figure(key, label, digits):
         if f"{key}_{label}" not in results:
@@ -189,7 +185,7 @@ def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
 
 
 def points(config: Config) -> list[tuple[str, Job]]:
-    """What the flags ask for: [(words for the keys, job)]."""
+    """Points of the sweep: [(suffix of the keys, job)]."""
     found = []
     for change in SWEEPS[config.sweep]:
         job = Job(rows=config.rows, batch_size=config.batch_size, width=config.width, seed=config.seed)
@@ -199,7 +195,7 @@ def points(config: Config) -> list[tuple[str, Job]]:
 
 
 def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, counted: int) -> tuple[dict, dict]:
-    """All regimes of a job: (results, {label of a regime: its ways})."""
+    """Measure all regimes of a job: (results, {label of a regime: its ways})."""
     work = Work(job, max(config.window, *WINDOWS) + 3 + counted, config.window)
     work.stages_ms(4)  # compiles
     stages, size = work.stages_ms(12), bytes_a_batch(work, "oac", len(work.batches))
@@ -219,7 +215,7 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
 def measure_at_servers(
     run: Run, config: Config, words: str, job: Job, rounds: int, counted: int, cluster: Cluster
 ) -> tuple[dict, dict]:
-    """A job over rows at servers: as `measure_point`."""
+    """As `measure_point`, over rows at servers."""
     number, label = max(config.window, *WINDOWS) + 3 + counted, f"remote{words}"
     ways = ways_of(config, "remote")
     with contextlib.ExitStack() as opened:
@@ -231,10 +227,10 @@ def measure_at_servers(
 
 
 def check(config: Config) -> None:
-    """Refuses flags that do not go together.
+    """Refuse inconsistent flags.
 
     Raises:
-      ValueError: with the first rule that is broken.
+      ValueError: names the first rule that is broken.
     """
     remote = config.link == "remote"
     refuse({
@@ -245,7 +241,7 @@ def check(config: Config) -> None:
 
 
 def main(config: Config) -> dict:
-    """Runs all points and regimes; returns what results.json holds."""
+    """Run all points and regimes and return the contents of results.json."""
     check(config)
     run = Run("oac_throughput", config, config.workdir)
     rounds, counted = {"smoke": (2, 4), "default": (24, 8), "paper": (96, 16)}[config.preset]
@@ -265,7 +261,7 @@ def main(config: Config) -> dict:
 
 
 def finding(results: Mapping[str, Any], ways: Mapping[str, list[str]]) -> str:
-    """What the picture of the modes shows: OAC over sync over each link, with the fastest window of a sweep."""
+    """Title of the plot of the modes: OAC over sync for each link, with the fastest window of a sweep."""
     found = figures(results)
     each = []
     for label, names in ways.items():
@@ -277,7 +273,7 @@ def finding(results: Mapping[str, Any], ways: Mapping[str, list[str]]) -> str:
 
 
 def in_words(label: str) -> str:
-    """What a regime is called.
+    """Readable name of a regime.
 
     >>> in_words("link_link"), in_words("balanced_link_width_64"), in_words("remote")
     ('slower link', 'link as slow as compute, width 64', 'rows at servers')
@@ -288,7 +284,7 @@ def in_words(label: str) -> str:
 
 
 def over_windows(found: Mapping[str, Figure], label: str, names: list[str]) -> dict[str, tuple]:
-    """{mode: (windows, rates)} of a sweep of windows."""
+    """{mode: (windows, rates)} of a window sweep."""
     lines: dict[str, tuple[list, list]] = {}
     for name in names:
         mode, _, window = name.partition("_window_")
@@ -300,7 +296,7 @@ def over_windows(found: Mapping[str, Figure], label: str, names: list[str]) -> d
 
 
 def draw(run: Run, results: Mapping[str, Any], ways: Mapping[str, list[str]]) -> None:
-    """The rates of all ways: {label of a regime: names of its ways}; over the window, if that is swept."""
+    """Plot the rates of all ways, {label of a regime: names of its ways}; over the window if that is swept."""
     found, title, path = figures(results), finding(results, ways), run.directory / "modes.png"
     what = "over servers" if any(label.startswith("remote") for label in ways) else "link emulated"
     unit = f"examples/s ({what})"
@@ -322,7 +318,7 @@ def draw(run: Run, results: Mapping[str, Any], ways: Mapping[str, list[str]]) ->
 
 
 def finding_over_sync(results: Mapping[str, Any]) -> str:
-    """What the picture of the README shows."""
+    """Title of the README's plot."""
     of = lambda mode, label: number(results[f"{mode}_over_sync_{label}"], 3)
     return (
         f"OAC, with the results of sync, has {of('oac', 'balanced_link')} of its rate over a link as slow as compute "
@@ -332,7 +328,7 @@ def finding_over_sync(results: Mapping[str, Any]) -> str:
 
 
 def draw_ratios(path: Path, results: Mapping[str, Any]) -> bool:
-    """The picture of the README: the rates of all modes over that of sync, with and without a link."""
+    """The README's plot: rates of all modes over sync, with and without a link."""
     found = figures(results)
     series = {
         mode: {in_words(label): found[f"{mode}_over_sync_{label}"] for label in REGIMES if label != "remote"}

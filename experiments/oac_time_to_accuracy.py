@@ -1,26 +1,24 @@
-"""Time to accuracy of the four modes: does asynchrony hurt, and what does it cost to have neither
-stale nor slow?
+"""Time to accuracy of the four modes: does asynchrony hurt, and what does avoiding both staleness and waiting cost?
 
     python experiments/oac_time_to_accuracy.py                 7 minutes
     python experiments/oac_time_to_accuracy.py --preset paper  more steps, arms and seeds; goes on arm by arm
 
-Small skewed tables, where rows are written again within a few batches, trained by a small DLRM over
-host tables. Arms: sync, semisync (one batch stale), async and oac with several windows, several
-skews of the ids; 8 seeds, paired: one seed has the same data and initial values in all arms.
+Small skewed tables, where rows are rewritten within a few batches, trained by a small DLRM over host tables. Arms:
+sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; 8 seeds, paired: all
+arms of a seed share data and initial values.
 
-Two things are measured apart. *Steps to the target*, from the curves of test AUC. The target of a
-seed is 99.5 % of the way from one half to the AUC that sync has after 800 steps; every other arm
-trains 800 steps, and on until it reaches the target, at most five times as long. `auc_loss` is the
-paired difference to sync after 800 steps, with its 95 % interval; `seeds_that_reach_target` counts
-the seeds that do; a mean is null where some never do. *Time of a step*, of all arms in turns within
-the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
-slept), each way as slow as the compute of a batch: median and 95 % bootstrap interval. The product
-of both is `seconds_to_target_modelled`, for the largest skew: modelled, not measured, and without an
-interval of its own; those of the time of a step overlap.
+Two things are measured separately. *Steps to the target*, from the curves of test AUC. The target of a seed is 99.5 %
+of the way from 0.5 to the AUC that sync has after 800 steps; every other arm trains 800 steps, and on until it reaches
+the target, for at most five times as many. `auc_loss` is the paired difference to sync after 800 steps, with its 95 %
+interval; `seeds_that_reach_target` counts the seeds that do; a mean is null where some never do. *Step time*, of all
+arms interleaved within the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
+slept), each direction as slow as the compute of a batch: median and 95 % bootstrap interval. Their product is
+`seconds_to_target_modelled`, for the largest skew: modelled, not measured, and without an interval; the intervals of
+the step times overlap.
 
-Equal AUC of sync and oac is no luck: their results are the same to the last bit
-(oac_equivalence.py). Curves of sync, semisync and oac do not depend on a link, and are trained
-without; async is trained over it, as what it reads depends on the time.
+Equal AUC of sync and oac is no coincidence: their results are bitwise equal (oac_equivalence.py). Curves of sync,
+semisync and oac do not depend on a link and are trained without one; async is trained over it, as its reads depend on
+timing.
 """
 
 import dataclasses
@@ -49,7 +47,7 @@ from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
 WIDTH = 8
-MOST = 5  # times the steps that sync has: so long an arm may take to its target
+MOST = 5  # limit of the steps to the target, as a multiple of the steps of sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +58,12 @@ class Config(Flags):
     row_learning_rate: float = 0.1
     learning_rate: float = 0.01
     resume: bool = False
-    """Go on with the arms that a run in --workdir has not finished."""
+    """Continue with the unfinished arms of the run in --workdir."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to train."""
+    """One mode with its window and skew."""
 
     mode: str
     window: int
@@ -73,13 +71,12 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The mode, and its window where it can be chosen."""
+        """The mode, with the window where it can be chosen."""
         return f"{self.mode}_window_{self.window}" if self.mode in ("async", "oac") else self.mode
 
 
 class SkewJob:
-    """The model and its programs, compiled once for all arms; tables and dense state are fresh in
-    each run."""
+    """The model and its compiled programs, shared by all arms; each run starts with fresh tables and dense state."""
 
     def __init__(self, config: Config, steps: int, every_steps: int):
         keep_memory()
@@ -101,17 +98,17 @@ class SkewJob:
         self.eval_step = make_eval_step(self.spec, predict)
 
     def fresh_state(self, seed: int):
-        """Tables and parameters; the parameters are the seed's."""
+        """Initial tables and parameters; the parameters are drawn from the seed."""
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(CARDINALITIES), WIDTH))
         params = self.model.init(jax.random.key(seed), *example)
         return init_state(params, self.optimizer, HostTables.create(self.spec, self.row_optimizer))
 
     def clicks(self, exponent: float, seed: int) -> SyntheticClicks:
-        """The data of a seed."""
+        """Data of a seed."""
         return SyntheticClicks(CARDINALITIES, exponent=exponent, seed=self.config.seed + seed)
 
     def link(self) -> EmulatedLink:
-        """As slow, each way, as the update of a batch."""
+        """A link on which sending a batch takes as long as its update."""
         state, times = self.fresh_state(0), []
         update, dense = jax.jit(self.update, donate_argnums=0), state.dense
         batch = next(iter(self.clicks(1.05, 0).stream(self.config.batch_size, batches=1)))
@@ -125,14 +122,13 @@ class SkewJob:
         return EmulatedLink(nbytes(sent) / float(np.median(times[5:])), 5e-5)
 
     def pipeline(self, arm: Arm, seed: int, link: EmulatedLink | None) -> Pipeline:
-        """A pipeline with tables and dense state of its own."""
+        """A pipeline with its own tables and dense state."""
         options: dict[str, Any] = {"window": arm.window} if arm.mode in ("async", "oac") else {}
         options |= {"send": link.send, "fetch": link.fetch} if link else {}
         return Pipeline(self.fresh_state(seed), self.update, mode=arm.mode, loaders=3, fetchers=2, **options)
 
     def train(self, arm: Arm, seed: int, link: EmulatedLink, target: float | None) -> list[dict]:
-        """One run: the test AUC along the way, for `steps` and on to the target, if there is
-        one."""
+        """Train one arm for `steps` steps, and on to the target if there is one; return the curve of test AUC."""
         clicks = self.clicks(arm.exponent, seed)
         test = [(batch, plan(self.spec, batch.ids)) for batch in clicks.stream(2048, batches=10, test=True)]
         rows: list[dict] = []
@@ -150,7 +146,7 @@ class SkewJob:
         return rows
 
     def step_seconds(self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int) -> dict[str, list[float]]:
-        """Seconds of a step of each arm, one per round; all take turns over the link."""
+        """Step time in seconds of each arm, one per round, interleaved over the link."""
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
@@ -179,8 +175,7 @@ def arms(config: Config) -> list[Arm]:
 
 
 def steps_to(curve: list[dict], target: float) -> float | None:
-    """The step at which a curve first reaches the target, linearly between two evaluations; None if
-    it never does.
+    """Step at which a curve first reaches the target, linearly interpolated between evaluations; None if it never does.
 
     >>> curve = [{"step": 100, "test_auc": 0.6}, {"step": 200, "test_auc": 0.7}, {"step": 300, "test_auc": 0.65}]
     >>> round(steps_to(curve, 0.65), 6), round(steps_to(curve, 0.55), 6), steps_to(curve, 0.8)
@@ -196,12 +191,12 @@ def steps_to(curve: list[dict], target: float) -> float | None:
 
 
 def target_of(curve: list[dict]) -> float:
-    """The AUC that an arm should reach, from sync's curve."""
+    """Target AUC, from the curve of sync."""
     return 0.5 + 0.995 * (curve[-1]["test_auc"] - 0.5)
 
 
 def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """The curves that have ended, {(exponent, arm, seed): rows}.
+    """Curves of completed runs, {(exponent, arm, seed): rows}.
 
     >>> row = {"exponent": 0.8, "arm": "sync", "seed": 0, "step": 100, "test_auc": 0.6, "ended": False}
     >>> cut_off = [row, row | {"step": 200}]  # by a kill, and then trained anew
@@ -218,7 +213,7 @@ def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
-    """Quality: AUC lost where sync ends, and steps to the target."""
+    """AUC lost at the last step of sync, and steps to the target."""
     results: dict[str, Any] = {}
     for exponent, arm in dict.fromkeys(key[:2] for key in curves):
         pairs = [(curves[exponent, "sync", seed], curves[exponent, arm, seed]) for seed in range(seeds)]
@@ -235,13 +230,13 @@ def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
 
 
 def mean_and_interval(steps: list[float | None]) -> tuple[float | None, float | None]:
-    """Mean and half interval over the seeds; None if a seed never gets there."""
+    """Mean and half interval over the seeds; (None, None) if a seed never reaches the target."""
     found = [step for step in steps if step is not None]
     return paired_interval(found) if len(found) == len(steps) else (None, None)
 
 
 def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: float) -> dict[str, Any]:
-    """Step times in turns, and what they make of the steps to the target of one skew."""
+    """Step times, and the modelled seconds to the target of one skew."""
     results: dict[str, Any] = {}
     for arm, each in step_s.items():
         results |= ratio(f"step_ms_{arm}", 1e3 * np.array(each))
@@ -253,7 +248,7 @@ def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: flo
 
 
 def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
-    """All arms of a skew, each under its own name."""
+    """Format all arms of a skew."""
     show = lambda value, digits: "never in some seed" if value is None else f"{value:.{digits}f}"
     lines = [f"{'arm':<18}{'AUC lost':<22}{'steps to target':<20}{'step, ms':<12}seconds, modelled"]
     for arm in names:
@@ -266,7 +261,7 @@ def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
 
 
 def finding(results: Mapping[str, Any], arms: Sequence[str], exponent: float, what: str) -> str:
-    """What the pictures show: how long each arm takes to the target.
+    """Title of the plots: steps or seconds to the target of each arm.
 
     >>> found = {"steps_to_target_sync_exponent_1.2": 380.0, "steps_to_target_async_exponent_1.2": None}
     >>> finding(found, ["sync", "async"], 1.2, "steps_to_target")
@@ -279,8 +274,7 @@ def finding(results: Mapping[str, Any], arms: Sequence[str], exponent: float, wh
 
 
 def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exponent: float) -> None:
-    """Curves of a skew over steps and over modelled seconds, each the mean over the seeds as far as
-    all of them go."""
+    """Plot the curves of a skew over steps and modelled seconds: means over the seeds, up to where all have data."""
     by_time: dict[str, tuple] = {}
     by_step: dict[str, tuple] = {}
     for arm in dict.fromkeys(key[1] for key in curves):
@@ -300,8 +294,7 @@ def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exp
 
 
 def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
-    """Trains and logs the arms that the run does not hold yet; sync first, as it sets the target of
-    its seed."""
+    """Train and log the arms missing in the run; sync first, as it sets the target of its seed."""
     for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
         curves = curves_of(run.metrics())
         if (arm.exponent, arm.name, seed) in curves:
@@ -313,7 +306,7 @@ def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: Em
 
 
 def main(config: Config) -> dict:
-    """Measures step times, runs all arms and seeds; returns what results.json holds."""
+    """Measure step times, run all arms and seeds, and return the contents of results.json."""
     run = Run("oac_time_to_accuracy", config, config.workdir, config.resume)
     sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
     steps, every_steps, seeds = sizes[config.preset]

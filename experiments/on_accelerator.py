@@ -1,17 +1,16 @@
-"""What wants an accelerator, measured in parts: each a process of its own, each with a limit, none
-stops the next.
+"""Measure what needs an accelerator, in parts: each in its own process with its own limit, none stops the next.
 
     python experiments/on_accelerator.py --out DIR            all parts in order: 25 minutes at most
     python experiments/on_accelerator.py step_time --out DIR  one part
     python experiments/on_accelerator.py --out DIR --smoke    tiny, on any machine; figures mean nothing
 
-On a machine that is lent for ten minutes a command, these three, each within its ten minutes:
+On a machine lent for ten minutes a command, run these three, each within its ten minutes:
 
     python experiments/on_accelerator.py step_time --out $OUT              8 minutes
     python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
     python experiments/on_accelerator.py shadow saves trainers --out $OUT  8.5 minutes
 
-Parts, most valuable first (accelerator/*.py says what each measures):
+Parts, most valuable first (see accelerator/*.py for what each measures):
 
     step_time    a step of DLRM and DCNv2, tables on the device, beside PyTorch eager and compiled
     oac          host tables over the real link: all modes, windows 1 to 16, bitwise equality on the device
@@ -20,12 +19,11 @@ Parts, most valuable first (accelerator/*.py says what each measures):
     saves        saving and restoring one shard beside compute: stall, seconds, bytes
     trainers     free-running trainers on 1 to all processor cores; uses no accelerator
 
-A part writes DIR/PART.json when it has ended, whole or not at all, and is skipped next time unless
---again. One that fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: why, the
-rows measured until then, and its last lines. A part keeps its time itself: what it left out is in
-its file. Comparisons are in turns, medians with 95 % bootstrap intervals; every file names device,
-driver, versions and commit. Wants jaxrec, jax, flax, optax, orbax, numpy and numba; torch for the
-comparison with it. The exit code is 1 if a part that was asked for has no result.
+A part writes DIR/PART.json when it ends, whole or not at all, and is skipped next time unless --again is given. One
+that fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: the reason, the rows measured until then,
+and its last lines. A part keeps within its time: its file lists what it left out. Comparisons are in turns, medians
+with 95 % bootstrap intervals; every file names device, driver, versions and commit. Requires jaxrec, jax, flax, optax,
+orbax, numpy and numba; torch for the comparison with it. The exit code is 1 if a requested part has no result.
 """
 
 import argparse
@@ -54,8 +52,7 @@ from jaxrec.files import local_path, make_directory, write_json, write_text  # n
 
 
 class PartOfKit(NamedTuple):
-    """Where a part's function is, its share of the 25 minutes, and whether it wants an
-    accelerator."""
+    """Module and function of a part, its share of the 25 minutes, and whether it needs an accelerator."""
 
     module: str
     function: str
@@ -75,10 +72,10 @@ LAST_LINES = 60
 
 
 def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
-    """Runs a part in this process and writes its file.
+    """Run a part in this process and write its file.
 
     Raises:
-      ValueError: the part wants an accelerator, and jax sees none.
+      ValueError: the part needs an accelerator, and jax sees none.
     """
     from main.run_dir import read_environment
 
@@ -100,16 +97,16 @@ def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
 
 
 def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
-    """Runs a part's process, kills it with all that it started at its limit, and notes a failure.
+    """Run a part's process, kill it and all its children at its limit, and record a failure.
 
-    The process holds a pipe from this one, and ends itself and all that it started when the pipe
-    closes: no part goes on, and keeps the card, when this process is killed.
+    The process holds a pipe from this one, and ends itself and all its children when the pipe closes: no part keeps
+    running, and holding the card, after this process is killed.
 
     Args:
-      name: of the part.
-      command: of its process.
-      out: where PART.json is expected, and PART.failed.txt goes.
-      seconds: the limit.
+      name: name of the part.
+      command: command of its process.
+      out: directory of PART.json and PART.failed.txt.
+      seconds: limit.
 
     Returns:
       Whether the part has written its file.
@@ -136,7 +133,7 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
         why = f"it was killed at its limit of {seconds:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # what it started too; on Ctrl-C all of it
+            os.killpg(child.pid, signal.SIGKILL)  # its children too; on Ctrl-C, the part as well
         child.wait()
         reader.join(10)
     failed = out / f"{name}.failed.txt"
@@ -153,12 +150,12 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
 
 
 def _age(path):
-    """When a file was written; None if there is none."""
+    """Return the modification time of a file, in ns; None if there is none."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
 def _read(stream, lines, rows):
-    """Prints what a process says, and keeps its rows and its last lines."""
+    """Print the output of a process, keeping its rows and its last lines."""
     for line in stream:
         line = line.rstrip("\n")
         if line.startswith(ROW):
@@ -169,7 +166,7 @@ def _read(stream, lines, rows):
 
 
 def summary(names, out: Path) -> str:
-    """One line per part: what there is of it."""
+    """Return one line per part: its result, if any."""
     lines = []
     for name in names:
         path = out / f"{name}.json"
@@ -187,7 +184,7 @@ def summary(names, out: Path) -> str:
 
 
 def flags(given=None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--out", required=True, help="where results go")
@@ -212,7 +209,7 @@ def flags(given=None) -> argparse.Namespace:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Runs the parts that have no result yet, in their order; returns the exit code."""
+    """Run the parts without a result, in order; return the exit code."""
     names = [name for name in PARTS if name in given.parts] or list(PARTS)
     fine = True
     for name in names:
@@ -235,10 +232,10 @@ def _end_with_the_runner():
 
 
 def child(given: argparse.Namespace) -> None:
-    """A part's process."""
+    """Run one part: the main function of its process."""
     seconds = 60 * given.minutes_per_part
     threading.Thread(target=_end_with_the_runner, daemon=True).start()
-    # Where it hangs, if it does, just before it is killed.
+    # Shows where a part hangs, just before it is killed.
     faulthandler.dump_traceback_later(0.98 * seconds)
     measure(given.parts[0], given.out, seconds, given.smoke)
 

@@ -1,13 +1,13 @@
-"""How fast tables are prepared and read back, and in how much memory: Criteo's format, CSV and Parquet.
+"""Rate and peak memory of preparing tables and reading them back: Criteo's format, CSV and Parquet.
 
     python experiments/preparation_rate.py                  5M rows of each; about ten minutes on two cores
     python experiments/preparation_rate.py --rows 22000000 --formats criteo
 
-The rows are generated. Those of `criteo` have 13 integers and 26 categories, of which the largest has
-`--categories` values; they get a vocabulary. Those of `csv` and `parquet` are one table: 3 columns of one
-category, 3 multi-hot, 2 sequences, 2 numbers, divided by time. Each is prepared by prepare.py in a process of
-its own, whose wall time, start included, and whose largest resident memory are measured; then a loader reads the
-training rows in batches of 2,048, in the order of the file and shuffled.
+The rows are generated. Those of `criteo` have 13 integers and 26 categorical columns, the largest with `--categories`
+values; they get a vocabulary. `csv` and `parquet` hold one table: 3 single-category columns, 3 multi-hot, 2 sequences,
+2 numbers, split by time. Each format is prepared by prepare.py in its own process, whose wall time, start-up included,
+and peak resident memory are measured; then a loader reads the training rows in batches of 2,048, in file order and
+shuffled.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ class Config(Flags):
 
     rows: int = 5_000_000
     categories: int = 1_000_000
-    """Of the largest column."""
+    """Number of categories of the largest column."""
     formats: tuple[str, ...] = FORMATS
 
 
 def main(config: Config) -> dict:
-    """Generates, prepares and reads; returns what results.json holds."""
+    """Generate, prepare and read; return the contents of results.json."""
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, categories=1_000)
     wrong = [name for name in config.formats if name not in FORMATS]
@@ -70,7 +70,7 @@ def main(config: Config) -> dict:
 
 
 def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
-    """The figures of one format; its files go away afterwards."""
+    """Figures of one format; its files are deleted afterwards."""
     directory.mkdir()
     source, prepared = directory / f"rows.{name}", directory / "prepared"
     rng = np.random.default_rng(config.seed)
@@ -93,7 +93,7 @@ def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
 
 
 def _run(command: list[str], log: Path) -> tuple[float, int]:
-    """Wall seconds and the largest resident bytes of a process."""
+    """Run a command; return wall seconds and peak resident bytes."""
     start = time.perf_counter()
     with open(log, "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -119,7 +119,7 @@ def _chunks(config: Config, rng, chunk: Callable) -> Iterator[Any]:
 
 
 def _popular(rng, shape, categories: int) -> np.ndarray:
-    """Categories of which some are frequent and most are rare."""
+    """Categories with a skewed distribution: few are frequent, most are rare."""
     return (categories * rng.random(shape) ** 3).astype(np.int64)
 
 
@@ -137,7 +137,7 @@ def _log(rng, first: int, rows: int, config: Config) -> Any:
 
 
 def _clicks(rng, first: int, rows: int, config: Config) -> Any:
-    """Rows of the table of several lookups."""
+    """Rows of the table with several lookups."""
     import polars as pl
 
     def bags(prefix: str, categories: int, at_most: int) -> Any:

@@ -1,4 +1,4 @@
-"""Prepares click logs for training, Criteo's or any table by a schema; a killed run goes on where it was.
+"""Prepare click logs for training, Criteo's or any table with a schema; a killed run resumes where it was.
 
 python experiments/prepare.py --sources train.txt --directory criteo.prepared
 python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
@@ -6,14 +6,16 @@ python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --dir
 python experiments/prepare.py --schema movielens_1m --sources ratings.dat users.dat movies.dat --directory ml.prepared
 python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
 
-A schema is a Python file that says `schema = Schema(...)`, see docs/your_data.md, or the name of one that is ready:
-criteo, criteo_x1, criteo_x4, avazu, movielens_1m. With one, the columns are told and drawn (summary.png) at the end.
+A schema is a Python file that defines `schema = Schema(...)` (see docs/your_data.md), or the name of a built-in one:
+criteo, criteo_x1, criteo_x4, avazu, movielens_1m. With a schema, a summary of the columns is printed and drawn
+(summary.png) at the end.
 
-tfds:NAME is a data set that tfds has prepared already, as array_record: nothing is downloaded. tfds:NAME@train,test
-names splits; without, all are taken. Each becomes a file SPLIT.parquet in DIRECTORY.records, which may go afterwards.
+tfds:NAME is a data set that tfds has already prepared, as array_record: nothing is downloaded. tfds:NAME@train,test
+selects splits; the default is all. Each split is written to SPLIT.parquet in DIRECTORY.records, which may be deleted
+afterwards.
 
-Exit codes: 0 done, 1 refused or failed (one line says what and what to do), 2 wrong flags, 130
-Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 refused or failed (one line gives the reason and the remedy), 2 wrong flags, 130 Ctrl-C, 143
+SIGTERM.
 """
 
 import dataclasses
@@ -43,21 +45,21 @@ class Config:
     """Raw files in time order, plain or .gz; with --schema CSV, other text, Parquet, or one tfds:NAME."""
     directory: Path
     schema: str | None = None
-    """A Python file with a schema, or the name of one that is ready; Criteo's raw files need none."""
+    """A Python file with a schema, or the name of a built-in one; Criteo's raw files need none."""
     min_count: int | None = None
     """Vocabulary: rarer categories share one row (6 unless hashing)."""
     hash_cap: int | None = None
-    """Hash each field into so many rows instead."""
+    """Hash each field into this many rows instead."""
     split: Literal["time", "random"] = "time"
     train_fraction: float = 5 / 6
     seed: int = 0
     max_bad_rows: int = 0
     tfds_directory: Path | None = None
-    """Where tfds keeps its data sets, for tfds:NAME; ~/tensorflow_datasets unless given."""
+    """Where tfds keeps its data sets, for tfds:NAME; default ~/tensorflow_datasets."""
 
 
 def main() -> int:
-    """Prepares; every way in which it can end has one line and an exit code of its own."""
+    """Run the preparation; every outcome has its own line and exit code."""
     _on_signals(_leave)
     try:
         print(_prepared())
@@ -76,8 +78,8 @@ def main() -> int:
 
 
 def _prepared() -> str:
-    """What to print."""
-    # The imports take seconds and stand here, after the handler of signals.
+    """Prepare the sources; return the text to print."""
+    # Imported here, after the signal handler is set: the imports take seconds.
     import tyro
     from main.table_summary import Bars
 
@@ -99,7 +101,7 @@ def _prepared() -> str:
 
 
 def _prepared_table(config: Config) -> str:
-    """The same of a table by a schema."""
+    """As `_prepared`, for a table with a schema."""
     from main.table_summary import Bars, draw, open_schema, words
 
     from jaxrec.data.tabular import prepare
@@ -121,7 +123,7 @@ def _of_tfds(source: Path) -> bool:
 
 
 def _files_of(config: Config, schema, bars) -> list[Path]:
-    """The sources as files; those of a tfds data set are written first."""
+    """Return the sources as files; those of a tfds data set are written first."""
     from jaxrec.data.tabular import Progress, export_records
 
     if not any(map(_of_tfds, config.sources)):
@@ -145,7 +147,7 @@ def _on_signals(handler) -> None:
 
 
 def _leave(number, _frame):
-    """Ends at once: nothing is begun yet, and imports turn exceptions into others."""
+    """Exit at once: nothing has begun yet, and imports would turn an exception into another one."""
     os.write(2, f"{_stopped(number)}\n".encode())
     os._exit(128 + number)
 
@@ -155,8 +157,8 @@ def _stopped(number) -> str:
 
 
 def _stop(number, _frame):
-    """Ends by an exception, on whose way files that are half written go away."""
-    # A second one ends it at once, which costs no more than a kill.
+    """Raise an exception, which removes partially written files as it propagates."""
+    # A second signal ends the process at once, at no more cost than a kill.
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt(number)
 

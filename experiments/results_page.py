@@ -1,9 +1,9 @@
-"""Makes docs/results.md and docs/results.html of experiments/results and experiments/claims.json.
+"""Generate docs/results.md and docs/results.html from experiments/results and experiments/claims.json.
 
     python experiments/results_page.py
 
-claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, and the keys of its figures;
-the figures are read from the files. Commands are those of docs/measured.md, which tests hold to the files.
+claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, and the keys of its figures,
+which are read from the result files. Commands are taken from docs/measured.md, which tests check against the files.
 """
 
 import base64
@@ -30,7 +30,7 @@ text-align:left;vertical-align:top}th{background:#eee}code{font-size:.8rem;overf
 
 
 class Row(NamedTuple):
-    """A line of a table: a figure with all that is needed to believe it."""
+    """A row of a table: a figure with its interval and origin."""
 
     what: str
     value: str
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def commands(measured: str) -> dict[str, str]:
-    """{file of results: the command that made it}, from the page of what was measured.
+    """Parse docs/measured.md into {result file: command that produced it}.
 
     >>> commands("`python experiments/a.py --x 1` (in `make soak`) on 2026-01-01:\\n[b.json](b.json)")
     {'b': 'python experiments/a.py --x 1'}
@@ -50,12 +50,12 @@ def commands(measured: str) -> dict[str, str]:
 
 
 def row(figure: Mapping[str, Any], found: Mapping[str, Any], command: str) -> Row:
-    """A figure as its file has it.
+    """Format a figure from its result file.
 
     Args:
-      figure: of claims.json: what, file, key, decimals; either low and high or half, the keys of its interval.
-      found: what the file holds: results and environment.
-      command: that made the file.
+      figure: entry of claims.json: what, file, key, decimals; either low and high or half, the keys of its interval.
+      found: content of the file: results and environment.
+      command: command that produced the file.
 
     Raises:
       ValueError: the file lacks a key.
@@ -81,7 +81,7 @@ def row(figure: Mapping[str, Any], found: Mapping[str, Any], command: str) -> Ro
 
 
 def tables(claim: Mapping[str, Any], files: Mapping[str, Any], ran: Mapping[str, str]) -> dict[str, list[Row]]:
-    """{kind: rows} of a claim: figures of different kinds share no column."""
+    """{kind: rows} of a claim; figures of different kinds share no column."""
     made = {kind: [one for one in claim["figures"] if one["how"] == kind] for kind in KINDS}
     return {
         kind: [row(one, files[one["file"]], ran[one["file"]]) for one in figures]
@@ -91,12 +91,12 @@ def tables(claim: Mapping[str, Any], files: Mapping[str, Any], ran: Mapping[str,
 
 
 def by_met(claims: list) -> list:
-    """Claims in the order of the page: what was not reproduced first."""
+    """Sort claims in page order: those not reproduced first."""
     return sorted(claims, key=lambda claim: MET.index(claim["met"]))
 
 
 def markdown(papers: list, files: Mapping[str, Any], ran: Mapping[str, str]) -> str:
-    """The page for people who read the repository."""
+    """The page in Markdown, for readers of the repository."""
     lines = ["# Results", "", HEAD, "Made by `python experiments/results_page.py`: change that, or the files.", ""]
     for paper in papers:
         lines += [f"## {paper['name']}", "", f"{paper['source']}.", ""]
@@ -114,7 +114,7 @@ def markdown(papers: list, files: Mapping[str, Any], ran: Mapping[str, str]) -> 
 
 
 def page(papers: list, files: Mapping[str, Any], ran: Mapping[str, str], pictures: Mapping[str, bytes]) -> str:
-    """The same as one file of HTML, its pictures inside."""
+    """The page as one HTML file with embedded images."""
     body = [f"<h1>Results of jaxrec</h1><p>{HEAD}</p>"]
     for paper in papers:
         body.append(f"<h2>{_said(paper['name'])}</h2><p>{_said(paper['source'])}</p>")

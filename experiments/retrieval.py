@@ -1,23 +1,21 @@
-"""Two towers find what a user will click among all items: a softmax within the batch, ranked beside the best
-possible, popularity and chance.
+"""Train two towers with an in-batch softmax; rank all items, beside popularity, chance and the best possible.
 
     python experiments/retrieval.py                            3 seeds of three ways, about five minutes
     python experiments/retrieval.py --preset smoke             a minute
     python experiments/retrieval.py --workdir DIR --resume     goes on; what is complete is not trained again
 
-The synthetic log shows users items at places, and its planted teacher decides what is clicked. Training examples are
-its clicks; a query is a user and a place, and the items of the other examples of a batch are its negatives.
+The synthetic log shows users items at places; its planted teacher decides which are clicked. Training examples are the
+clicks: the query is a user and a place, and the items of the other examples of the batch are its negatives.
 
-`corrected` trains with the correction for how often an item is among them, log Q (Yi et al., RecSys 2019), and `plain`
-without; `oac` is `corrected` with batches in flight, and must agree with it to the last bit. What `plain` learns is
-how much more often than others a query clicks an item; `plain_with_share` adds log p of the item to its scores when
-it ranks, which makes up for that. `teacher` knows how the log is drawn, and ranks by the true probability of a click
-on each item: nobody can be better but by luck. `popularity` ranks by the clicks of the training set, and `chance` by
-random numbers.
+`corrected` trains with the correction for how often an item is a negative, log Q (Yi et al., RecSys 2019), `plain`
+without; `oac` is `corrected` with batches in flight, and must agree with it bit for bit. `plain` learns how much more
+often than others a query clicks an item; `plain_with_share` adds the item's log p to its scores when ranking, which
+compensates. `teacher` knows how the log is drawn and ranks by the true probability of a click on each item: only luck
+can beat it. `popularity` ranks by clicks of the training set, and `chance` by random numbers.
 
-Every test click's item is ranked exactly, among all items; what the user has clicked before is not taken out. Recall
-and NDCG at 10 and 100 and MRR are means over seeds, of which each has data and initial values of its own, the same
-for all ways. Differences are taken within seeds, with 95 % intervals.
+The item of every test click is ranked exactly, among all items; items that the user has clicked before are not
+excluded. Recall and NDCG at 10 and 100 and MRR are means over seeds; each seed has its own data and initial values,
+shared by all ways. Differences are taken within seeds, with 95 % intervals.
 """
 
 import dataclasses
@@ -46,18 +44,18 @@ from jaxrec.step import init_state, make_update
 from jaxrec.types import Batch, TrainState
 
 Way = Literal["corrected", "plain", "oac"]
-USER, ITEM, PLACE = range(3)  # columns of the log; the item lies between both, as the teacher pairs neighbours
+USER, ITEM, PLACE = range(3)  # columns of the log; the item is in the middle, as the teacher pairs neighbours
 WITH_SHARE = "plain_with_share"
 BESIDE = ("teacher", "popularity", "chance")
 ORDER = ("corrected", "oac", "plain", WITH_SHARE, *BESIDE)
 METRICS = ("recall_at_10", "recall_at_100", "ndcg_at_10", "ndcg_at_100", "mrr")
 _EXPONENT, _SIGNAL, _BIAS = 0.6, 4.0, -4.0
-_QUERIES = 256  # ranked at once, so that scores of all items stay small
+_QUERIES = 256  # ranked at once, which bounds the memory of the scores
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of retrieval; what is not given follows from the preset."""
+    """Flags of retrieval; unset flags follow from the preset."""
 
     ways: tuple[Way, ...] = ("corrected", "plain", "oac")
     seeds: int | None = None
@@ -67,18 +65,18 @@ class Config(Flags):
     batch_size: int | None = None
     embedding_width: int = 16
     learning_rate: float = 1e-3
-    """Of Adam, for the towers."""
+    """Learning rate of Adam, for the towers."""
     row_learning_rate: float = 0.1
-    """Of Adagrad, for the rows."""
+    """Learning rate of Adagrad, for the rows."""
     temperature: float = 0.1
     window: int = 8
-    """Batches in flight of oac."""
+    """Batches in flight, for oac."""
     resume: bool = False
-    """Go on with the run in --workdir."""
+    """Resume the run in --workdir."""
 
 
 class Size(NamedTuple):
-    """What a preset decides."""
+    """Sizes set by a preset."""
 
     users: int
     items: int
@@ -98,13 +96,13 @@ SIZES = {
 
 
 def size_of(config: Config) -> Size:
-    """The preset's sizes, but for those that were given."""
+    """Return the sizes of the preset, overridden by the given flags."""
     given = {name: getattr(config, name) for name in ("seeds", "examples", "epochs", "batch_size")}
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
 class Clicks(NamedTuple):
-    """What is known of a seed, i32[n, 3] each."""
+    """Log of a seed, and its training and test clicks: i32[n, 3] each, of USER, ITEM and PLACE."""
 
     log: SyntheticClicks
     train: np.ndarray
@@ -112,25 +110,25 @@ class Clicks(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """How often each item is clicked in the training set, i64[items]."""
+        """Clicks on each item in the training set, i64[items]."""
         return np.bincount(self.train[:, ITEM], minlength=self.log.cardinalities[ITEM])
 
     @property
     def log_share(self) -> np.ndarray:
-        """log p of each item, f32[items]; of one that nobody has clicked as if one in as many again had."""
+        """log p of each item, f32[items]; an item without clicks counts as half a click."""
         counts = np.maximum(self.counts, 0.5)
         return np.log(counts / counts.sum()).astype(np.float32)
 
 
 def clicks_of(size: Size, seed: int) -> Clicks:
-    """The clicks of a seed, the first ones of the streams for training and test."""
+    """Draw the clicks of a seed: the first ones of the training and test streams."""
     fields = (size.users, size.items, size.places)
     log = SyntheticClicks(fields, dense_features=0, exponent=_EXPONENT, seed=seed, signal=_SIGNAL, bias=_BIAS)
     return Clicks(log, clicked(log, size.examples), clicked(log, size.test_clicks, test=True))
 
 
 def clicked(log: SyntheticClicks, n: int, test: bool = False) -> np.ndarray:
-    """The first n clicks of a log, i32[n, F].
+    """Return the first n clicks of a log, i32[n, F].
 
     >>> log = SyntheticClicks((9, 9), 0)
     >>> found = clicked(log, 500)
@@ -146,7 +144,7 @@ def clicked(log: SyntheticClicks, n: int, test: bool = False) -> np.ndarray:
 
 
 def in_batches(clicks: Clicks, size: int, epochs: int, seed: int) -> Iterator[Batch]:
-    """Whole batches of the training set, in an order of its own in each epoch; log p of the item is their feature."""
+    """Yield full batches of the training set, reshuffled in each epoch; the dense feature is the item's log p."""
     share, rng = clicks.log_share, np.random.default_rng([seed, 4])
     ones = np.ones(size, np.float32)
     for _ in range(epochs):
@@ -158,7 +156,7 @@ def in_batches(clicks: Clicks, size: int, epochs: int, seed: int) -> Iterator[Ba
 
 
 class Towers(NamedTuple):
-    """The parts of a run."""
+    """Spec, tower, optimizer and loss of a run."""
 
     spec: EmbeddingSpec
     side: Side
@@ -167,11 +165,11 @@ class Towers(NamedTuple):
     config: Config
 
     def update(self) -> Callable:
-        """The pure step."""
+        """Return the pure step."""
         return make_update(self.spec, self.loss, self.optimizer, adagrad(self.config.row_learning_rate))
 
     def fresh(self, seed: int) -> TrainState:
-        """The state that all ways of a seed begin with."""
+        """Return the initial state, the same for all ways of a seed."""
         width, keys = self.config.embedding_width, jax.random.split(jax.random.key(seed))
         params = {
             name: self.side.init(key, jnp.zeros((1, fields, width)))
@@ -182,7 +180,7 @@ class Towers(NamedTuple):
 
 
 def towers_of(config: Config, size: Size, seed: int, corrected: bool) -> Towers:
-    """Spec, towers and loss; without the correction the loss sees no share."""
+    """Build spec, towers and loss; without the correction, the loss ignores the items' shares."""
     tables = {name: Table(getattr(size, f"{name}s"), config.embedding_width) for name in ("user", "item", "place")}
     spec = EmbeddingSpec(tables, {"query": Lookup(("user", "place")), "item": Lookup(("item",))}, shards=4, seed=seed)
     side = Side((64, 32))
@@ -197,18 +195,18 @@ def towers_of(config: Config, size: Size, seed: int, corrected: bool) -> Towers:
 
 
 class Trained(NamedTuple):
-    """The end of a run."""
+    """Result of a training run."""
 
     state: TrainState
-    losses: list  # of every step
-    patched_share: float  # of the rows: those that oac took from a batch in flight, as they may be too old
+    losses: list  # one per step
+    patched_share: float  # share of rows that oac took from a batch in flight, as the fetched ones may be stale
 
 
 def train(towers: Towers, clicks: Clicks, way: Way, size: Size, seed: int, asked: Asked) -> Trained:
-    """One run.
+    """Train one way.
 
     Raises:
-      Stopped: a signal came.
+      Stopped: a signal arrived.
     """
     options: dict[str, Any] = {"mode": "oac", "window": towers.config.window} if way == "oac" else {"mode": "sync"}
     losses, batches = [], in_batches(clicks, size.batch_size, size.epochs, seed)
@@ -220,7 +218,7 @@ def train(towers: Towers, clicks: Clicks, way: Way, size: Size, seed: int, asked
 
 
 def digest(state: TrainState, losses: Sequence) -> str:
-    """Of all rows and slots, dense parameters, their optimizer, and the loss of every step."""
+    """Return a digest of all rows and slots, dense parameters, optimizer state, and the loss of every step."""
     found = hashlib.sha256(np.asarray(losses, np.float32).tobytes())
     rows = [list(part) for stack in state.tables.spec.stacks for part in state.tables.parts(stack).values()]
     for leaf in jax.tree.leaves((rows, jax.device_get(state.dense))):
@@ -229,7 +227,7 @@ def digest(state: TrainState, losses: Sequence) -> str:
 
 
 def vectors(towers: Towers, state: TrainState, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both sides, of length 1: f32[n, D] of queries i32[n, 3], and f32[items, D] of all items."""
+    """Return unit vectors: f32[n, D] of queries i32[n, 3], and f32[items, D] of all items."""
     user, place = (
         embedding_matrix(state.tables, *of) for of in (("user", queries[:, USER]), ("place", queries[:, PLACE]))
     )
@@ -239,9 +237,9 @@ def vectors(towers: Towers, state: TrainState, queries: np.ndarray) -> tuple[np.
 
 
 def best_possible(log: SyntheticClicks, queries: np.ndarray) -> np.ndarray:
-    """log of the probability that an item is shown and clicked, but for a constant: f64[n, items].
+    """Return log of the probability that an item is shown and clicked, up to a constant: f64[n, items].
 
-    An id is the whole part of x - 1, with x drawn from 1 to items + 1 at a density of x^-exponent.
+    An id is floor(x) - 1, with x drawn from 1 to items + 1 at a density of x^-exponent.
     """
     items, rest = log.cardinalities[ITEM], 1 - log.exponent
     ends = np.arange(1, items + 2) ** rest
@@ -254,7 +252,7 @@ def best_possible(log: SyntheticClicks, queries: np.ndarray) -> np.ndarray:
 
 
 def ranked(clicks: Clicks, score: Callable[[slice], np.ndarray]) -> dict[str, float]:
-    """The metrics of the test set by scores f[n, items] of a slice of it."""
+    """Return the metrics of the test set, given `score`: slice of the test set -> scores f[n, items]."""
     n = len(clicks.test)
     parts = [slice(first, min(first + _QUERIES, n)) for first in range(0, n, _QUERIES)]
     place = np.concatenate([places_of(score(part), clicks.test[part, ITEM]) for part in parts])
@@ -262,7 +260,7 @@ def ranked(clicks: Clicks, score: Callable[[slice], np.ndarray]) -> dict[str, fl
 
 
 def beside(name: str, clicks: Clicks, seed: int) -> dict[str, float]:
-    """The metrics of one that learns nothing from queries."""
+    """Return the metrics of a ranking that is not trained: teacher, popularity or chance."""
     rng, items, test = np.random.default_rng([seed, 5]), clicks.log.cardinalities[ITEM], clicks.test
     scores: dict[str, Callable[[slice], np.ndarray]] = {
         "teacher": lambda part: best_possible(clicks.log, test[part]),
@@ -273,7 +271,7 @@ def beside(name: str, clicks: Clicks, seed: int) -> dict[str, float]:
 
 
 def of_one(config: Config, size: Size, way: Way, clicks: Clicks, seed: int, asked: Asked) -> dict[str, dict[str, Any]]:
-    """Trains one way of a seed, and ranks: {way: its row}, the way itself last."""
+    """Train one way of a seed and rank: {way: its row}, the way itself last."""
     towers = towers_of(config, size, seed, corrected=way != "plain")
     state, losses, patched = train(towers, clicks, way, size, seed, asked)
     query, item = vectors(towers, state, clicks.test)
@@ -285,7 +283,7 @@ def of_one(config: Config, size: Size, way: Way, clicks: Clicks, seed: int, aske
 
 
 def summary(rows: list[dict]) -> dict[str, Any]:
-    """Means and deviations over seeds, and differences within seeds.
+    """Return means and deviations over seeds, and differences within seeds.
 
     >>> alike = {"digest": "a", "patched_share": 0.1}
     >>> rows = [{"seed": s, "way": w} | alike | dict.fromkeys(METRICS, s + 2 * (w == "oac"))
@@ -319,7 +317,7 @@ def summary(rows: list[dict]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """All ways as people read them."""
+    """Format all ways as a table."""
     names = {"recall_at_10": "recall@10", "recall_at_100": "recall@100", "ndcg_at_10": "NDCG@10", "mrr": "MRR"}
     columns = {name: f"{{}}_{metric}" for metric, name in names.items()}
     columns |= {"its deviation": "{}_deviation_mrr", "minus popularity": "{}_minus_popularity_mrr"}
@@ -334,7 +332,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def finding(results: Mapping[str, Any]) -> str:
-    """What the picture shows: the first way that was trained beside the best possible and popularity."""
+    """Return the title of the plot: the first trained way beside the best possible and popularity."""
     way = next(way for way in ORDER if f"{way}_mrr" in results)
     recall = lambda name: results[f"{name}_recall_at_10"]
     more = said(scaled(figures(results)[f"{way}_minus_popularity_recall_at_10"], 100))
@@ -345,7 +343,7 @@ def finding(results: Mapping[str, Any]) -> str:
 
 
 def draw(run: Run, results: Mapping[str, Any]) -> None:
-    """Recall and MRR of all ways, beside the best that can be."""
+    """Plot recall and MRR of all ways, beside the best possible."""
     ways = [way for way in ORDER if f"{way}_mrr" in results]
     labels = {"recall@10": "recall_at_10", "recall@100": "recall_at_100", "MRR": "mrr"}
     panels = {
@@ -357,7 +355,7 @@ def draw(run: Run, results: Mapping[str, Any]) -> None:
 
 
 def over_seeds(results: Mapping[str, Any], way: str, metric: str) -> Figure:
-    """A mean over seeds with its 95 % interval, which is none of a single seed.
+    """Return a mean over seeds with its 95 % interval; a single seed has none.
 
     >>> over_seeds({"seeds": 4, "oac_mrr": 0.5, "oac_deviation_mrr": 0.02}, "oac", "mrr").high.round(4)
     np.float64(0.5318)
@@ -370,7 +368,7 @@ def over_seeds(results: Mapping[str, Any], way: str, metric: str) -> Figure:
 
 
 def run_missing(config: Config, run: Run, size: Size, asked: Asked) -> None:
-    """Trains and logs what the run does not hold yet."""
+    """Train and log what the run does not hold yet."""
     done = {(row["seed"], row["way"]) for row in run.metrics()}
     for seed in tqdm(range(config.seed, config.seed + size.seeds), unit="seed", disable=None):
         ways = [way for way in config.ways if (seed, way) not in done]
@@ -387,7 +385,7 @@ def run_missing(config: Config, run: Run, size: Size, asked: Asked) -> None:
 
 
 def main(config: Config) -> dict:
-    """Trains and ranks what is missing; returns what results.json holds."""
+    """Train and rank what is missing; return the contents of results.json."""
     size = size_of(config)
     refuse(
         {
@@ -408,7 +406,7 @@ def main(config: Config) -> dict:
             again = f"what is complete is logged; go on with --workdir {run.directory} and --resume"
             raise Stopped(stopped.signal, again) from None
         seeds = range(config.seed, config.seed + size.seeds)
-        results = summary([row for row in run.metrics() if row["seed"] in seeds])  # it may have had more
+        results = summary([row for row in run.metrics() if row["seed"] in seeds])  # the run may hold more seeds
         draw(run, results)
         run.close(results, table(results))
         return results

@@ -1,18 +1,16 @@
-"""Does a plain user gain by ShadowSync's defaults? Four threads train a classifier of Flax on
-shards of their own.
+"""Do ShadowSync's defaults help a plain user? Four threads train a Flax classifier, each on its own shard of the data.
 
     python experiments/shadowsync_classifier.py                 6 minutes
     python experiments/shadowsync_classifier.py --busy-loops 2  on a loaded machine
 
-Nothing of recommendation is in it: no tables, no TrainState, parameters are the pytrees of a Flax
-Linen or Flax NNX module. Each trainer draws `--batch-size` of its `--examples` in every step, in an
-order of its own. 20 classes by a planted network with noise, so that accuracy stays far from 1.
-Arms: none; s_easgd, s_ma and s_bmuf with the arguments that the library chooses; and the other form
-of each rule. Regime: free-running, threads of one process.
+Nothing here is about recommendation: no tables, no TrainState; parameters are the pytrees of a Flax Linen or Flax NNX
+module. In every step each trainer draws `--batch-size` of its `--examples`, in its own order. 20 classes from a planted
+network with noise, so that accuracy stays far from 1. Arms: none; s_easgd, s_ma and s_bmuf with the library's defaults;
+and the other form of each rule. Regime: free-running, threads of one process.
 
-What is tested is what each trainer has after `finish`, the mean over the trainers. The steps are
-the same in all arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean
-accuracy is higher, or mean loss lower, than without synchronisation. No results of it are kept.
+Every trainer is tested after `finish`, and figures are means over the trainers. The number of steps is the same in all
+arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean accuracy is higher, or mean loss lower,
+than without synchronisation. No results are kept.
 """
 
 import contextlib
@@ -51,14 +49,14 @@ class Config(Flags):
 
     seeds: int = 3
     steps: int = 1500
-    """Of each trainer."""
+    """Steps of each trainer."""
     trainers: int = 4
     examples: int = 20_000
-    """In the shard of each trainer."""
+    """Examples in the shard of each trainer."""
     batch_size: int = 64
     learning_rate: float = 1e-3
     busy_loops: int = 0
-    """Processes that keep the cores busy beside it."""
+    """Number of processes that keep the cores busy meanwhile."""
 
 
 class Trained(NamedTuple):
@@ -84,7 +82,7 @@ def linen_model() -> Trained:
 
 
 def nnx_model() -> Trained:
-    """The same of Flax NNX."""
+    """The same multi-layer perceptron of Flax NNX."""
 
     class Classifier(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -104,7 +102,7 @@ MODELS = {"linen": linen_model, "nnx": nnx_model}
 
 
 def draw(seed, examples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Examples of the planted network: (f32[n, FEATURES], class i32[n])."""
+    """Draw examples from the planted network: (f32[n, FEATURES], classes i32[n])."""
     planted, rng = np.random.default_rng(99), np.random.default_rng(seed)
     first, last = planted.normal(size=(FEATURES, 48)), planted.normal(size=(48, CLASSES))
     x = rng.normal(size=(examples, FEATURES)).astype(np.float32)
@@ -113,7 +111,7 @@ def draw(seed, examples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ClassifierJob:
-    """What all arms of a model have in common: its programs and the test data."""
+    """Compiled programs and test data, shared by all arms of a model."""
 
     def __init__(self, config: Config, model: Trained):
         self.config, self.model, self.optimizer = config, model, optax.adam(config.learning_rate)
@@ -130,7 +128,7 @@ class ClassifierJob:
         self.test = jax.jit(lambda params: ((model.apply(params, x).argmax(1) == label).mean(), loss(params, x, label)))
 
     def batches(self, seed: int, trainer: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Those of one trainer, from its own shard."""
+        """Batches of one trainer, from its own shard."""
         x, label = draw([self.config.seed, seed, trainer], self.config.examples)
         order = np.random.default_rng([self.config.seed, seed, trainer, 1])
         for _ in range(self.config.steps):
@@ -138,8 +136,7 @@ class ClassifierJob:
             yield x[some], label[some]
 
     def train(self, params, batches, sync=None) -> Any:
-        """What a plain user writes: one call of `exchange` after each step, and `finish` after the
-        last."""
+        """A plain user's loop: one call of `exchange` after each step, and `finish` after the last."""
         opt_state = self.optimizer.init(params)
         for x, label in batches:
             params, opt_state = self.step(params, opt_state, x, label)
@@ -148,7 +145,7 @@ class ClassifierJob:
         return params if sync is None else sync.finish(params)
 
     def run(self, rule: Rule | None, seed: int) -> dict[str, Any]:
-        """One arm of one seed: its trainers as threads."""
+        """Run one arm of one seed, its trainers as threads."""
         config, initial = self.config, self.model.init(seed)
         shards = [self.batches(seed, trainer) for trainer in range(config.trainers)]
         # Compiles.
@@ -181,7 +178,7 @@ class ClassifierJob:
 
 @contextlib.contextmanager
 def busy(processes: int):
-    """So many processes beside this one that do nothing but work."""
+    """Run processes that busy-loop while the context is open."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -192,7 +189,7 @@ def busy(processes: int):
 
 
 def results_of_models(rows: list[dict]) -> dict[str, Any]:
-    """What results.json holds, from the arms of all seeds."""
+    """Contents of results.json, from the arms of all seeds."""
     results: dict[str, Any] = {"regime": "free-running", "seeds": 1 + max(row["seed"] for row in rows)}
     of = lambda model, arm, key: np.array([row[key] for row in rows if (row["model"], row["arm"]) == (model, arm)])
     for model, arm in dict.fromkeys((row["model"], row["arm"]) for row in rows):
@@ -211,7 +208,7 @@ def results_of_models(rows: list[dict]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """All arms, as people read them."""
+    """Format all arms."""
     beginning = "test_accuracy_"
     arms = [key.removeprefix(beginning) for key in results if key.startswith(beginning) and "change" not in key]
     columns = {"accuracy": "test_accuracy_{}", "loss": "test_loss_{}", "change of accuracy": "test_accuracy_change_{}"}
@@ -220,7 +217,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(config: Config) -> dict:
-    """All arms of both models, seed after seed; returns what results.json holds."""
+    """Run all arms of both models, seed by seed, and return the contents of results.json."""
     if config.preset == "smoke":
         config = dataclasses.replace(config, seeds=1, steps=150, examples=2000)
     run = Run("shadowsync_classifier", config, config.workdir)

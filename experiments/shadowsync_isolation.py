@@ -1,19 +1,16 @@
-"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked,
-and in the foreground.
+"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked, and in the foreground.
 
     python experiments/shadowsync_isolation.py  6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
-One trainer trains the reference work (DLRM-Kaggle of throughput.py) over host tables; regime:
-free-running. It meets one peer, which only synchronises and trains nothing, through the same
-transport as any trainer. In each of 24 short rounds of the benchmark all ways take turns, each
-round in another order: none; shadow, back to back and at three paces; shadow whose transport blocks
-for 3 seconds in each round, longer than a turn; foreground, every `--every-steps` steps.
+One trainer trains the reference workload (DLRM-Kaggle of throughput.py) over host tables; regime: free-running. Its one
+peer only synchronises and trains nothing, through the same transport as any trainer. In each of 24 short rounds of the
+benchmark all arms run once, in a rotating order: none; shadow, back to back and at three paces; shadow whose transport
+blocks for 3 seconds in each round, longer than a run; foreground, every `--every-steps` steps.
 
 Every `X_over_no_sync` is the rate of X over that without synchronisation, paired within the rounds.
-`average_sync_gap_X` is steps for each round folded in: with a shadow it is an outcome, in the
-foreground it is k; null where no round was folded in, as in most turns of the blocked shadow. Paces
-and gaps stand in pairs: both of one way.
+`average_sync_gap_X` is the number of steps per merged round: an outcome with a shadow, k in the foreground, null where
+no round was merged, as in most runs of the blocked shadow. The pace and the gap of an arm belong together.
 """
 
 import dataclasses
@@ -51,10 +48,10 @@ def synchronisers_of(config: Config) -> dict[str, tuple[str, float]]:
 
 
 def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
-    """{name: [figures of a turn]}, a turn of each in every round."""
+    """Run every arm once per round: {name: figures of each run}."""
     rounds, steps = ROUNDS_AND_STEPS[config.preset]
     trainer = TimedTrainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
-    # One rule for all turns: its merge is compiled once.
+    # One rule for all runs, so that its merge is compiled once.
     rule, ways = RULES[config.rule](), synchronisers_of(config)
     for way, pace in ways.values():
         trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
@@ -71,7 +68,7 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
 
 
 def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """What results.json holds, from the turns of all ways."""
+    """Contents of results.json, from the runs of all arms."""
     of = lambda name, figure: np.array([turn[figure] for turn in found[name]])
     results: dict[str, Any] = {
         "rounds": len(found["none"]),
@@ -88,13 +85,13 @@ def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def rates_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """{way: its rate over that without synchronisation, with the interval}."""
+    """{way: rate over that without synchronisation, with interval}."""
     ends = "_over_no_sync"
     return {key.removesuffix(ends): each for key, each in figures(results).items() if key.endswith(ends)}
 
 
 def finding(results: Mapping[str, Any]) -> str:
-    """What the picture shows."""
+    """Title of the plot."""
     rates = rates_of(results)
     shadows = [each.value for way, each in rates.items() if way.startswith("shadow")]
     return (
@@ -105,7 +102,7 @@ def finding(results: Mapping[str, Any]) -> str:
 
 
 def draw(run: Run, results: Mapping[str, Any]) -> None:
-    """Rate and sync gap of each way."""
+    """Plot rate and sync gap of each arm."""
     words = lambda way: way.replace("_", " ")
     rate, gap = "step rate over that without sync", "average sync gap, steps"
     gaps = {words(way): results[f"average_sync_gap_{way}"] for way in rates_of(results)}
@@ -114,7 +111,7 @@ def draw(run: Run, results: Mapping[str, Any]) -> None:
 
 
 def main(config: Config) -> dict:
-    """All ways in turns; returns what results.json holds."""
+    """Run all arms in interleaved rounds and return the contents of results.json."""
     run = Run("shadowsync_isolation", config, config.workdir)
     command = command_of("shadowsync_isolation", config)
     if config.preset == "smoke":

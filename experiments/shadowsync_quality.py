@@ -1,31 +1,29 @@
-"""What replication costs in quality, and how much of it each way of synchronising gives back.
+"""What replication costs in quality, and how much of it each method of synchronisation recovers.
 
     python experiments/shadowsync_quality.py                                      8 replicas, synthetic clicks
     python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
 
-One pass over a fixed number of examples, which n trainers share: ShadowSync's one-pass setting
-(Zheng et al., arXiv 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation,
-which plays n x m Hogwild workers in a seeded order; 20 x 24 with batch 200 is an example-level
-parallelism (ELP) of 96,000. Arms: none; all_reduce every step; fr_RULE_k, in the foreground every k
-steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each, back to back. All
-with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
+One pass over a fixed number of examples, shared by n trainers: ShadowSync's one-pass setting (Zheng et al., arXiv
+2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which runs n x m Hogwild workers in a seeded
+order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
+fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
+back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
 
-Every rule stands in both of its forms. Model averaging and BMUF: `lerp` goes half of the way to the
-mean from where the trainer is by then, and so gives up half of what it learned during the round;
-`delta` adds half of the way from where the round began, and keeps it. In the foreground nothing is
-learned meanwhile, the two are the same, and fr_ma and fr_bmuf have no form. EASGD: `symmetric` adds
-a difference taken where the round began, `sequential` one on live weights, against the centre that
-it has just moved. A rule without a form (s_ma) has the library's default.
+Every rule is tested in both of its forms. Model averaging and BMUF: `lerp` moves halfway to the mean from the trainer's
+current weights, and so discards half of what it learned during the round; `delta` adds half of the step from where the
+round began to the mean, and keeps what was learned. In the foreground nothing is learned during a round, the two are
+the same, and fr_ma and fr_bmuf have no form. EASGD: `symmetric` adds a difference taken where the round began,
+`sequential` one on live weights, against the centre that it has just moved. A rule without a form (s_ma) uses the
+library's default.
 
-At the end every trainer takes part in the last rounds, as `finish` makes them, so that what is
-evaluated is what a user gets; --no-last-rounds leaves them out. Evaluated is trainer 0, as the
-paper's patent has it (the last local version of one trainer), against one replica with one worker
-on the same data: change of test AUC, relative change of normalised entropy. Arms of a seed share
-data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the
-interval of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below
-(false) -0.0005 AUC; absent while seeds are too few to say. A run goes on arm by arm with --resume.
-`--preset paper` has never run whole: docs/measured.md says what did.
+At the end every trainer joins the last rounds, as `finish` does, so that the evaluated model is what a user gets;
+--no-last-rounds omits them. Trainer 0 is evaluated, as in the paper's patent (the last local version of one trainer),
+against one replica with one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of
+a seed share data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the interval
+of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below (false) -0.0005 AUC; absent
+while there are too few seeds to decide. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
+docs/measured.md says which parts did.
 """
 
 import dataclasses
@@ -61,35 +59,35 @@ MARGIN = 0.0005  # of AUC
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of the experiment; what is not given follows from the preset."""
+    """Flags of the experiment; defaults follow from the preset."""
 
     resume: bool = False
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
-    """Prepared Criteo rows, a directory."""
+    """Directory of prepared Criteo rows."""
     examples: int | None = None
-    """Trained on in all, by all trainers together."""
+    """Training examples in total, over all trainers."""
     rows: int = 100_000
-    """Of all synthetic tables together."""
+    """Total rows of all synthetic tables."""
     trainers: tuple[int, ...] | None = None
     workers: int = 1
     arms: tuple[str, ...] | None = None
     batch_size: int | None = None
     shadow_steps: int = 5
-    """Steps of a trainer that a round of its shadow takes: the average sync gap."""
+    """Steps of a trainer during one round of its shadow: the average sync gap."""
     last_rounds: bool = True
     """Whether trainers make last rounds before they are evaluated, as `finish` does."""
     block_momentum: float = 0.3
     learning_rate: float = 0.01
     row_learning_rate: float = 0.05
     warmup_steps: int = 0
-    """Steps of a trainer over which both rates rise linearly; many examples in flight need it."""
+    """Steps of a trainer over which both rates rise linearly; needed with many examples in flight."""
     width: int = 16
 
 
 class Size(NamedTuple):
-    """What a preset decides."""
+    """Sizes that a preset sets."""
 
     examples: int
     seeds: int
@@ -98,8 +96,8 @@ class Size(NamedTuple):
 
 
 def arms_of(*periods: int) -> tuple[str, ...]:
-    """All arms: every rule in both forms, the foreground ones with these k."""
-    # The other forms differ in a shadow only.
+    """All arms: every rule in both forms, the foreground ones with each of these periods k."""
+    # The forms of the other rules differ only in a shadow.
     in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")
     foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(in_foreground, periods))
     return ("none", "all_reduce", *foreground, *(f"s_{rule}-{form}" for rule in FORMS for form in FORMS[rule]))
@@ -113,7 +111,7 @@ SIZES = {
 
 
 def size_of(config: Config) -> Size:
-    """The preset's sizes, but for those that were given."""
+    """Sizes of the preset, overridden by flags that were given."""
     given = {name: getattr(config, name) for name in Size._fields}
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
@@ -122,7 +120,7 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     """How the replicas of an arm are synchronised.
 
     Raises:
-      ValueError: there is no such arm.
+      ValueError: unknown arm.
     """
     if arm in ("none", "all_reduce"):
         return ALL_REDUCE if arm == "all_reduce" else None
@@ -141,7 +139,7 @@ def script_of(arm: str, config: Config) -> Script | str | None:
 
 
 class QualityData(NamedTuple):
-    """What is trained and tested on."""
+    """Training and test data."""
 
     cardinalities: tuple[int, ...]
     train: Callable[[int], Iterable[Batch]]  # by seed
@@ -150,7 +148,7 @@ class QualityData(NamedTuple):
 
 
 def make_quality_data(config: Config, size: Size) -> QualityData:
-    """Synthetic clicks, or prepared Criteo rows in their order."""
+    """Synthetic clicks, or prepared Criteo rows in file order."""
     if config.data == "synthetic":
         batch_size = config.batch_size or 200
         cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
@@ -170,7 +168,7 @@ def make_quality_data(config: Config, size: Size) -> QualityData:
 
 
 class QualityJob:
-    """The model; each arm of each seed is a fresh emulation of it."""
+    """The model with its compiled programs; each arm of each seed is a fresh emulation."""
 
     def __init__(self, config: Config, data: QualityData):
         keep_memory()
@@ -190,11 +188,11 @@ class QualityJob:
         return self.model.apply(params, batch.dense, activations["sparse"])
 
     def loss(self, params, activations, batch):
-        """f32[B]."""
+        """Losses f32[B]."""
         return optax.sigmoid_binary_cross_entropy(self.predict(params, activations, batch), batch.label)
 
     def run(self, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
-        """Trains and evaluates one arm of one seed."""
+        """Train and evaluate one arm of one seed."""
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
         spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
         emulation = Emulation(
@@ -235,7 +233,7 @@ class QualityJob:
 
 
 def rule_of(arm: str) -> str:
-    """The rule of an arm that has one.
+    """The rule of an arm; '' if it has none.
 
     >>> rule_of("fr_easgd-symmetric_5"), rule_of("s_ma"), rule_of("none")
     ('easgd', 'ma', '')
@@ -244,7 +242,7 @@ def rule_of(arm: str) -> str:
 
 
 def results_of_arms(rows: list[dict]) -> dict[str, Any]:
-    """What results.json holds, from the arms of all seeds."""
+    """Contents of results.json, from the arms of all seeds."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
     results: dict[str, Any] = {"regime": "free-running, emulated", "evaluated": "trainer 0", "seeds": len(seeds)}
@@ -283,7 +281,7 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of the paper, as we recall its layout."""
+    """Format the results like the paper's table, as we recall its layout."""
     rows = {}
     for at in (key.removeprefix("test_auc_") for key in results if key.startswith("test_auc_")):
         arm, _, trainers = at.rpartition("_trainers_")
@@ -294,7 +292,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def changes(results: Mapping[str, Any], what: str) -> dict[int, dict[str, Any]]:
-    """{trainers: {arm: Figure}} of a figure of the arms, such as auc_change; one replica alone is left out.
+    """{trainers: {arm: Figure}} of a figure such as auc_change, without the arm one_replica.
 
     >>> changes({"auc_change_none_trainers_8": -0.5, "auc_change_one_replica_trainers_1": 0.0}, "auc_change")
     {8: {'none': Figure(value=-0.5, low=None, high=None)}}
@@ -308,7 +306,7 @@ def changes(results: Mapping[str, Any], what: str) -> dict[int, dict[str, Any]]:
 
 
 def finding(results: Mapping[str, Any]) -> str:
-    """What the pictures show, of the most trainers."""
+    """Title of the plots, for the largest number of trainers."""
     n, arms = max(changes(results, "auc_change").items())
     said = [f"without sync {number(arms['none'].value, 3)}"] if "none" in arms else []
     for words, beginning in (("shadow", "s_"), ("in the foreground", "fr_")):
@@ -320,8 +318,7 @@ def finding(results: Mapping[str, Any]) -> str:
 
 
 def draw(run: Run, results: dict[str, Any]) -> None:
-    """Change of AUC and of normalised entropy of all arms; and over the trainers, where there are several numbers of
-    them, for each rule."""
+    """Plot the changes of AUC and normalised entropy of all arms; and per rule over several numbers of trainers."""
     auc, entropy = "change of test AUC, 1e-4", "relative change of NE, %"
     found = {auc: changes(results, "auc_change"), entropy: changes(results, "relative_ne_percent")}
     found[auc] = {n: {arm: scaled(each, 1e4) for arm, each in arms.items()} for n, arms in found[auc].items()}
@@ -345,13 +342,13 @@ def draw(run: Run, results: dict[str, Any]) -> None:
 
 
 def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]:
-    """An arm over the trainers."""
+    """Figures of an arm over the number of trainers: (numbers, figures)."""
     numbers = [n for n in sorted(found) if arm in found[n]]
     return numbers, [found[n][arm] for n in numbers]
 
 
 def main(config: Config) -> dict:
-    """Trains what is missing, arm by arm; returns what results.json holds."""
+    """Train the missing arms and return the contents of results.json."""
     size = size_of(config)
     for arm in size.arms:
         script_of(arm, config)
@@ -360,7 +357,7 @@ def main(config: Config) -> dict:
     arms = [("one_replica", 1, 1)]
     for n, arm in itertools.product(size.trainers, size.arms):
         if arm == "all_reduce" and config.workers > 1:
-            continue  # it waits for every worker in every step: there is no Hogwild beside it
+            continue  # it synchronises all workers in every step, which excludes Hogwild
         arms.append((arm, n, config.workers))
     done = {(row["arm"], row["trainers"], row["workers"], row["seed"]) for row in run.metrics()}
     todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]

@@ -1,45 +1,40 @@
-"""Examples/s over trainers: in the foreground the sync servers saturate, in the background only the
-sync gap grows.
+"""Examples/s over trainers: foreground rounds saturate the sync servers, background rounds only widen the sync gap.
 
     python experiments/shadowsync_scaling.py                 10 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
     python experiments/shadowsync_scaling.py --where processes   trainers, servers and places in processes; 10 minutes
 
-Regime: free-running. Three parts, whose figures never share a key:
+Regime: free-running. Three parts, which share no keys:
 
-`measured_*`: trainers train the reference work of throughput.py over shared host tables:
-`train_freely`, threads of one process, n trainers held to n cores and each program to one thread.
-The base is one trainer on one core that does not synchronise; it takes turns with trainers on all
-cores, in 6 short rounds (`paper`: 24): none; every rule in both forms (easgd symmetric and
-sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
---pace-seconds; bandwidth unlimited. `busy_cores` below n says that others had the cores;
-`cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is what free cores
-would have given, if nobody waits.
+`measured_*`: trainers train the reference workload of throughput.py over shared host tables with `train_freely`: n
+threads of one process, pinned to n cores, each program limited to one thread. The base is one trainer on one core
+without synchronisation; in 6 short rounds (`paper`: 24) it is interleaved with trainers on all cores: none; every rule
+in both forms (easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as
+`_paced`, at --pace-seconds; bandwidth unlimited. `busy_cores` below n means that other processes had the cores;
+`cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is the efficiency that free cores would
+have given if no trainer waits.
 
-`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and
-SLEEP for the measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter).
-Trainers that sleep do not share cores, caches or memory: that those in the background keep 1.00 of
-the ideal rate is so by construction, and is no finding. What it shows is where the foreground
-saturates, and the sync gap. Their parameters and their servers' bandwidth are a thousandth of the
-real ones, so that a transfer takes as long. A round moves the parameters to the servers and back;
-the bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of
-model averaging is a ring all-reduce over links of the same bandwidth, slept too. With many trainers
-it runs in slow motion, as metrics.jsonl says, because its Python work, a millisecond per trainer,
-shares the cores of one machine. The forms of a rule move the same bytes at the same times, so that
-this part has one line for each rule.
+`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and SLEEP for the
+measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Sleeping trainers do not share
+cores, caches or memory: that those in the background keep 1.00 of the ideal rate is so by construction, and is no
+finding. The findings are where the foreground saturates, and the sync gap. Parameters and server bandwidth are a
+thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the servers and back; the
+bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of model averaging is a ring
+all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow motion, as recorded in
+metrics.jsonl, because its Python work, a millisecond per trainer, shares the cores of one machine. The forms of a rule
+move the same bytes at the same times, so this part has one line per rule.
 
-`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and on to
-1,000 trainers.
+`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and up to 1,000 trainers.
 
-`measured_processes_*`, with `--where processes` alone: one trainer, and one for each core, as processes
-that are held to a core each, over rows at two servers (`crew_work.py`): none, and shadows back to back
-and `_paced`. `efficiency` is over so many times one trainer of the same way, `over_no_sync` over as
-many trainers that do not synchronise. Servers share the trainers' cores, where there are no others.
+`measured_processes_*`, with `--where processes` alone: one trainer, and one per core, as processes pinned to a core
+each, over rows at two servers (`crew_work.py`): none, and shadows back to back and `_paced`. `efficiency` of n trainers
+is over n times one trainer of the same arm, `over_no_sync` over equally many trainers that do not synchronise. Servers
+share the trainers' cores if there are no others.
 
-`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over
-n trainers that never wait. FR-EASGD-k makes a round every k steps and waits for it, so its rate
-cannot pass k batches per round times the rounds that the servers can serve; `flattens_at_trainers`
-is its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
+`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over n trainers that
+never wait. FR-EASGD-k waits for a round every k steps, so its rate cannot exceed k batches per round times the rounds
+that the servers can serve; `flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k;
+a shadow's is an outcome.
 """
 
 import dataclasses
@@ -61,20 +56,20 @@ from studies.shadow_work import FORMS_OF_RULES, Trainers
 from studies.sides import Side
 from tqdm import tqdm
 
-SHORTEST_STEP_S = 0.02  # of a sleeping trainer: two cores wake 64 of them
+SHORTEST_STEP_S = 0.02  # of a sleeping trainer, so that two cores can wake 64 of them
 KINDS = {"emulated_sleep": "Emulated, with trainers that sleep", "simulated": "Simulated"}
 LINES = [("s_easgd", 2), ("s_easgd", 4), ("fr_easgd_5", 2), ("fr_easgd_5", 4), ("fr_easgd_30", 2), ("s_ma", 0)]
 
 
 class Preset(NamedTuple):
-    """How much is run."""
+    """Sizes that a preset sets."""
 
     emulated: tuple[int, ...]  # trainers
-    simulated: tuple[int, ...]  # trainers, beyond those
-    window: int  # steps that count
-    measured: tuple[str, ...]  # ways beside the base
-    measured_steps: int  # of a turn of these
-    rounds: int  # turns of these
+    simulated: tuple[int, ...]  # trainers, in addition to the emulated numbers
+    window: int  # counted steps
+    measured: tuple[str, ...]  # arms besides the base
+    measured_steps: int  # steps per run of a measured arm
+    rounds: int  # rounds of measured arms
 
 
 SHADOWS = tuple(f"s_{rule}{pace}" for rule in FORMS_OF_RULES for pace in ("", "_paced"))
@@ -86,7 +81,7 @@ PRESETS = {
     ),
 }
 
-# Ways, rounds and steps of trainers in processes.
+# {preset: (arms, rounds, steps)} of trainers in processes.
 OF_PROCESSES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "smoke": (("s_easgd_paced",), 1, 300),
     "default": (("s_easgd", "s_easgd_paced", "s_ma_paced"), 5, 100),
@@ -102,17 +97,17 @@ class Config(Flags):
     rows: int = 1_000_000
     batch_size: int = 2048
     where: Literal["threads", "processes"] = "threads"
-    """Of the trainers that are measured; with processes they are all that is run."""
+    """Where the measured trainers run; with `processes` nothing else is run."""
     tensors: Literal["equal", "dlrm"] = "equal"
-    """What servers divide among them: four equal tensors, or those of DLRM-Kaggle."""
+    """Tensors divided among the servers: four equal ones, or those of DLRM-Kaggle."""
     saturation: float = 14.0
-    """Trainers at which FR-EASGD-5 saturates two servers."""
+    """Number of trainers at which FR-EASGD-5 saturates two servers."""
     pace_seconds: float = 0.3
-    """Of the measured shadows that are `_paced`: the least time from one round to the next."""
+    """Least time between rounds of the measured shadows that are `_paced`."""
 
 
 def measured(config: Config, run: Run) -> dict[str, Any]:
-    """Trainers that train, all ways in turns."""
+    """Measure real trainers, all arms in interleaved rounds."""
     for row in run.metrics():
         if row["kind"] == "measured":
             return row["results"]
@@ -161,7 +156,7 @@ def points_of_protocol(config: Config, step_s: float, trainers: tuple[int, ...])
 
 
 def run_points(config: Config, run: Run, kind: str, function: Callable, todo: list[Point]) -> dict[Point, dict]:
-    """The rows of metrics.jsonl of these points; a point that is there already is not run again."""
+    """Run the points that metrics.jsonl does not have yet; return the rows of all."""
     known = {row["label"]: row for row in run.metrics() if row["kind"] == kind}
     rows = {}
     for point in tqdm(todo, desc=kind, unit="point", disable=None):
@@ -178,7 +173,7 @@ def run_points(config: Config, run: Run, kind: str, function: Callable, todo: li
 
 
 def flat(kind: str, rows: dict[Point, dict]) -> dict[str, float]:
-    """The keys of results.json of one part."""
+    """Keys of results.json of one part."""
     results: dict[str, float] = {}
     for figure in ("examples_per_s", "of_ideal", "average_sync_gap"):
         results |= {f"{kind}_{figure}_{p.label}": row[figure] for p, row in rows.items()}
@@ -199,12 +194,12 @@ def lines(rows: dict[Point, dict], figure: str) -> dict[str, tuple]:
 
 
 def largest_error(emulated: dict[Point, dict], simulated: dict[Point, dict], figure: str) -> float:
-    """The largest relative difference over all points that both have."""
+    """Largest relative difference over the points that both have."""
     return max(abs(simulated[p][figure] / emulated[p][figure] - 1) for p in emulated if p in simulated)
 
 
 def finding(results: Mapping[str, Any], kind: str) -> str:
-    """What the picture of a part shows."""
+    """Title of the plot of a part."""
     rates = [results[f"{kind}_flattens_at_trainers_fr_easgd_5_servers_{n}"] for n in (2, 4)]
     gap = re.compile(rf"{kind}_average_sync_gap_s_easgd_trainers_(\d+)_servers_2")
     gaps = {int(found[1]): results[key] for key in results if (found := gap.fullmatch(key))}
@@ -215,7 +210,7 @@ def finding(results: Mapping[str, Any], kind: str) -> str:
 
 
 def finding_measured(results: Mapping[str, Any]) -> str:
-    """What the picture of the trainers that really train shows."""
+    """Title of the plot of the measured trainers."""
     efficiency = efficiencies(results)
     n, ways = next(reversed(efficiency.items()))
     best = max((way for way in ways if way != "none"), key=lambda way: ways[way].value)
@@ -224,7 +219,7 @@ def finding_measured(results: Mapping[str, Any]) -> str:
 
 
 def efficiencies(results: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Rates over so many times that of one trainer: {trainers: {way: Figure}}, the most trainers last.
+    """Rates of n trainers over n times that of one: {n: {way: Figure}}, n ascending.
 
     >>> efficiencies({"measured_efficiency_s_ma-delta_trainers_2": 0.8})
     {2: {'s_ma-delta': Figure(value=0.8, low=None, high=None)}}
@@ -237,7 +232,7 @@ def efficiencies(results: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def draw(run: Run, results: dict[str, Any], kind: str, rows: dict[Point, dict]) -> None:
-    """Rate and sync gap over the trainers, beside trainers that never wait."""
+    """Plot rate and sync gap over the trainers, with the ideal of trainers that never wait."""
     ideal = {point.trainers: row["examples_per_s"] / row["of_ideal"] for point, row in rows.items()}
     panels = {
         "examples/s": lines(rows, "examples_per_s") | {"ideal": (list(ideal), list(ideal.values()))},
@@ -247,7 +242,7 @@ def draw(run: Run, results: dict[str, Any], kind: str, rows: dict[Point, dict]) 
 
 
 def draw_measured(run: Run, results: dict[str, Any]) -> None:
-    """What each way leaves of the rate of trainers that are alone."""
+    """Plot the efficiency of each arm."""
     label = "measured rate, over so many times that of one trainer"
     series = {f"{n} trainers": ways for n, ways in efficiencies(results).items()}
     if series:
@@ -255,7 +250,7 @@ def draw_measured(run: Run, results: dict[str, Any]) -> None:
 
 
 def main(config: Config) -> dict:
-    """The three parts; returns what results.json holds."""
+    """Run the three parts and return the contents of results.json."""
     if config.saturation <= 1:
         raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
     if config.where == "processes":

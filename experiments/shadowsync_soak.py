@@ -1,20 +1,18 @@
-"""Free-running trainers under stress and failures: no torn value, no update lost, no thread left,
-no other error.
+"""Free-running trainers under stress and failures: no torn value, no lost update, no thread left, no other error.
 
     python experiments/shadowsync_soak.py --minutes 10  what `make soak` runs
 
-8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turns with a
-fresh set of trainers, in shadows and in the foreground, random delays in the batches and in every
-round. The loss is linear with equal coefficients: all elements of a tensor are equal at all times,
-so a value read while it was being written, or a result merged in twice or from two rounds, shows as
-two that differ in one tensor; and what the rules keep can be counted. Regime: free-running.
+8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turn with a fresh set of
+trainers, in shadows and in the foreground, random delays in the batches and in every round. The loss is linear with
+equal coefficients: all elements of a tensor are equal at all times, so a value read during a write, or a result merged
+twice or from two rounds, shows as two different elements in one tensor; and the sums that the rules conserve can be
+checked. Regime: free-running.
 
-In most sets one trainer fails, at a random instant, under both policies: its stream raises, its
-hook raises, a round of its transport raises or stalls past its time-out, it leaves in the middle of
-a round, its hook raises KeyboardInterrupt. After each: the error that comes out is the injected one
-(or `PeerLeft` with the trainer's name, where nothing was raised); under 'drop' none comes out, all
-others have finished, and the dropped one is named; no thread is left. `wrong` counts what was
-otherwise, and metrics.jsonl names it.
+In most sets one trainer fails, at a random instant, under both policies: its stream raises, its hook raises, a round of
+its transport raises or stalls past its time-out, it leaves in the middle of a round, its hook raises KeyboardInterrupt.
+After each: the raised error is the injected one (or `PeerLeft` with the trainer's name, where nothing was raised);
+under 'drop' none is raised, all others have finished, and the dropped one is named; no thread is left. `wrong` counts
+the violations, and metrics.jsonl names them.
 """
 
 import collections
@@ -66,36 +64,36 @@ class Config(Flags):
     workers: int = 2
     parameters: int = 200_000
     seconds_each: float = 15.0
-    """How long a set of trainers runs in which none fails; others a fifth of it."""
+    """Seconds that a set of trainers runs if none fails; other sets run a fifth of it."""
     timeout_s: float = 5.0
-    """Of transports that stall."""
+    """Time-out of transports that stall, in seconds."""
 
 
 class Case(NamedTuple):
-    """One set of trainers, and what goes wrong in it."""
+    """One set of trainers with its failure."""
 
     rule: str
     kind: type[Shadow] | type[Foreground]
     failure: str
     policy: str
     victim: int  # the trainer that fails
-    at: int  # in which of its batches, steps or rounds, as the failure has it
+    at: int  # number of the batch, step or round of the failure
     seed: int
 
 
 class Injected(RuntimeError):
-    """The error of a failure."""
+    """The injected error."""
 
 
 class Injection:
-    """Raises what a case asks for, once."""
+    """Raises the failure of a case, once."""
 
     def __init__(self, case: Case, timeout_s: float):
         self.case, self.timeout_s, self.done = case, timeout_s, case.failure == "none"
         self.error = KeyboardInterrupt("injected") if case.failure == "interrupt" else Injected(case.failure)
 
     def is_time(self, failure: str, trainer: int, number: int) -> bool:
-        """Whether to fail now; from the instant on, as two workers may pass it at once."""
+        """Whether to fail now: at or after the chosen instant, as two workers may pass it at once."""
         case = self.case
         if self.done or failure != case.failure or trainer != case.victim or number < case.at:
             return False
@@ -103,14 +101,13 @@ class Injection:
         return True
 
     def hook(self, trainer, step, metrics):
-        """Of `train_freely`."""
+        """Hook for `train_freely`."""
         if self.is_time("hook_raises", trainer, step) or self.is_time("interrupt", trainer, step):
             raise self.error
 
 
 class Checked:
-    """A transport that delays every round at random, looks for torn values on the way, and fails if
-    asked to."""
+    """A transport that delays every round at random, checks for torn values, and injects failures."""
 
     def __init__(self, transport, injection: Injection, seed: int):
         self.transport, self.rng, self.lock = transport, np.random.default_rng(seed), threading.Lock()
@@ -121,7 +118,7 @@ class Checked:
         return getattr(self.transport, name)
 
     def meet(self, trainer, before, done):
-        """Later, and looked at."""
+        """Check and delay, then join the round."""
         with self.lock:
             delay = self.rng.choice([0.0, 0.001, 0.02]) * self.rng.random()
             self.rounds[trainer] += 1
@@ -141,20 +138,18 @@ class Checked:
             self.transport.leave(trainer)
 
     def leave(self, trainer, error=None):
-        """At once."""
+        """Leave at once."""
         self.transport.leave(trainer, error)
 
 
 def whole(params) -> bool:
-    """Whether all elements of each tensor are equal; a centre takes tensors one by one, so they may
-    differ."""
+    """Whether all elements of each tensor are equal; tensors may differ, as a centre takes them one by one."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
     return all((leaf == leaf.flat[0]).all() for leaf in leaves)
 
 
 def stream(injection: Injection, trainer: int, until: float, finished: set[int]):
-    """Batches with random pauses, until a time; uneven trainers. The one that is to fail goes on
-    until it has."""
+    """Batches with random pauses until `until`, which differs by trainer; the victim continues until it has failed."""
     rng = np.random.default_rng([injection.case.seed, trainer])
     until -= rng.random()
     for number in itertools.count():
@@ -169,13 +164,13 @@ def stream(injection: Injection, trainer: int, until: float, finished: set[int])
 
 
 def linear(params, activations, batch):
-    """f32[B]: its gradient by every dense parameter is -1."""
+    """Loss f32[B], whose gradient with respect to every dense parameter is -1."""
     dense = sum(leaf.sum() for leaf in jax.tree.leaves(params))
     return -activations["item"].sum(-1) - dense
 
 
 def one_set(config: Config, case: Case) -> dict[str, Any]:
-    """One set of trainers: what it did, and what was wrong."""
+    """Run one set of trainers; return its figures and violations."""
     rule, half, n = RULES[case.rule], config.parameters // 2, config.trainers
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
     injection, finished = Injection(case, config.timeout_s), set[int]()
@@ -189,7 +184,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
     figures, error, start = None, None, time.perf_counter()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that a trainer was dropped
+            warnings.simplefilter("ignore", RuntimeWarning)  # warns of a dropped trainer
             dense, figures = train_freely(
                 SPEC,
                 linear,
@@ -204,7 +199,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
             )
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and raised is not injection.error:
-            raise  # a person's
+            raise  # a user's Ctrl-C
         error = raised
     row: dict[str, Any] = case._asdict() | {"kind": case.kind.__name__, "seconds": time.perf_counter() - start}
     row |= {"steps": sum(figures.steps) if figures else 0, "rounds": transport.rounds.total()}
@@ -214,7 +209,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         for thread in threading.enumerate()
         if thread.name.startswith(("trainer", "shadow", "synchronisation"))
     ]
-    # Sum of replicas and centre = starts + steps.
+    # Conserved: sum of replicas and centre = initial values + steps.
     if rule.has_centre and case.failure == "none" and figures:
         total = sum(transport.ended.values()) + float(transport.parameters["w"][0])
         wanted = n + 1 + RATE * sum(figures.steps)
@@ -224,8 +219,8 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
 
 
 def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> list[str]:
-    """A sentence for each law that a set has broken."""
-    # Nothing is raised where they happen.
+    """One sentence for each invariant that a set violated."""
+    # These failures raise nothing where they happen.
     silent = case.failure in ("meet_stalls", "leaves_in_a_round")
     named = isinstance(error, PeerLeft) and f"trainer {case.victim} " in str(error)
     stops_all = case.failure != "none" and (case.policy == "raise" or case.failure == "interrupt")
@@ -247,7 +242,7 @@ def what_is_wrong(case, row, injection, error, figures, finished, trainers) -> l
 
 
 def cases_of_soak(config: Config):
-    """Without end: rules, failures and policies in turns, at random instants."""
+    """Yield, without end, rules, failures and policies in turn, at random instants."""
     rng = np.random.default_rng(config.seed)
     for number in itertools.count():
         failure, policy = CASES[number % len(CASES)]
@@ -258,8 +253,7 @@ def cases_of_soak(config: Config):
 
 
 def main(config: Config) -> dict:
-    """Sets of trainers until the time is over, each case at least once; returns what results.json
-    holds."""
+    """Run sets until the time is up, each case at least once, and return the contents of results.json."""
     run = Run("shadowsync_soak", config, config.workdir)
     command = command_of("shadowsync_soak", config)
     if config.preset == "smoke":

@@ -1,12 +1,12 @@
-"""Trains every combination of some flags over seeds, and compares them: one table with means and paired intervals.
+"""Train every combination of some flags over seeds and compare them: one table of means and paired intervals.
 
     python experiments/sweep.py --vary model=dlrm,dcnv2 row-learning-rate=0.02,0.05 --seeds 3
     python experiments/sweep.py --vary model=lr,fm,dnn --fixed data=criteo path=prepared --workdir DIR
     python experiments/sweep.py ... --workdir DIR --resume           goes on; what is complete is not trained again
 
-Each run is train.py in a process and a directory of its own. All arms of a seed see the same data, so differences
-are taken within seeds. The first arm is the one that others are compared with: put yours first. A run takes what
-train.py takes with these flags, a minute and a half by default.
+Each run is train.py in its own process and directory. All arms of a seed see the same data, so differences are taken
+within seeds. The first arm is the baseline: put yours first. A run takes as long as train.py with its flags, a minute
+and a half by default.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from main.children import trained
 from main.cli import Flags, Run, command_line, grid, paired_interval, refuse
 from main.signals import Asked, stop_on_signals
 
-OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # what the sweep gives each run itself
+OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # flags that the sweep sets for each run
 MINUS = "{}_minus_first"
 
 
@@ -31,19 +31,19 @@ class Config(Flags):
     vary: tuple[str, ...] = ()
     """flag=value,value,...: all combinations are trained; no value for a flag that is on or off: flag=,no."""
     fixed: tuple[str, ...] = ()
-    """flag=value of what all runs have alike; several values in quotes: "fail=300:3 700:1"."""
+    """flag=value shared by all runs; several values in quotes: "fail=300:3 700:1"."""
     seeds: int = 3
     metric: str = "test_auc"
-    """Of results.json."""
+    """Key of results.json to compare."""
     resume: bool = False
-    """Go on with the sweep in --workdir."""
+    """Resume the sweep in --workdir."""
 
 
 def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
-    """{name of an arm: its flags}, all combinations in the order in which they were given.
+    """Return {name of an arm: its flags} for all combinations, in the given order.
 
     Raises:
-      ValueError: what is given is no flag with values; a flag or a value is given twice.
+      ValueError: an item is not a flag with values; a flag or a value is given twice.
 
     >>> arms_of(["model=lr,fm", "shuffle=,no"])["model=fm shuffle=no"]
     ['--model', 'fm', '--no-shuffle']
@@ -72,10 +72,10 @@ def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
 
 
 def pair_of(flag: str, item: str) -> tuple[str, str]:
-    """The flag of train.py and its value, from flag=value.
+    """Split flag=value into a flag of train.py and its value.
 
     Raises:
-      ValueError: it is no such pair, or a flag that the sweep gives itself.
+      ValueError: not such a pair, or a flag that the sweep sets itself.
     """
     name, _, value = item.partition("=")
     name = name.removeprefix("--").replace("_", "-")
@@ -91,7 +91,7 @@ def pair_of(flag: str, item: str) -> tuple[str, str]:
 
 
 def words_of(name: str, value: str) -> list[str]:
-    """A flag and its value on a command line.
+    """Return a flag and its value as words of a command line.
 
     >>> words_of("fail", "300:3 700:1"), words_of("shuffle", ""), words_of("shuffle", "no")
     (['--fail', '300:3', '700:1'], ['--shuffle'], ['--no-shuffle'])
@@ -100,14 +100,14 @@ def words_of(name: str, value: str) -> list[str]:
 
 
 def again_in(run: Run) -> str:
-    """How a person goes on with what is trained in a directory."""
+    """Return how to resume, in words."""
     return f"the same flags, --workdir {run.directory} and --resume"
 
 
 def trained_arms(
     run: Run, arms: Mapping[str, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked
 ) -> dict[str, list[dict[str, Any]]]:
-    """{arm: results of each seed}, of arms {name: flags of train.py}; raises as `trained`."""
+    """Train arms {name: flags of train.py}; return {arm: results of each seed}. Raises as `trained`."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
@@ -117,7 +117,7 @@ def trained_arms(
 
 
 def figure_of(results: Mapping[str, Any], metric: str) -> float:
-    """A number of results.json.
+    """Return a number of results.json.
 
     Raises:
       ValueError: it has no such number.
@@ -129,7 +129,7 @@ def figure_of(results: Mapping[str, Any], metric: str) -> float:
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Mean and deviation of each arm over the seeds, and its paired difference from the first.
+    """Return each arm's mean and deviation over seeds, and its paired difference from the first arm.
 
     >>> flat = summary({"a": [1.0, 2.0], "b": [2.0, 4.0]})
     >>> flat["b_mean"], round(flat["b_deviation"], 3), flat["b_minus_first"], flat["first"]
@@ -147,7 +147,7 @@ def summary(found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main(config: Config) -> dict:
-    """Trains what is missing; returns what results.json holds."""
+    """Train what is missing; return the contents of results.json."""
     arms = arms_of(config.vary)
     refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]

@@ -1,4 +1,4 @@
-"""How fast a training step is, part by part, beside the fastest PyTorch doing the same work.
+"""Time of a training step and its parts, compared with the fastest PyTorch doing the same work.
 
     python experiments/throughput.py --tables host
     python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where it is installed
@@ -7,14 +7,12 @@
     python experiments/throughput.py --hots mlperf --against torch  bags, 214 ids an example
     python experiments/throughput.py --model dcnv2_mlperf --width 128
 
-The reference work DLRM-Kaggle: bottom 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M
-rows, dot interaction, top 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048,
-f32, ids by a power law of exponent 1.05. Every side is a process of its own; they take turns, a
-round of steps each, so that a slow minute hits all of them. The ratios are of times: above 1 jaxrec
-is faster. `gemm_share_of_step` is the time of the step's matrix products alone in JAX, in the same
-turns, over that of the step. `allocated_mb_per_step` is what XLA plans to make anew in a step.
-Expected: 6 minutes with `--against torch`, two cores; figures in
-docs/measured.md.
+The reference workload DLRM-Kaggle: bottom MLP 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M rows, dot
+interaction, top MLP 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048, f32, ids from a power law
+of exponent 1.05. Every side is a separate process; they alternate, one round of steps each, so that a slow minute hits
+all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_step` is the time of the step's matrix
+products alone in JAX, in the same rounds, over that of the step. `allocated_mb_per_step` is what XLA plans to allocate
+in a step. Expected: 6 minutes with `--against torch`, two cores; figures in docs/measured.md.
 """
 
 import dataclasses
@@ -36,12 +34,12 @@ class Config(Flags, Job):
 
     against: Literal["none", "torch"] = "none"
     rounds: int = 0
-    """Turns of each side; by the preset if 0."""
+    """Timed rounds of each side; 0 takes the preset's number."""
     sweep: Literal["none", "rows", "batch", "width"] = "none"
 
 
 def started(config: Config, steps: int) -> dict[str, Side]:
-    """A process for each side, compiled; one that cannot do the work is left out, and said."""
+    """Start and compile a process per side; sides that cannot do the work are left out with a message."""
     makers: dict[str, Any] = {"jaxrec": functools.partial(JaxSide, config)}
     if config.against == "torch":
         from studies import torch_dlrm
@@ -60,9 +58,9 @@ def started(config: Config, steps: int) -> dict[str, Side]:
 
 
 def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
-    """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone."""
+    """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone, interleaved."""
     turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
-    # A slow minute of the machine hits all sides, and falls out of their ratios.
+    # Interleaved: a slow minute of the machine hits all sides and cancels in their ratios.
     for _ in range(rounds):
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
@@ -71,7 +69,7 @@ def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str,
 
 
 def measure_sides(config: Config, rounds: int, steps: int) -> dict:
-    """All sides in turns; the flat results of one configuration."""
+    """Measure all sides in interleaved rounds; return the flat results of one configuration."""
     sides = started(config, steps)
     times, ours = sides_in_turns(sides, rounds, steps), sides["jaxrec"]
     ms = {name: 1e3 * float(np.median(each)) for name, each in times.items()}
@@ -114,7 +112,7 @@ GROUPS = {
 
 
 def table(config: Config, results: dict[str, Any]) -> str:
-    """The figures of one configuration, or a line for each point of a sweep."""
+    """Format the figures of one configuration, or a line per point of a sweep."""
     if config.sweep == "none":
         return listing(results, GROUPS)
     field, values = SWEEPS[config.sweep]
@@ -126,7 +124,7 @@ STEP_PARTS = ("plan", "read", "update", "put")
 
 
 def peers_of(results: Mapping[str, Any], end: str = "") -> dict[str, Figure]:
-    """{side: its time over that of jaxrec} of all sides that were measured beside it.
+    """{side: its time over that of jaxrec}, for all sides measured.
 
     >>> peers_of({"jaxrec_over_torch_unique": 1.26, "jaxrec_over_torch": 1.26, "step_ms": 60.0})
     {'torch_unique': Figure(value=1.26, low=None, high=None)}
@@ -134,12 +132,12 @@ def peers_of(results: Mapping[str, Any], end: str = "") -> dict[str, Figure]:
     found = {key: each for key, each in figures(results).items() if key.endswith(end)}
     beginning = "jaxrec_over_"
     names = [key.removesuffix(end) for key in found if key.startswith(beginning)]
-    # `torch` is the fastest of its ways once more.
+    # `torch` repeats the fastest variant.
     return {name.removeprefix(beginning): found[name + end] for name in names if name != f"{beginning}torch"}
 
 
 def finding(results: Mapping[str, Any], end: str = "") -> str:
-    """What the picture of one configuration shows; `end` is that of its keys in a sweep."""
+    """Title of the plot of one configuration; `end` is the suffix of its keys in a sweep."""
     step, parts = (results[f"{key}{end}"] for key in ("step_ms", "plan_read_put_share_of_step"))
     peers = peers_of(results, end)
     said_of = f"A step takes {number(step, 3)} ms; its plan, read and put, each waited for, {parts:.1%} of that"
@@ -150,7 +148,7 @@ def finding(results: Mapping[str, Any], end: str = "") -> str:
 
 
 def draw(run: Run, config: Config, results: Mapping[str, Any]) -> None:
-    """The parts of a step and the times of others; of a sweep the rates over what is swept."""
+    """Plot the parts of a step and the times of other sides; for a sweep the rates over the swept parameter."""
     path, ratio_of = run.directory / "throughput.png", "its time over that of jaxrec"
     if config.sweep == "none":
         parts = {part: results[f"{part}_ms"] for part in STEP_PARTS}
@@ -172,7 +170,7 @@ def draw(run: Run, config: Config, results: Mapping[str, Any]) -> None:
 
 
 def main(config: Config) -> dict:
-    """Runs one configuration or a sweep; returns what results.json holds."""
+    """Run one configuration or a sweep and return the contents of results.json."""
     run = Run("throughput", config, config.workdir)
     rounds, steps = {"smoke": (2, 3), "default": (8, 10), "paper": (30, 20)}[config.preset]
     rounds = config.rounds or rounds

@@ -1,4 +1,4 @@
-"""Trains a click model and evaluates it, with any of the three techniques: the main job.
+"""Train a click model and evaluate it, with any of the three techniques: the main job.
 
     python experiments/train.py                                   synthetic clicks, DLRM, none of the techniques
     python experiments/train.py --data criteo --path train.txt    Criteo Kaggle or 1TB files, prepared on the way
@@ -10,9 +10,8 @@
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
     python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
-Expected on two cores: the default takes about 1.5 minutes and prints the AUC to expect before it
-starts; the teacher that drew the synthetic labels is evaluated beside the model, as the best that
-any model can reach. The test is looked at once, at the end.
+On two cores the default takes about 1.5 minutes. The expected AUC is printed first; the teacher that drew the synthetic
+labels is evaluated as the upper bound for any model. The test set is evaluated once, at the end.
 """
 
 import contextlib
@@ -51,32 +50,32 @@ from jaxrec.types import RolledBack, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Config(TechniqueFlags, LearningFlags, DataFlags):
-    """Flags of the main job; what is not given follows from the data and the preset."""
+    """Flags of the main job; unset flags follow from the data and the preset."""
 
     evaluations: int = 8
-    """How often the validation (without one, the test) is evaluated, evenly over the run."""
+    """Number of evaluations of the validation set (without one, of the test set), evenly over the run."""
     patience: int | None = None
-    """Stop after so many evaluations without a better validation AUC, and test the best state."""
+    """Stop after this many evaluations without a better validation AUC, and test the best state."""
     seeds: int = 1
-    """Train once for each of so many seeds, and say the mean with its interval."""
+    """Train this many times, each with its own seed, and report the mean with its interval."""
     save_every_steps: int | None = None
-    """Save the state every so many steps, 0 for never; by default so often that it costs at most 1 % of the time, and
-    with --cpr as --target-pls asks. It is saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
+    """Save the state every k steps, 0 for never. By default saving costs at most 1 % of the time, and with --cpr the
+    interval follows from --target-pls. The state is saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
     resume: bool = False
-    """Go on with the run in --workdir, bit for bit."""
+    """Resume the run in --workdir, bit for bit."""
     requeue: bool = False
-    """When stopped by a signal, exit with 75, for a scheduler that was told to start such a job again (Slurm:
-    RequeueExit=75, or scontrol requeue)."""
+    """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
+    or scontrol requeue)."""
 
 
 class Over(Exception):
-    """Ends the training between two steps."""
+    """Raised to end training between two steps."""
 
 
 def make_job(config: Config, data) -> ClickJob:
-    """The model and its optimizers, from the flags."""
+    """Build the model, its loss and its optimizers from the flags."""
     model = make_model(config.model, config.embedding_width)
-    steps = -(-data.steps // config.replicas) if config.free else data.steps  # those that one trainer makes
+    steps = -(-data.steps // config.replicas) if config.free else data.steps  # steps of one trainer
     how = optimizers(config, steps)
     size = config.embedding_width, config.shards, config.seed
     if data.table is not None:
@@ -85,7 +84,7 @@ def make_job(config: Config, data) -> ClickJob:
 
 
 def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict:
-    """Trains to the end, or until asked to stop; returns what results.json holds."""
+    """Train to the end, or until asked to stop; return the contents of results.json."""
     data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
     mesh = mesh_of(config)
@@ -109,7 +108,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
         while True:
             try:
                 with contextlib.suppress(Over):
-                    # What a stop or a kill has left undone: an evaluation that was due at this step.
+                    # An evaluation due at this step that a stop or a kill has prevented.
                     stop(look(engine.state, engine.step, None, None), engine.step, None, None)
                     train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
                 unsaved = saves.last(engine.state)
@@ -119,7 +118,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
                         engine, lambda state: recorder.evaluated(best.restored(state) if best else state, "test")
                     )
                 break
-            except RolledBack as back:  # shards were lost after the last step, and all of it goes back
+            except RolledBack as back:  # shards were lost after the last step: the whole run is rolled back
                 back.go_back()
         recorder.bar.close()
         if asked:
@@ -128,7 +127,10 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
 
 
 def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
-    """What a look at the state finds, between two runs; once more if shards are lost meanwhile, when they are back."""
+    """Evaluate the state at rest between two runs of the engine.
+
+    If shards are lost meanwhile, the evaluation is repeated once they are restored.
+    """
     found: dict = {}
 
     def rested(tables):
@@ -140,21 +142,21 @@ def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
 
 
 def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image, past: Past, extra, first_steps):
-    """What saves the run: a recovery with --cpr, else all of the state now and then."""
+    """Enter what saves the run: a recovery with --cpr, else periodic saves of the whole state."""
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
-        cut = None if config.free else engine.cut  # free trainers are at rest in a hook
+        cut = None if config.free else engine.cut  # free-running trainers are at rest in a hook
         return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
     every = saves_every(config, engine, run, steps, first_steps)
     recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra, home.copy))
     if image is None:
-        recovery.save_whole()  # so that the run can go on from its first step
+        recovery.save_whole()  # so that the run can resume from its first step
     return RecoverySaves(recovery)
 
 
 def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Asked):
-    """The last two hooks: one evaluates what is at rest, the other ends the training between two steps."""
+    """Return the last two hooks: one evaluates the state at rest, the other ends training between two steps."""
 
     def look(state, step, plans, step_metrics):
         def at_rest(tables):
@@ -177,7 +179,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
 
 
 def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dict) -> dict:
-    """Writes and shows the results; fails after that, if the last state is not saved."""
+    """Write and show the results, then fail if the last state is not saved."""
     results = recorder.results() | tested | saves.results() | {"last_state_saved": unsaved is None}
     draw(run.directory / "curves.png", recorder.history, results, recorder.watched, recorder.failures)
     if results["saves_failed"]:
@@ -189,14 +191,14 @@ def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dic
 
 
 def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseException:
-    """What ends a run that was asked to stop."""
+    """Return the exception that ends a run asked to stop."""
     if unsaved:
         return OSError(f"stopped at step {step}, whose state could not be saved: {unsaved}")
     return Stopped(asked.signal or 0, f"stopped and saved at step {step}; {go_on_with(run)}")
 
 
 def main(config: Config) -> dict:
-    """Runs one training job, or one for each seed; returns what results.json holds."""
+    """Run one training job, or one for each seed; return the contents of results.json."""
     refuse(rules(config))
     keep_memory()  # before JAX starts its threads
     claim_devices(config)
@@ -205,7 +207,7 @@ def main(config: Config) -> dict:
 
 
 def one(config: Config, asked: Asked) -> dict:
-    """One training job."""
+    """Run one training job."""
     with Run("train", config, config.workdir, config.resume) as run:
         results = run.read_json("results.json")
         check_seeds(run, 1)
@@ -218,7 +220,7 @@ def one(config: Config, asked: Asked) -> dict:
 
 
 def each_seed(config: Config, asked: Asked) -> dict:
-    """A job for each seed, in directories of their own below that of all; the mean of what they find."""
+    """Run one job per seed, each in its own subdirectory; return the means of their results."""
     with Run("train", config, config.workdir, config.resume) as run:
         check_seeds(run, config.seeds)
         found = []
@@ -236,7 +238,7 @@ def each_seed(config: Config, asked: Asked) -> dict:
 
 
 def rules(config: Config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of all flags of this job."""
+    """Return {problem and remedy: whether it applies} for all flags of this job."""
     watched = config.data != "criteo" or config.validation_fraction > 0
     read_by: dict[str, tuple[bool, tuple[str, ...]]] = {
         "the same command started again, with --workdir and --resume": (

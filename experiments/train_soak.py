@@ -1,23 +1,22 @@
-"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP, with each technique and with all three, and with servers
-that are killed: no run is lost, none hangs, and what the regime promises to keep is kept.
+"""train.py under kill -9, SIGTERM, SIGINT and SIGHUP, with each technique and all three, and with killed servers.
 
     python experiments/train_soak.py --minutes 10  what `make soak` runs
 
-Runs of train.py are stopped at random instants (while Python starts, while XLA compiles, in a step, in
-an evaluation, in a save, at the end) and gone on with, until they are finished. Every process must
-have ended in time, with the code that its signal asks for and without a traceback; what it said that
-it had saved must be there; and no run may go on from before the step that it went on from last.
+No run may be lost or hang, and each must keep what its regime promises. Runs of train.py are stopped at random instants
+(while Python starts, while XLA compiles, in a step, in an evaluation, in a save, at the end) and resumed until they are
+finished. Every process must end in time, with the exit code of its signal and without a traceback; what it reported as
+saved must exist; and no run may resume from an earlier step than the last time.
 
-Where a run is deterministic, every array of the last image and every row of metrics must equal, bit
-for bit, those of a run that nobody disturbed: with OAC and with whole saves of CPR those of a run
-without either. A scheme of CPR that was killed goes on from rows of several ages: then it has to say
-so, in words and as a portion of lost samples, and may end `BAND` away in AUC. So may trainers that
-run freely or are synchronised in the background, which are never twice the same.
+Where a run is deterministic, every array of the last image and every row of metrics must be bitwise equal to those of
+an undisturbed run: with OAC and with whole CPR saves, to those of a run without either. A run with a CPR scheme that
+was killed resumes from rows of different ages: it must then report this, in words and as a portion of lost samples, and
+its AUC may differ by `BAND`. So may that of trainers that run freely or are synchronised in the background, which are
+never reproducible.
 
-Where rows lie at servers, one of those is killed once, at a random instant between the first evaluation and
-the end, the last save and the last evaluation among them. The run must end with its results all the same:
-with full recovery with the bits of an undisturbed run, with MFU within `BAND`. (`cluster_soak.py` holds
-partial recovery to the bits of `Serial`: it also notes which saves a dead server had no part in.)
+Where rows are at servers, one server is killed once, at a random instant between the first evaluation and the end,
+including the last save and the last evaluation. The run must still finish with its results: with full recovery bitwise
+equal to an undisturbed run, with MFU within `BAND`. (`cluster_soak.py` holds partial recovery bitwise to `Serial`: it
+also records which saves a dead server had no part in.)
 """
 
 import collections
@@ -58,15 +57,15 @@ SMALL = (
     "--preset", "smoke", "--model", "small_dlrm", "--rows", "3000", "--batch-size", "128", "--steps", str(STEPS),
     "--evaluations", "8",
 )  # fmt: skip
-LINES = 9  # that such a run prints while it is at work
-AS_OFTEN = ((), ("--save-every-steps", "20"), ("--save-every-steps", "5"))  # saves
-WAYS = {"SIGKILL": 0.4, "SIGTERM": 0.2, "SIGINT": 0.1, "SIGHUP": 0.2, "two SIGINT": 0.1}  # and how often each
-MOST_SIGNALS = 6  # that one run gets; then it may end
-BAND = 0.01  # of the test AUC
+LINES = 9  # printed by such a run while it trains
+AS_OFTEN = ((), ("--save-every-steps", "20"), ("--save-every-steps", "5"))  # how often to save
+WAYS = {"SIGKILL": 0.4, "SIGTERM": 0.2, "SIGINT": 0.1, "SIGHUP": 0.2, "two SIGINT": 0.1}  # {way to stop: probability}
+MOST_SIGNALS = 6  # signals per run; after them it may finish
+BAND = 0.01  # tolerance of the test AUC
 
 
 class Combination(NamedTuple):
-    """Flags of a run, and how much of it kills may change."""
+    """Flags of a run, and what must survive kills."""
 
     flags: tuple[str, ...]
     like: str  # the combination whose undisturbed run it is compared with
@@ -98,18 +97,18 @@ IN_SMOKE = ("oac_vanilla", "oac_mfu")
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of the stress."""
+    """Flags of the soak."""
 
     minutes: float = 1.0
     workers: int = 6
-    """Runs at a time."""
+    """Number of concurrent runs."""
     only: tuple[str, ...] = ()
-    """Combinations, by name; all of them unless given."""
+    """Names of combinations to run; all by default."""
 
 
 @dataclasses.dataclass
 class SoakFigures:
-    """What the workers count, under a lock; keys begin with the name of a combination."""
+    """Counters shared by the workers, under a lock; keys begin with the name of a combination."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -117,7 +116,7 @@ class SoakFigures:
     wrong: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, counts: Mapping[str, int], wrong: list[str], most: dict[str, float] | None = None) -> None:
-        """Enters what was counted, what was wrong, and what is kept as a greatest value."""
+        """Add counts, violations, and maxima."""
         with self.lock:
             self.counts.update(counts)
             self.wrong += wrong
@@ -126,16 +125,16 @@ class SoakFigures:
 
 
 def names_of(config: Config) -> tuple[str, ...]:
-    """The combinations that take turns."""
+    """The combinations to run in turn."""
     return IN_SMOKE if config.preset == "smoke" else config.only or tuple(COMBINATIONS)
 
 
 class Soak:
-    """The runs of one stress, in a directory that is removed in the end if nothing was wrong."""
+    """The runs of one soak, in a directory that is removed at the end unless something was wrong."""
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.seed, self.until = directory, config.seed, 0.0
-        smoke = config.preset == "smoke"  # one run of each, whatever time that takes
+        smoke = config.preset == "smoke"  # one run of each, without a time limit
         self.names = names_of(config)
         self.numbers = iter(range(len(IN_SMOKE) if smoke else 10**9))
         self.most_signals = 4 if smoke else MOST_SIGNALS
@@ -148,7 +147,7 @@ class Soak:
         }
 
     def start(self, name: str, workdir: Path, flags: tuple[str, ...] = (), temporary: str | None = None) -> Process:
-        """A train.py that begins a run or goes on with it; its temporary files in a directory of its own."""
+        """Start a train.py that begins or resumes a run; `temporary` is its directory for temporary files."""
         tables = workdir.with_name(workdir.name + ".tables")
         placed = [flag.format(tables=tables) for flag in COMBINATIONS[name].flags]
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *SMALL, *placed, *flags]
@@ -158,13 +157,13 @@ class Soak:
         )
 
     def undisturbed(self, name: str) -> None:
-        """A run that others are compared with."""
+        """Run a combination undisturbed, for comparison."""
         code, said, _ = self.start(name, self.directory / name).ended()
         if code:
             raise ValueError(f"an undisturbed run ({name}) ended with {code}: {said[-2000:]}")
 
     def disturbed(self, number: int, bar: tqdm) -> None:
-        """One run, disturbed until it is finished or the time is over, then compared."""
+        """Disturb one run until it is finished or the time is up, then compare it."""
         rng, name = np.random.default_rng([self.seed, number]), self.names[number % len(self.names)]
         if name.startswith("servers"):
             return self.bereaved(number, name, rng)
@@ -195,7 +194,7 @@ class Soak:
         self.compare(name, workdir, told)
 
     def bereaved(self, number: int, name: str, rng) -> None:
-        """One run, a server of which is killed, then compared."""
+        """Kill one server of a run, then compare the run."""
         workdir = self.directory / f"run-{number}-{name}"
         with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:  # a short path, for sockets
             process = self.start(name, workdir, temporary=temporary)
@@ -215,7 +214,7 @@ class Soak:
             self.compare(name, workdir, [])
 
     def compare(self, name: str, workdir: Path, told: list[int]) -> None:
-        """What a finished run must have in common with the one that nobody disturbed."""
+        """Compare a finished run with the undisturbed one, as far as its promise goes."""
         _, like, promise = COMBINATIONS[name]
         exact = promise == "same bits" or (promise == "same bits unless told" and not told)
         whole, (auc, pls) = self.directory / like, result_of(workdir)
@@ -237,7 +236,7 @@ class Soak:
             shutil.rmtree(workdir)
 
     def work(self, workers: int) -> None:
-        """Runs until the time is over."""
+        """Run until the time is up."""
         with tqdm(unit="signal", disable=None) as bar, ThreadPoolExecutor(workers) as pool:
 
             def worker():
@@ -253,9 +252,9 @@ class Soak:
 
 
 def disturb(process: Process, rng) -> tuple[str, Ended]:
-    """Sends a signal at a random instant, and waits for the end."""
+    """Send a signal at a random instant and wait for the process to end; return (way, outcome)."""
     way = str(rng.choice(list(WAYS), p=list(WAYS.values())))
-    # One in three comes while Python starts; the others after a line that says how far the run has come.
+    # One in three arrives while Python starts, the others after a random line of progress.
     lines = int(rng.integers(2, LINES)) if rng.random() < 2 / 3 else 0
     process.read(lines)
     time.sleep(rng.random() * (0.5 if lines else 6.0))
@@ -268,7 +267,7 @@ def disturb(process: Process, rng) -> tuple[str, Ended]:
 
 
 def main(config: Config) -> dict:
-    """Disturbs runs until the time is over; returns what results.json holds."""
+    """Disturb runs until the time is up and return the contents of results.json."""
     unknown = sorted({*config.only} - {*COMBINATIONS})
     wants_ray = any(name.startswith("servers") for name in names_of(config))
     refuse({

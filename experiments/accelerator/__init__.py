@@ -1,1 +1,1 @@
-"""The parts of on_accelerator.py, one file each, and how they measure."""
+"""Parts of on_accelerator.py, one file each, and how they measure."""

@@ -1,8 +1,7 @@
-"""Part 6: trainers that run freely on 1 to all processor cores over shared host tables; no
-accelerator is used.
+"""Part 6: free-running trainers on 1 to all processor cores over shared host tables; no accelerator is used.
 
-Every number of trainers is a process of its own, held to as many cores. The base is one trainer on
-one core that does not synchronise; `efficiency` is the rate over n times that of the base.
+Each number of trainers is a separate process, limited to as many cores. The baseline is one trainer on one core without
+synchronisation; `efficiency` is the rate over n times that of the baseline.
 """
 
 import functools
@@ -20,7 +19,7 @@ PACE_S = 0.3
 
 
 def run(task: Task) -> None:
-    """All numbers of trainers in turns."""
+    """Measure all numbers of trainers in turns."""
     cores = len(os.sched_getaffinity(0))
     numbers = sorted({1, cores} | {2**i for i in range(10) if 2**i < cores})
     job = Job("host", 20_000 if task.smoke else 1_000_000, 64 if task.smoke else 2048)

@@ -1,11 +1,10 @@
-"""Part 5: saving and restoring beside compute: how long training waits, how long it takes, how much
-it slows steps.
+"""Part 5: saving and restoring beside training: blocking time, duration, and slowdown of the steps.
 
-Each way begins something and trains on until it is done: `full` saves an image (Checkpointer),
-`rows` an eighth of the rows over it (RowCheckpointer), `restore` brings one shard of 8 back into
-other tables of the same home, from files just written. `stall_s` is how long training waits,
-`seconds` until all is on the disk (or restored), `rate_beside_over_alone` how fast steps are
-meanwhile. `restore_idle_seconds` is without training beside it.
+Each way starts an operation and trains on until it is done: `full` saves an image (Checkpointer), `rows` an eighth of
+the rows over it (RowCheckpointer), `restore` restores one shard of 8 into other tables of the same placement, from
+files just written. `stall_s` is how long training is blocked, `seconds` how long until all is on disk (or restored),
+`rate_beside_over_alone` the step rate meanwhile over that of `alone`. `restore_idle_seconds` is without training beside
+it.
 """
 
 import functools
@@ -26,11 +25,11 @@ from accelerator.measure import Task, interval, over
 from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shard
 
 FRACTION = 1 / 8  # of the rows, in a save of rows
-CHUNK = 5  # steps between two looks whether it is done
+CHUNK = 5  # steps between two checks for completion
 
 
 def run(task: Task) -> None:
-    """Both homes of the rows."""
+    """Measure both placements of the rows."""
     sizes = (("host", 0.002), ("device", 0.002)) if task.smoke else (("host", 1.0), ("device", 1.0), ("device", 8.0))
 
     def one(point, until):
@@ -47,7 +46,7 @@ def run(task: Task) -> None:
 
 
 class SavesInTurns:
-    """A trainer, a directory for its images, and all that is done beside its steps."""
+    """A trainer, a directory for its images, and the operations measured beside its steps."""
 
     def __init__(self, job: Job, directory: Path, smoke: bool):
         self.trainer, self.directory, self.number = TimedTrainer(job), directory, 0
@@ -67,14 +66,14 @@ class SavesInTurns:
             way()
 
     def alone(self) -> dict[str, float]:
-        """The rate of steps with nothing beside them."""
+        """Measure the step rate with nothing beside it."""
         start = time.perf_counter()
         for _ in range(-(-self.steps // CHUNK)):
             self.trainer.run(CHUNK)
         return {"steps_per_s": CHUNK * -(-self.steps // CHUNK) / (time.perf_counter() - start)}
 
     def full(self) -> dict[str, float]:
-        """A whole image, in a directory of its own."""
+        """Save a whole image, in a new directory."""
         shutil.rmtree(self.directory / str(self.number), ignore_errors=True)
         self.number += 1
         self.images = self.directory / str(self.number)
@@ -82,7 +81,7 @@ class SavesInTurns:
             return self._save(saver, functools.partial(saver.save, self.trainer.state))
 
     def rows(self) -> dict[str, float]:
-        """Random rows over the image."""
+        """Save random rows over the image."""
         rows = {
             (name, shard): shard + stack.shards * np.sort(self._draw(stack.rows_per_shard))
             for name, stack in self.spec.stacks.items()
@@ -109,11 +108,11 @@ class SavesInTurns:
         }
 
     def restore(self) -> dict[str, float]:
-        """One shard, beside training."""
+        """Restore one shard beside training."""
         return self._beside(self.restore_idle)
 
     def restore_idle(self) -> dict[str, float]:
-        """One shard, with nothing beside it."""
+        """Restore one shard with nothing beside it."""
         start = time.perf_counter()
         path, shard = images(self.images)[0], self.number % self.spec.shards
         self.target, _ = restore_shard(path, self.target, shard)
@@ -122,7 +121,7 @@ class SavesInTurns:
         return {"seconds": time.perf_counter() - start}
 
     def _beside(self, job: Callable) -> dict[str, float]:
-        """Trains until a job that runs in a thread is done; what the job raises is raised."""
+        """Train until a job in a thread is done; raises what the job raises."""
         steps, start = 0, time.perf_counter()
 
         def timed():
@@ -138,7 +137,7 @@ class SavesInTurns:
 
 
 def figures_of_saves(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of every way, and rates of steps beside it over those alone."""
+    """Return medians of every way, and its step rates over that of `alone`."""
     result: dict[str, Any] = {}
     alone = [each["steps_per_s"] for each in found["alone"]]
     for way, rounds in found.items():

@@ -1,11 +1,10 @@
 """Parts 2 and 3: OAC over the real link between host tables and the device.
 
-`oac`: every mode and windows 1 to 16 in turns, rows sent and fetched in several ways, validation
-'planned' and 'device'; before that the bandwidth of the link alone, and whether oac gives the bits
-of sync on this device: as XLA is, and with --xla_gpu_deterministic_ops, each in a process of its
-own. `sync_again` says whether the device repeats itself at all; `async` must differ, or nothing was
-stale and equality says nothing. `oac_wide`: ten tables of width 128, ids by a power law of exponent
-1.05, as many rows as fit half of the free memory, at most 64 GB.
+`oac`: every mode and windows 1 to 16 in turns, several ways to send and fetch rows, and validation 'planned' and
+'device'. Before that, the bandwidth of the link alone, and whether oac is bitwise equal to sync on this device: with
+XLA's defaults, and with --xla_gpu_deterministic_ops, each in a separate process. `sync_again` shows whether the device
+is deterministic at all; `async` must differ, or nothing was stale and equality proves nothing. `oac_wide`: ten tables
+of width 128, ids by a power law of exponent 1.05, as many rows as fit in half of the free memory, at most 64 GB.
 """
 
 import functools
@@ -26,29 +25,27 @@ from accelerator.measure import Task, interval, last_line, over, words
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.tables import empty_parts
 
-COUNTED = 10  # batches of a turn that count
+COUNTED = 10  # measured batches of a turn
 FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
 
 
 def to_pinned(placement):
-    """The same placement in memory of the host that the device reads without a copy by its
-    processor."""
+    """Return the same placement in pinned host memory, which the device reads without a CPU copy."""
     return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), placement)
 
 
 def send_pinned(tree, placement):
-    """To the device by way of pinned memory."""
+    """Send to the device through pinned memory."""
     return jax.device_put(jax.device_put(tree, to_pinned(placement)), placement)
 
 
 def fetch_pinned(tree):
-    """To the host by way of pinned memory."""
+    """Fetch to the host through pinned memory."""
     return jax.tree.map(np.asarray, jax.device_put(tree, to_pinned(jax.tree.map(lambda leaf: leaf.sharding, tree))))
 
 
 def fetch_plain(tree):
-    """To the host, leaf after leaf; the pipeline's own way starts all copies first
-    (`copy_to_host_async`)."""
+    """Fetch to the host leaf by leaf; the pipeline's default starts all copies first (`copy_to_host_async`)."""
     return jax.tree.map(np.asarray, tree)
 
 
@@ -73,7 +70,7 @@ EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_skip_both", "oac_4_val
 
 
 def run(task: Task) -> None:
-    """Part 2."""
+    """Measure part 2."""
     bandwidth(task)
     equality(task)
     sizes = (64,) if task.smoke else (16384, 4096, 65536, 2048)
@@ -87,12 +84,12 @@ def run(task: Task) -> None:
 
 
 def run_wide(task: Task) -> None:
-    """Part 3."""
+    """Measure part 3."""
     width, number = 128, 10
     free = memory_available()
     rows = 2_000 if task.smoke else int(min(0.5 * free, 64e9) // (4 * (width + 1)))
     ways = {name: WAYS[name] for name in WIDE[: 3 if task.smoke else None]}
-    kept: list[HostTables] = []  # all points train the same tables: making them takes long
+    kept: list[HostTables] = []  # shared by all points, as creating them takes long
 
     def create(spec, row_optimizer):
         if not kept:
@@ -109,12 +106,12 @@ def run_wide(task: Task) -> None:
 
 
 def _batches(ways):
-    """So many that a turn of the widest window has COUNTED batches of its steady state."""
+    """Return how many batches give a turn of the widest window COUNTED batches in steady state."""
     return COUNTED + 3 + max(options.get("window", 0) for _, options in ways.values())
 
 
 def memory_available() -> int:
-    """Bytes that may be taken without swapping."""
+    """Return the bytes that can be allocated without swapping."""
     for line in open("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -122,8 +119,7 @@ def memory_available() -> int:
 
 
 def filled_tables(spec, row_optimizer) -> HostTables:
-    """Host tables of random rows, one core per shard makes them: `HostTables.create` draws them on
-    one."""
+    """Create host tables of random rows, shards in parallel; `HostTables.create` uses one core."""
     layout = spec.layout(row_optimizer)
     shards = {
         name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)] for name, stack in spec.stacks.items()
@@ -147,13 +143,13 @@ def filled_tables(spec, row_optimizer) -> HostTables:
 
 
 def time_pipelines(task: Task, point: dict, work: Work, ways: dict, until: float) -> None:
-    """All ways of a job in turns: milliseconds per batch, and rates over sync and async."""
+    """Measure all ways of a job in turns: milliseconds per batch, and rates over sync and async."""
     made, turns = {}, {}
     for name, (mode, options) in ways.items():
         try:
             made[name] = work.pipeline(mode, **options)
             turn(made[name], work.batches[: _skip(made[name]) + 2], _skip(made[name]))  # compiles
-        except Exception as error:  # a device may know no pinned memory, or have no room for the widest ring
+        except Exception as error:  # a device may lack pinned memory, or memory for the widest ring
             if name in ("sync", "oac_4"):
                 raise
             made.pop(name, None)
@@ -181,7 +177,7 @@ def _skip(pipeline):
 
 
 def bandwidth(task: Task) -> None:
-    """Gigabytes per second over the link alone, each way, one array at a time."""
+    """Measure gigabytes per second over the link alone, each way, one array at a time."""
     device = jax.devices()[0]
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     for megabytes in (1,) if task.smoke else (1, 16, 256):
@@ -211,7 +207,7 @@ def _send(megabytes, by):
 
 
 def _fetch(megabytes, way):
-    # Anew: an array keeps its copy on the host.
+    # A new array each time: an array caches its host copy.
     array = jax.block_until_ready(_made(megabytes << 18, jnp.float32(1)))
     start = time.perf_counter()
     if way == "pinned":
@@ -250,8 +246,7 @@ class Exactness:
         return {"loss": losses, "dense": dense, "rows": tables}, pipeline.counters["stale_rows"]
 
     def compare(self, name: str) -> dict[str, Any]:
-        """Whether a way has the bits of sync in losses, dense parameters, rows and slots, and how
-        far off it is."""
+        """Compare losses, dense parameters, rows and slots of a way with sync: bitwise, and the largest difference."""
         mode, options = ("sync", {}) if name == "sync_again" else WAYS[name]
         found, stale = self._train(mode, options)
         worst, equal = 0.0, True
@@ -262,7 +257,7 @@ class Exactness:
 
 
 def equality(task: Task) -> None:
-    """Whether oac has the bits of sync on this device, with the two settings of XLA."""
+    """Check whether oac is bitwise equal to sync on this device, with both settings of XLA."""
     job = Job("host", 5_000 if task.smoke else 200_000, 64 if task.smoke else 4096)
     for setting, flags in FLAGS.items():
         point = {"equality": setting, "batch": job.batch_size}

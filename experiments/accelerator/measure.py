@@ -1,5 +1,4 @@
-"""How the parts measure: ways in turns, medians with bootstrap intervals, within a budget of
-time."""
+"""How the parts measure: ways in turns, medians with bootstrap intervals, within a time budget."""
 
 import json
 import time
@@ -9,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-ROW = "row "  # how a line of a part's output begins that holds a row
+ROW = "row "  # prefix of the lines of a part's output that hold a row
 MOST_ROUNDS, LEAST_ROUNDS = 24, 3
 
 
 def interval(values, draws: int = 2000) -> dict[str, Any]:
-    """The median of some rounds with its 95 % bootstrap interval.
+    """Return the median of some rounds with its 95 % bootstrap interval.
 
     Args:
       values: one per round.
-      draws: how often the rounds are drawn anew, with replacement; seeded, so that equal rounds
-        give equal intervals.
+      draws: number of bootstrap resamples; seeded, so that equal rounds give equal intervals.
 
     Returns:
       {'median', 'low', 'high', 'rounds'}; low and high are None for a single round.
@@ -43,10 +41,10 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
 
 
 def over(above, below) -> dict[str, Any]:
-    """The interval of a ratio within each round, such as that of the times of two ways.
+    """Return the interval of a ratio within each round, such as that of the times of two ways.
 
     Raises:
-      ValueError: other rounds above than below.
+      ValueError: the numbers of rounds differ.
     """
     above, below = np.asarray(above, np.float64), np.asarray(below, np.float64)
     if above.shape != below.shape:
@@ -55,17 +53,16 @@ def over(above, below) -> dict[str, Any]:
 
 
 def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int = MOST_ROUNDS) -> dict[Any, list]:
-    """Runs all ways one after the other, again and again, so that a slow minute hits all of them.
+    """Run all ways one after the other, again and again, so that a slow minute affects all of them.
 
     Args:
       ways: {name: function without arguments}.
-      until, end: times of `time.monotonic`. No round begins that would, being as long as the last
-        one, end after `until`; but LEAST_ROUNDS are run, if they do not end after `end`, and one
-        in any case.
-      rounds: the most.
+      until, end: times of `time.monotonic`. A round begins only if, being as long as the last one, it ends before
+        `until`; but LEAST_ROUNDS are run if they end before `end`, and one in any case.
+      rounds: maximum.
 
     Returns:
-      {name: what it returned, one per round}; whole rounds only.
+      {name: results, one per round}; whole rounds only.
     """
     found: dict[Any, list] = {name: [] for name in ways}
     last = 0.0
@@ -80,49 +77,47 @@ def in_turns(ways: Mapping[Any, Callable], until: float, end: float, rounds: int
 
 
 class Task:
-    """What a part is given: how long it may take, whether it is a smoke test, and where its rows
-    go.
+    """Time budget, smoke flag and rows of a part.
 
     Args:
-      seconds: until the part must have ended.
-      smoke: tiny sizes and one round, to see that all works; its figures mean nothing.
+      seconds: time within which the part must end.
+      smoke: tiny sizes and one round, to check that everything works; its figures mean nothing.
       say: prints a line.
     """
 
     def __init__(self, seconds: float, smoke: bool = False, say: Callable[[str], Any] = print):
         self.start, self.smoke, self._say = time.monotonic(), smoke, say
-        # A tenth is kept to end in: what is measured when the runner kills the part is not in its
-        # file.
+        # A tenth is reserved for ending: a part that the runner kills writes no file.
         self.end = self.start + 0.9 * seconds
         self._began, self._cost, self._need = self.start, 1.0, 0.0
         self.rows: list[dict] = []
         self.left_out: list[str] = []
 
     def left(self) -> float:
-        """Seconds that are left for measuring."""
+        """Return the seconds left for measuring."""
         return self.end - time.monotonic()
 
     def row(self, point: dict, figures: dict) -> None:
-        """Notes the figures of a point, and prints them in a way that survives the process."""
+        """Record the figures of a point, and print them in a form that survives the process."""
         self.rows.append({"point": point, "figures": figures})
         self._say(ROW + json.dumps(self.rows[-1]))
 
     def leave_out(self, what: str, why: str) -> None:
-        """Notes what was not measured."""
+        """Record what was not measured, and why."""
         self.left_out.append(f"{what}: {why}")
         self._say(f"left out: {self.left_out[-1]}")
 
     def each(self, points: Iterable[dict], measure: Callable[[dict, float], Any], cost: str = "") -> None:
-        """Measures point after point, most valuable first, as long as there is time.
+        """Measure point after point, most valuable first, while there is time.
 
-        A point that fails is left out, with its error, and the next one follows. A point begins if
-        its preparation and LEAST_ROUNDS rounds fit in what is left, as far as the points before it
-        tell. It may use half of that, or its even share if that is more.
+        A point that fails is left out, with its error, and the next one follows. A point begins if its preparation and
+        LEAST_ROUNDS rounds fit in the time left, judging by the points before it. It may use half of that time, or its
+        even share if that is more.
 
         Args:
-          points: what to measure.
-          measure: (point, until when it should be measured) -> anything; calls `turns` and `row`.
-          cost: the key of a point that its time grows with; none if all take alike.
+          points: points to measure.
+          measure: (point, time until which to measure) -> anything; calls `turns` and `row`.
+          cost: key of a point with which its time grows; '' if all take equally long.
         """
         points = list(points)
         for number, point in enumerate(points):
@@ -137,7 +132,7 @@ class Task:
                 self.leave_out(words(point), f"{type(error).__name__}: {last_line(error)}")
 
     def turns(self, ways: Mapping[Any, Callable], until: float) -> dict[Any, list]:
-        """`in_turns` within the time of the part; notes what such a point needs."""
+        """Run `in_turns` within the time of the part, and record the time that such a point needs."""
         start = time.monotonic()
         found = in_turns(ways, until, self.end, 1 if self.smoke else MOST_ROUNDS)
         rounds = len(next(iter(found.values()), []))
@@ -147,12 +142,12 @@ class Task:
 
 
 def last_line(error: Exception) -> str:
-    """What an error says, at most a line; of a process's traceback the last one."""
+    """Return the last line of an error's message, at most 300 characters."""
     return (str(error).strip().splitlines() or [""])[-1][:300]
 
 
 def table(rows: list[dict]) -> str:
-    """Rows as a person reads them.
+    """Format rows for printing.
 
     >>> print(table([{"point": {"batch": 2}, "figures": {"step_ms": interval([1.5, 1.5]), "steps": 7}}]))
     batch 2
@@ -168,7 +163,7 @@ def table(rows: list[dict]) -> str:
 
 
 def words(point: dict) -> str:
-    """A point in a line.
+    """Format a point in one line.
 
     >>> words({"batch": 64, "width": 16})
     'batch 64, width 16'

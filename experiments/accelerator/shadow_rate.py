@@ -1,10 +1,8 @@
-"""Part 4: the step rate without synchronisation, with a shadow beside it, and with the shadow's
-meeting blocked.
+"""Part 4: step rate without synchronisation, with a shadow beside training, and with its meeting blocked.
 
-One trainer, tables on the device or in host memory, and one peer that trains nothing; model
-averaging. `shadow` makes rounds back to back, `shadow_paced` one in 0.2 seconds, `blocked` is stuck
-for 3 seconds in each round, `foreground` waits for a round every 5 steps. Rates over none: below 1
-is slower.
+One trainer, with tables on the device or in host memory, and one peer that trains nothing; model averaging. `shadow`
+makes rounds back to back, `shadow_paced` one every 0.2 seconds, `blocked` hangs for 3 seconds in each round,
+`foreground` waits for a round every 5 steps. Rates are relative to `none`: below 1 is slower.
 """
 
 import functools
@@ -28,7 +26,7 @@ TURN_S = 0.7  # several rounds of the shadow
 
 
 def run(task: Task) -> None:
-    """Both homes of the rows, at two batches each."""
+    """Measure both placements of the rows, at two batch sizes each."""
     sizes = (64,) if task.smoke else (16384, 4096)
 
     def one(point, until):
@@ -39,10 +37,10 @@ def run(task: Task) -> None:
 
 
 def measure_shadow(trainer: TimedTrainer, until: float, task: Task) -> dict[str, Any]:
-    """All ways of one trainer in turns."""
+    """Measure all ways of one trainer in turns."""
     rule = model_averaging()  # one for all turns: its merge is compiled once
     for way, pace in WAYS.values():
-        trainer_turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th
+        trainer_turn(trainer, rule, way, 6, pace)  # compiles; the foreground meets at every 5th step
     alone = float(trainer_turn(trainer, rule, "none", 10)[0].mean())
     steps = 6 if task.smoke else max(10, min(400, int(TURN_S / alone)))
     one = functools.partial(trainer_turn, trainer, rule)

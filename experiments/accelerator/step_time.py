@@ -1,15 +1,13 @@
-"""Part 1: the time of a step with tables on the device, beside PyTorch on the same card, same work,
-in turns.
+"""Part 1: step time with tables on the device, beside PyTorch on the same card with the same work, in turns.
 
-Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop
-does; `jaxrec_device_plan` sends ids and plans on the device; `..._resident` the same with batches
-on the device before the clock starts; `jaxrec_planned` the step alone, planned before. Ways of
-PyTorch: duplicates reduced by hand (`unique`) or by coalescing a sparse gradient (`stacked`), eager
-and with the dense part under torch.compile; batches sent from pinned memory, or `_resident`.
-`matmul_error` says which precision both had: about 1e-7 is f32, about 3e-4 TF32.
+Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop does;
+`jaxrec_device_plan` sends ids and plans on the device; `..._resident` is the same with batches on the device before the
+clock starts; `jaxrec_planned` is the step alone, planned before. Ways of PyTorch: duplicates reduced by hand (`unique`)
+or by coalescing a sparse gradient (`stacked`), eager and with the dense part under torch.compile; batches sent from
+pinned memory, or `_resident`. `matmul_error` shows the precision of both: about 1e-7 is f32, about 3e-4 TF32.
 
-Every way is a process of its own on the card (the ways of jaxrec share one), with tables of its
-own: none may take all the memory, so XLA does not preallocate (on_accelerator.py sees to it).
+Every way is a separate process on the card (the ways of jaxrec share one), with separate tables: none may take all the
+memory, so XLA does not preallocate (set by on_accelerator.py).
 """
 
 import functools
@@ -29,11 +27,11 @@ JAX_WAYS = {
     "jaxrec_planned": "run_planned",
 }
 TORCH_VARIANTS = ("torch_unique", "torch_unique_compiled", "torch_stacked", "torch_compiled")
-TURN_S = 0.1  # how long a turn should be
+TURN_S = 0.1  # target duration of a turn
 
 
 def sizes_of_steps(smoke: bool) -> list[dict]:
-    """Models, widths, batches and precisions, most valuable first."""
+    """Return models, widths, batch sizes and precisions, most valuable first."""
     if smoke:
         return [{"model": model, "width": 16, "batch": 64, "precision": "default"} for model in ("dlrm", "dcnv2")]
 
@@ -48,7 +46,7 @@ def sizes_of_steps(smoke: bool) -> list[dict]:
 
 
 def run(task: Task) -> None:
-    """Measures point after point."""
+    """Measure point after point."""
     import jax
 
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
@@ -68,7 +66,7 @@ def run(task: Task) -> None:
 
 
 def measure_steps(task: Task, job: Job, variants, device: str, until: float) -> dict[str, Any]:
-    """The figures of one point."""
+    """Return the figures of one point."""
     sides = {"jaxrec": Side(functools.partial(JaxSide, job), start=False)}
     sides |= {name: Side(functools.partial(TorchSide, job, name, device), start=False) for name in variants}
     try:
@@ -77,7 +75,7 @@ def measure_steps(task: Task, job: Job, variants, device: str, until: float) -> 
         for name in variants:
             if name in sides:
                 ways |= {name: (sides[name], "run"), f"{name}_resident": (sides[name], "run_resident")}
-        for _ in range(2):  # at first a capacity that has grown meanwhile compiles once more
+        for _ in range(2):  # twice, as a capacity that has grown meanwhile compiles once more
             longest = max(side.ask(method, 2) for side, method in ways.values())
         steps = 2 if task.smoke else max(3, min(30, int(TURN_S / longest)))
         asked = {way: functools.partial(side.ask, method, steps) for way, (side, method) in ways.items()}
@@ -92,8 +90,7 @@ def measure_steps(task: Task, job: Job, variants, device: str, until: float) -> 
 
 
 def _warm_up(task, sides):
-    """Compiles all ways, the processes beside each other; a variant of PyTorch that fails is left
-    out."""
+    """Compile all ways, processes in parallel; a variant of PyTorch that fails is left out."""
     for name, side in list(sides.items()):
         try:
             side.ready()
@@ -117,8 +114,7 @@ def _drop(task, sides, name, error):
 
 
 def _figures(job, turns):
-    """Milliseconds of every way, and how much longer PyTorch takes than jaxrec where both have the
-    same to do."""
+    """Return milliseconds of every way, and the ratio of PyTorch to jaxrec where both do the same work."""
     found: dict[str, Any] = {f"{way}_ms": interval([1e3 * t for t in times]) for way, times in turns.items()}
     found["jaxrec_examples_per_s"] = interval([job.batch_size / t for t in turns["jaxrec"]])
     for way in turns:

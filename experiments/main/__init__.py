@@ -1,1 +1,1 @@
-"""What `train.py` is made of, and what every experiment has from it: flags, runs, signals, data, tables, plots."""
+"""Building blocks of `train.py`, shared by all experiments: flags, runs, signals, data, tables, plots."""

@@ -1,5 +1,7 @@
-"""Runs of train.py as processes below the directory of another run: what a sweep, a comparison or the demonstration
-trains. A signal that comes here is handed on, and no process is left behind."""
+"""Runs of train.py as child processes, below the directory of a sweep, a comparison or the demonstration.
+
+A signal to this process is forwarded, and no child outlives it.
+"""
 
 import contextlib
 import shlex
@@ -21,20 +23,20 @@ def trained(
     run: Run, name: str, what: str, flags: Sequence[str], asked: Asked,
     env: Mapping[str, str] | None = None, shown: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The results of a run of train.py, which is trained now unless it is complete.
+    """Return the results of a run of train.py, training it now unless it is complete.
 
     Args:
-      run: whose directory it is in.
-      name: of its directory there, and of the file that its words go to.
-      what: it is, in words.
-      flags: of train.py.
-      asked: from `stop_on_signals`; its words say how a person goes on.
+      run: parent run, whose directory holds this one.
+      name: name of its directory there, and of its log file.
+      what: description for messages.
+      flags: flags of train.py.
+      asked: from `stop_on_signals`; its words say how to resume.
       env: environment; that of this process if None.
-      shown: whether its words are shown instead.
+      shown: whether to show the output instead of logging it.
 
     Raises:
-      Stopped: a signal came, and the run has saved its state.
-      OSError: it failed.
+      Stopped: a signal arrived, and the run has saved its state.
+      OSError: the run failed.
       ValueError: its results are damaged.
     """
     directory, results = run.directory / name, f"{name}/results.json"
@@ -51,19 +53,19 @@ def trained(
 def run_child(
     command: Sequence[str], what: str, asked: Asked, env: Mapping[str, str] | None = None, output: IO | None = None
 ) -> None:
-    """Runs a command, and hands on to it the signal that asks to stop; writes to `output`, or where this process does.
+    """Run a command, forwarding a signal that asks to stop; output goes to `output`, or to this process's own.
 
     Raises:
-      Stopped: a signal came, and the command has ended.
-      OSError: it failed.
+      Stopped: a signal arrived, and the command has ended.
+      OSError: the command failed.
     """
     told = False
-    # A session of its own: a Ctrl-C of the terminal comes here alone, and is handed on once.
+    # In a new session: a Ctrl-C of the terminal reaches this process alone, which forwards it once.
     with (
         asked.held(),
         subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True) as child,
     ):
-        before = signal.signal(signal.SIGQUIT, lambda *_: child.kill())  # Ctrl-\, which is not of its session either
+        before = signal.signal(signal.SIGQUIT, lambda *_: child.kill())  # Ctrl-\, which the child does not get either
         try:
             while (code := child.poll()) is None:
                 if asked.signal is not None and not told:

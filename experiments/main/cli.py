@@ -1,5 +1,4 @@
-"""The contract of all experiments: common flags and their limits, one way to end, intervals, tables
-and plots."""
+"""Contract of all experiments: common flags and their limits, one way to end, intervals, tables and plots."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +13,7 @@ import numpy as np
 
 try:
     import scipy.stats
-    import tqdm  # noqa: F401  the experiments' own, looked for here so that one line stands for all
+    import tqdm  # noqa: F401  for the experiments; checked here, so that one message covers all
     import tyro
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
@@ -54,7 +53,7 @@ _LEAST = {
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """The flags of every experiment; its own come after them."""
+    """Flags common to all experiments; each adds its own."""
 
     preset: Literal["smoke", "default", "paper"] = "default"
     workdir: Path | None = None
@@ -62,10 +61,10 @@ class Flags:
 
 
 def command_line(main: Callable[[Any], dict], config: type, description: str | None) -> dict:
-    """Runs `main` on the flags of the command line; bad input ends in one line, not in a traceback.
+    """Run `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
-    A signal ends in one line too, and in the exit code 128 + its number; or in 75, for a scheduler
-    that was told to start such a job again, if the experiment has a flag `requeue` and it is given.
+    A signal ends in one line too, with exit code 128 + its number; or 75, for a scheduler configured to restart such
+    jobs, if the experiment has a flag `requeue` and it is given.
     """
     flags: Any = None
     try:
@@ -79,11 +78,11 @@ def command_line(main: Callable[[Any], dict], config: type, description: str | N
 
 
 def command_of(name: str, config: Flags) -> str:
-    """The command line that gives these flags again: those that are not the defaults.
+    """Return the command line that reproduces these flags, without those at their defaults.
 
     Args:
-      name: of the experiment.
-      config: as it came from the command line; where to write and what to go on with is left out.
+      name: name of the experiment.
+      config: parsed flags; `workdir` and `resume` are left out.
 
     >>> command_of("train", Flags(preset="smoke", workdir=Path("runs/a"), seed=3))
     'python experiments/train.py --preset smoke --seed 3'
@@ -101,7 +100,7 @@ def command_of(name: str, config: Flags) -> str:
 
 
 def refuse(broken: Mapping[str, object]) -> None:
-    """Raises the first rule of {sentence: whether it is broken}.
+    """Raise the first broken rule of {sentence: whether it is broken}.
 
     Raises:
       ValueError: with that sentence.
@@ -112,17 +111,16 @@ def refuse(broken: Mapping[str, object]) -> None:
 
 
 def rule_of_ray() -> dict[str, object]:
-    """The rule, for `refuse`, that Ray is installed."""
+    """Return the rule, for `refuse`, that Ray is installed."""
     missing = importlib.util.find_spec("ray") is None
     return {"this needs Ray, which is not installed: pip install -e '.[cluster]'.": missing}
 
 
 def refuse_small(config: object) -> None:
-    """Compares every number among the flags with the least that it may be; infinity and NaN are
-    refused too.
+    """Check every numeric flag against its minimum; infinity and NaN are refused too.
 
     Raises:
-      ValueError: names the flag, its value and the least.
+      ValueError: names the flag, its value and the minimum.
     """
     for name, least in _LEAST.items():
         values = getattr(config, name, None)
@@ -132,8 +130,7 @@ def refuse_small(config: object) -> None:
 
 
 def paired_interval(differences) -> tuple[float, float | None]:
-    """Mean and half width of the 95 % interval of paired differences, one per seed; no width from a
-    single one."""
+    """Return mean and half width of the 95 % interval of paired differences, one per seed; None for one seed."""
     differences = np.asarray(differences, np.float64)
     n = len(differences)
     if n < 2:

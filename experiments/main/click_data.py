@@ -1,15 +1,15 @@
-"""The click job: a model over embedding tables, and the data that it is trained, validated and tested on. flags.py
-chooses both.
+"""The click job: a model over embedding tables, and the data it is trained, validated and tested on.
+
+flags.py chooses both.
 
     data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0, test_batches=50)
     job = click_job(data.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
     for batch in data.train(200):  # goes on where a run has stopped after 200 steps
         ...
 
-A step is counted over all epochs, and its batch depends on the flags, the seed and that count alone:
-`train(k)` is the end of `train(0)` for every k. The three sets have no row in common, and neither
-validation nor test depends on the seed of the run, its epochs, its shuffle or its batch size (the
-synthetic log alone is another one for each seed).
+Steps are counted over all epochs, and a step's batch depends only on the flags, the seed and that count: `train(k)` is
+the tail of `train(0)` for every k. The three sets share no row, and neither validation nor test depends on the run's
+seed, epochs, shuffling or batch size (except that each seed has its own synthetic log).
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from jaxrec.step import init_state, make_eval_step, make_train_step, make_update
 from jaxrec.types import Batch, RowOptimizer, TrainState
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
-TEST_BATCH = 2048  # whatever the batch size: the examples of test and validation are the same
-_ORDER = 4  # a stream of random numbers beside those of the synthetic log
+TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
+_ORDER = 4  # random stream, distinct from those of the synthetic log
 
 
 class ClickJob(NamedTuple):
-    """A click model over embedding tables, and how it learns."""
+    """A click model over embedding tables, with its loss and optimizers."""
 
     spec: EmbeddingSpec
     init: Callable[[int], Any]  # seed -> dense parameters
@@ -49,16 +49,15 @@ class ClickJob(NamedTuple):
     row_optimizer: RowOptimizer
 
     def of_seed(self, seed: int) -> "ClickJob":
-        """The same job with the initial rows of another seed; programs compiled for one serve the
-        other."""
+        """Return the job with the initial rows of another seed; both share compiled programs."""
         return self._replace(spec=dataclasses.replace(self.spec, seed=seed))
 
     def state(self, tables, seed: int, mesh=None) -> TrainState:
-        """The initial state: the parameters of a seed over fresh tables, in whatever home."""
+        """Return the initial state: the parameters of a seed over fresh tables, wherever they are placed."""
         return init_state(self.init(seed), self.optimizer, tables, mesh)
 
     def update(self, mesh=None) -> Callable:
-        """The pure step, for a pipeline: as `make_update`."""
+        """Return the pure step for a pipeline, as `make_update`."""
         return make_update(self.spec, self.loss, self.optimizer, self.row_optimizer, mesh)
 
     def train_step(self, mesh=None) -> Callable:
@@ -79,16 +78,16 @@ def click_job(
     shards: int = 8,
     seed: int = 0,
 ) -> ClickJob:
-    """The job of a model over one table for each categorical field.
+    """Build the job of a model over one table per categorical field.
 
     Args:
-      cardinalities: rows of each table, C1, C2 and so on.
+      cardinalities: rows of each table: C1, C2 and so on.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
-      optimizer: of the dense parameters.
-      row_optimizer: of the rows.
+      optimizer: optimizer of the dense parameters.
+      row_optimizer: optimizer of the rows.
       width: E, of all tables.
       shards: S, of every table.
-      seed: of the initial rows.
+      seed: seed of the initial rows.
     """
     fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
     tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
@@ -108,13 +107,13 @@ def click_job(
 
 
 def make_model(name: str, width: int) -> nn.Module:
-    """A model of the usual size; 'small_dlrm' is for many short runs.
+    """Build a model of the usual size; 'small_dlrm' is for many short runs.
 
-    'dcnv2_mlperf' is that of MLPerf Training at width 128; its rank, 512 there, follows the width.
-    Of 'lr', 'fm', 'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
+    'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
+    'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
 
     Raises:
-      ValueError: there is no such model.
+      ValueError: no such model.
     """
     models = {
         "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
@@ -135,29 +134,29 @@ def make_model(name: str, width: int) -> nn.Module:
 
 
 class Data(NamedTuple):
-    """What a run reads: all its numbers and three ways to iterate."""
+    """Data of a run: its sizes, and iterators over training, test and validation batches."""
 
     cardinalities: tuple[int, ...]  # rows of each table
     batch_size: int
-    steps: int  # of all epochs
+    steps: int  # over all epochs
     epoch_steps: int
     epoch_examples: int
-    train: Callable[[int], Iterator[Batch]]  # from which step on -> batches
+    train: Callable[[int], Iterator[Batch]]  # first step -> batches from there on
     test: Callable[[], Iterator[Batch]]
-    validation: Callable[[], Iterator[Batch]] | None = None  # if any rows were set apart for it
-    vocabulary_digest: str | None = None  # of what gives categories their rows
-    expectation: str = ""  # what a run may reach, in words
-    table: Mapping[str, Any] | None = None  # of a prepared table: what it says of itself
+    validation: Callable[[], Iterator[Batch]] | None = None  # if any rows are held out
+    vocabulary_digest: str | None = None  # of the mapping from categories to rows
+    expectation: str = ""  # result to expect, in words
+    table: Mapping[str, Any] | None = None  # metadata of a prepared table
     best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
 
     def examples_after(self, step: int) -> int:
-        """Examples trained after some steps; the last batch of an epoch may be padded."""
+        """Return the number of examples trained after `step` steps; the last batch of an epoch may be padded."""
         epochs, rest = divmod(step, self.epoch_steps)
         return epochs * self.epoch_examples + min(rest * self.batch_size, self.epoch_examples)
 
     @property
     def examples(self) -> int:
-        """Of the whole run."""
+        """Training examples of the whole run."""
         return self.examples_after(self.steps)
 
 
@@ -172,21 +171,21 @@ def synthetic_clicks(
     shuffle: bool = False,
     curved: float = 0.0,
 ) -> Data:
-    """So many batches of the synthetic click log, and others to validate and to test on.
+    """Build training batches of the synthetic click log, and disjoint ones for validation and test.
 
     Args:
       cardinalities: rows of each table.
-      batch_size: of training.
-      steps: of one epoch.
-      seed: of the log, and of the order.
-      test_batches: for the test, and as many for the validation.
-      test_batch_size: of both.
-      epochs: how often the batches are trained.
-      shuffle: whether each epoch has an order of its own.
+      batch_size: training batch size.
+      steps: steps of one epoch.
+      seed: seed of the log and of its order.
+      test_batches: number of test batches, and of validation batches.
+      test_batch_size: batch size of both.
+      epochs: passes over the batches.
+      shuffle: whether each epoch has its own order.
       curved: as for `SyntheticClicks`.
 
     Raises:
-      ValueError: there is not one batch to train on.
+      ValueError: no batch to train on.
     """
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
@@ -217,22 +216,21 @@ def criteo_clicks(
     shuffle_seed: int | None = None,
     validation_fraction: float = 0.0,
 ) -> Data:
-    """Passes over prepared Criteo rows.
+    """Build batches of prepared Criteo rows.
 
     Args:
       directory: made by prepare.py.
-      batch_size: by the number of rows if None.
-      steps: at most so many, of all epochs.
-      examples: at most so many in an epoch, the first ones.
-      padded: whether a last batch of an epoch that is not full is filled up, or left out.
-      epochs: how often the rows are trained.
-      shuffle_seed: None for the order of the file; else each epoch has an order of its own.
-      validation_fraction: share of the training rows that validates instead: the last ones, or
-        random ones if the preparation split at random.
+      batch_size: None to choose by the number of rows.
+      steps: limit over all epochs.
+      examples: limit per epoch; the first ones are kept.
+      padded: whether to pad an incomplete last batch of an epoch, or to drop it.
+      epochs: passes over the rows.
+      shuffle_seed: None for file order; else each epoch has its own order.
+      validation_fraction: share of the training rows held out for validation: the last ones, or random ones if the
+        preparation split at random.
 
     Raises:
-      ValueError: there is not one batch to train on, or not one row to validate; the directory holds
-        no prepared rows.
+      ValueError: there is no batch to train on or no row to validate on; the directory holds no prepared rows.
     """
     from jaxrec.data.criteo import open_split
 
@@ -259,20 +257,19 @@ def data_of_blocks(
     validation_fraction: float = 0.0,
     at_random: bool = False,
 ) -> Data:
-    """Passes over blocks of rows, of tables that the caller tells.
+    """Build batches of blocks of rows; the caller adds the cardinalities.
 
     Args:
-      split: rows to train on.
-      test: rows to test on.
-      validation: rows to validate on; None to set some of the training rows apart, or for none.
-      at_random: whether those are random ones, and not the last.
-      batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as of `criteo_clicks`.
+      split: training rows.
+      test: test rows.
+      validation: validation rows; None to hold out training rows, or for none.
+      at_random: whether to hold out random rows instead of the last ones.
+      batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as for `criteo_clicks`.
 
     Raises:
-      ValueError: there is not one batch to train on, or not one row to validate.
+      ValueError: there is no batch to train on or no row to validate on.
     """
-    # One pass over few rows wants many small steps: 2,048 reached 0.69-0.75 where 128 reaches
-    # 0.756.
+    # One pass over few rows needs many small steps: AUC 0.69-0.75 with 2,048, 0.756 with 128.
     batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)
     source: BlockSource = split
     if validation_fraction:
@@ -305,12 +302,12 @@ class Part:
     """Some rows of each block of a source.
 
     Args:
-      source: of the blocks.
-      counts: how many rows of each block; a block without any is left out, and is never read.
-      chosen: number of a block -> which of its rows, so many.
+      source: all blocks.
+      counts: number of rows to keep of each block; a block with none is skipped and never read.
+      chosen: block number -> indices of the rows to keep.
 
     Attributes:
-      rows: of each block that is left.
+      rows: number of rows of each remaining block.
     """
 
     def __init__(self, source: BlockSource, counts: list[int], chosen: Callable[[int], np.ndarray]):
@@ -325,15 +322,15 @@ class Part:
 
 
 def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[Part, Part]:
-    """All rows of a source but so many, and those, both in the order of the source.
+    """Split a source into the remaining rows and `rows` held-out ones, both in the order of the source.
 
     Args:
       source: blocks whose columns are arrays.
-      rows: how many to set apart, from 0 to all.
-      seed: None to set the last ones apart; else random ones, an equal share of every block.
+      rows: number of rows to hold out, from 0 to all.
+      seed: None to hold out the last ones; else random ones, an equal share of every block.
 
     Raises:
-      ValueError: the source does not have so many rows.
+      ValueError: the source has fewer rows.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]
@@ -351,7 +348,7 @@ def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[
         end = start + size
         if seed is None:
             taken.append(min(max(end - (total - rows), 0), size))
-        else:  # in whole numbers, so that all of them together are exactly so many
+        else:  # in integers, so that the shares sum to exactly `rows`
             taken.append(end * rows // max(total, 1) - start * rows // max(total, 1))
         start = end
 
@@ -368,7 +365,7 @@ def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[
 
 
 def _digest_of(directory: Path) -> str | None:
-    """The digest of a vocabulary; None if it is gone, as training does without."""
+    """Return the digest of a vocabulary; None if it is missing, as training does not need it."""
     from jaxrec.data.criteo import open_encoder
 
     try:
@@ -378,7 +375,7 @@ def _digest_of(directory: Path) -> str | None:
 
 
 def _validated(split: BlockSource, fraction: float, at_random: bool) -> tuple[BlockSource, BlockSource]:
-    """The rows that train, and those that validate."""
+    """Split training rows into those to train on and those to validate on."""
     rows = sum(split.rows)
     apart = int(rows * fraction) if 0 < fraction < 1 else 0
     if not 0 < apart < rows:
@@ -386,13 +383,13 @@ def _validated(split: BlockSource, fraction: float, at_random: bool) -> tuple[Bl
             f"validation_fraction={fraction} of the {rows} training rows is {apart} rows: it must leave some to train "
             "and some to validate, between 0 and 1."
         )
-    # As the preparation has chosen the test, so that the one foretells the other; and whatever the
-    # seed of the run is. The vocabulary has counted these rows: it knows a little of them.
+    # Held out as the preparation held out the test rows, so that validation predicts the test, and independent of the
+    # run's seed. The vocabulary has counted these rows, which leaks a little.
     return set_apart(split, apart, seed=0 if at_random else None)
 
 
 def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int], Iterator[Batch]]):
-    """`Data.train`, from the batches of an epoch from one of its steps on."""
+    """Build `Data.train` from `batches`: (epoch, its first step) -> batches from there on."""
 
     def train(first: int) -> Iterator[Batch]:
         whole_number("first", first, 0, steps, ", the steps of the run")
@@ -414,7 +411,7 @@ def _check_steps(steps, batch_size):
 
 
 def _chosen(column, rows):
-    """Rows of a column, or of each of several, such as the ids of several lookups."""
+    """Return rows of a column, or of each column of a mapping, such as the ids of several lookups."""
     if isinstance(column, Mapping):
         return {key: each[rows] for key, each in column.items()}
     return column[rows]

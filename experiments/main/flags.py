@@ -1,12 +1,12 @@
-"""The flags of train.py: the data, how a model learns from it, the techniques; and which of them go together.
+"""Flags of train.py: data, learning and techniques; and which of them can be combined.
 
     DataFlags        -> data_of     what is trained, validated and tested on
     LearningFlags    -> optimizers  of the dense parameters and of the rows
     TechniqueFlags   -> main/techniques.py
 
-Two regimes of ShadowSync follow from the other flags. In lock step trainers are replicas on a mesh,
-each on a device of its own, that share every batch: over device tables, under a pipeline, with CPR.
-Free-running trainers are threads over shared host tables, each with batches of its own.
+Two regimes of ShadowSync follow from the other flags. In lock step, trainers are replicas on a mesh, one per device,
+that share every batch: with device or remote tables, a pipeline or CPR. Free-running trainers are threads over shared
+host tables, each with its own batches.
 """
 
 import dataclasses
@@ -35,14 +35,13 @@ from jaxrec.types import RowOptimizer
 from main.cli import Flags, rule_of_ray, say
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
-# What DLRM reached with seed 0 and no other flag.
+# AUC of DLRM with seed 0 and no other flags.
 EXPECTED = {
     "smoke": "; with --preset smoke alone DLRM reaches about 0.716",
     "default": "; with the defaults DLRM reaches about 0.744",
     "paper": "",
 }
-# Of `prepare`, where a flag is not given. A directory made with these bears the name of its files
-# alone.
+# Defaults of `prepare`. The name of a directory prepared with these depends on its files alone.
 PREPARATION: dict[str, Any] = {
     "min_count": 6, "hash_cap": None, "split": "time", "train_fraction": 5 / 6, "max_bad_rows": 0,
 }  # fmt: skip
@@ -55,8 +54,7 @@ ROW_OPTIMIZERS: dict[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class DataFlags(Flags):
-    """Which data a run reads, in which order; what is not given follows from the data and the
-    preset."""
+    """Data that a run reads, and their order; unset flags follow from the data and the preset."""
 
     data: Literal["synthetic", "criteo", "tabular"] = "synthetic"
     path: tuple[Path, ...] = ()
@@ -75,24 +73,23 @@ class DataFlags(Flags):
     """Another order in every epoch, by --seed. Criteo: the blocks of 4,096 rows, then the rows within
     16 of them. Synthetic: the batches."""
     validation_fraction: float = 0.0
-    """Criteo: this share of the training rows does not train but validates, such as 0.1: the last ones
-    in time; or random ones, if the preparation split at random. The synthetic log has a validation of
-    its own."""
+    """Criteo and tabular: share of the training rows held out for validation, such as 0.1: the last ones in time, or
+    random ones if the preparation split at random. The synthetic log has its own validation set."""
     min_count: int | None = None
     """Raw Criteo files: rarer categories share one row (6 unless hashing)."""
     hash_cap: int | None = None
-    """Raw Criteo files: hash each field into so many rows instead."""
+    """Raw Criteo files: hash each field into this many rows instead."""
     split: Literal["time", "random"] | None = None
-    """Raw Criteo files: the first lines train and the last ones test (time, unless given), or random
-    ones, the same for every --seed."""
+    """Raw Criteo files: train on the first lines and test on the last ones (time, the default), or split at random,
+    alike for every --seed."""
     train_fraction: float | None = None
-    """Raw Criteo files: share of the lines that trains; 5/6 unless given."""
+    """Raw Criteo files: share of the lines to train on; default 5/6."""
     max_bad_rows: int | None = None
-    """Raw Criteo files: how many malformed lines to leave out before giving up; 0 unless given."""
+    """Raw Criteo files: number of malformed lines to skip before giving up; default 0."""
 
 
 def data_of(config: DataFlags) -> Data:
-    """What the flags name.
+    """Return the data that the flags select.
 
     Raises:
       ValueError: as `synthetic_clicks`, `criteo_clicks`, `tabular_data` and `prepare`.
@@ -105,7 +102,7 @@ def data_of(config: DataFlags) -> Data:
 
 
 def synthetic_data(config) -> Data:
-    """The synthetic click log, sized by the preset, with what its teacher reaches."""
+    """Return the synthetic click log, sized by the preset, with the metrics of its teacher."""
     rows, steps, test_batches = {
         "smoke": (20_000, 100, 8),
         "default": (200_000, 1_000, 50),
@@ -128,7 +125,7 @@ def synthetic_data(config) -> Data:
 
 
 def criteo_data(config) -> Data:
-    """Criteo rows, prepared in the current directory if they are not yet."""
+    """Return Criteo rows, preparing them in the current directory if necessary."""
     from jaxrec.data.criteo import prepare
 
     directory, options = config.path[0], preparation(config)
@@ -145,19 +142,19 @@ def criteo_data(config) -> Data:
 
 
 def preparation(config) -> dict[str, Any]:
-    """The flags of the preparation that are given, and are not what it does anyway."""
+    """Return the given preparation flags that differ from the defaults."""
     given = {name: getattr(config, name) for name in PREPARATION}
     return {name: value for name, value in given.items() if value is not None and value != PREPARATION[name]}
 
 
 def prepared_directory(sources: tuple[Path, ...], options: Mapping[str, Any] | None = None) -> Path:
-    """Where raw files are prepared: here, as they may be read-only.
+    """Return where raw files are prepared: in the current directory, as theirs may be read-only.
 
-    Two files of one name in two folders are two, and so is one file that is prepared in two ways.
+    Files of one name in two directories get distinct names, and so does one file prepared with other options.
 
     Args:
       sources: raw files.
-      options: of the preparation, those that are not the defaults.
+      options: options of the preparation that differ from the defaults.
     """
     words = [str(local_path(source)) for source in sources]
     words += [f"{name}={value!r}" for name, value in sorted((options or {}).items())]
@@ -167,35 +164,35 @@ def prepared_directory(sources: tuple[Path, ...], options: Mapping[str, Any] | N
 
 @dataclasses.dataclass(frozen=True)
 class LearningFlags(Flags):
-    """The model, and how its dense parameters and its rows learn."""
+    """Model, and optimizers of its dense parameters and rows."""
 
     model: Literal["dlrm", "dcnv2", "lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "din", "small_dlrm"] = "dlrm"
     embedding_width: int = 16
     optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Of the dense parameters."""
+    """Optimizer of the dense parameters."""
     learning_rate: float = 1e-3
     row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "momentum_sgd", "lazy_adam", "rowwise_adam", "ftrl"] = (
         "rowwise_adagrad"
     )
-    """Of the embedding rows."""
+    """Optimizer of the embedding rows."""
     row_learning_rate: float = 0.02
     row_weight_decay: float = 0.0
     """L2 penalty of the rows that a batch touches."""
     row_clip_norm: float | None = None
     """Clip the gradient of each row to this norm."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Of both learning rates, after the warm-up: as they are, or falling to 0 at the end of the run."""
+    """Schedule of both learning rates after the warm-up: constant, or decaying to 0 at the end of the run."""
     warmup_steps: int = 0
-    """Over so many steps both learning rates rise from 0, in a straight line."""
+    """Steps over which both learning rates rise linearly from 0."""
 
 
 def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
-    """The optimizer of the dense parameters and that of the rows, at one schedule.
+    """Build the optimizers of the dense parameters and of the rows, on one schedule.
 
     Args:
-      config: the flags.
-      steps: of the run, of all epochs, at whose end a schedule ends. A trainer that runs freely
-        counts its own steps alone: give what one of them takes.
+      config: flags.
+      steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
+        only: pass the steps of one trainer.
 
     Raises:
       ValueError: the warm-up takes the whole run.
@@ -204,13 +201,13 @@ def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransfo
     rows = ROW_OPTIMIZERS[config.row_optimizer](row_rate)
     if config.row_weight_decay:
         rows = with_weight_decay(rows, config.row_weight_decay)
-    if config.row_clip_norm is not None:  # around the decay, so that data alone is clipped
+    if config.row_clip_norm is not None:  # around the decay, so that only gradients of the data are clipped
         rows = with_clipping(rows, config.row_clip_norm)
     return OPTIMIZERS[config.optimizer](rate), rows
 
 
 def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.Schedule:
-    """A rate at a schedule; a constant one stays a float, and its program what it is."""
+    """Return a learning rate with its schedule; a constant one stays a float, which keeps its program unchanged."""
     warmup = config.warmup_steps
     if not 0 <= warmup < steps:
         raise ValueError(f"--warmup-steps {warmup} must be less than the {steps} steps of the run: give fewer.")
@@ -227,79 +224,80 @@ def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.
 
 
 FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("delta", "lerp"), "bmuf": ("delta", "lerp")}
-TRAINERS = SERVERS = 2  # unless given
+TRAINERS = SERVERS = 2  # defaults
 
 
 @dataclasses.dataclass(frozen=True)
 class TechniqueFlags(Flags):
-    """Where the rows are, how batches overlap, who is synchronised, and what survives a failure."""
+    """Placement of the rows, overlap of batches, synchronisation of replicas, and recovery from failures."""
 
     tables: Literal["device", "host", "remote"] = "device"
-    """On the devices, in the memory of this process, or at servers in other processes, on Ray."""
+    """On the devices, in the memory of this process, or at server processes, on Ray."""
     servers: int | None = None
-    """Of remote tables: how many processes have the rows, 2 unless given."""
+    """Remote tables: number of server processes; default 2."""
     spares: int = 0
-    """Of remote tables with --cpr: processes that wait to take the place of a server that dies."""
+    """Remote tables with --cpr: standby processes, each to replace a server that dies."""
     ray_address: str | None = None
-    """Of remote tables: a Ray cluster that runs, as host:port or auto; without it Ray is started on this machine."""
+    """Remote tables: address of a running Ray cluster, host:port or auto; by default Ray is started on this machine."""
     table_directory: Path | None = None
     """Host tables as mapped files here (best on tmpfs) instead of RAM."""
     shards: int = 8
-    """Of every table; CPR's nodes."""
+    """Shards of every table; CPR's nodes."""
     pipeline: Literal["none", "sync", "semisync", "async", "oac"] = "none"
-    """Over host or remote tables: oac overlaps batches with the same bits; none trains one after the other."""
+    """Over host or remote tables: oac overlaps batches, bitwise equal to sync; none trains one batch after the
+    other."""
     window: int | None = None
-    """Of oac and async: how many batches are in flight, 8 unless given."""
+    """oac and async: batches in flight; default 8."""
     stale_rows: Literal["planned", "device"] = "planned"
-    """Of oac: who finds rows that arrive too old, the host that plans or the device."""
+    """oac: where rows that arrive too old are found: in the host's plan, or on the device."""
     savings: bool = False
-    """Of oac: no row travels that the device has already, or that a batch in flight writes again."""
+    """oac: skip transfers of rows that the device already has, or that a batch in flight writes again."""
     shadowsync: Literal["none", "easgd", "ma", "bmuf"] = "none"
-    """Replicas of the dense network, synchronised in the background. With host tables alone trainers run freely;
-    with a pipeline, device tables or CPR they are replicas in lock step."""
+    """Replicas of the dense network, synchronised in the background. With host tables alone, trainers are free-running;
+    with a pipeline, other tables or CPR they are replicas in lock step."""
     trainers: int | None = None
-    """2 unless given. In lock step each has a share of every batch."""
+    """Number of trainers; default 2. In lock step each trains a share of every batch."""
     workers: int = 1
-    """Free-running: Hogwild workers of each trainer."""
+    """Free-running: Hogwild workers per trainer."""
     sync_form: str | None = None
-    """Of the rule: delta or lerp; of easgd symmetric or sequential."""
+    """Form of the rule: delta or lerp; for easgd symmetric or sequential."""
     sync_alpha: float | None = None
-    """Of the rule: how far a round moves, 0.5 unless given. EASGD pulls back to its centre what a step has moved, by
-    half where a round follows each step: rounds back to back over a small network want less, or a pace."""
+    """How far a round moves the replicas; default 0.5. EASGD pulls back towards its centre what a step has moved, by
+    half if a round follows each step: with back-to-back rounds over a small network, choose less, or set a pace."""
     sync_pace_seconds: float | None = None
-    """The least time from one round in the background to the next, 0 for back to back. Unless given, rounds are so rare
-    that they take an eightieth of this machine's cores."""
+    """Least time between two background rounds, 0 for back to back. By default rounds are so rare that they take an
+    eightieth of this machine's cores."""
     sync_every_steps: int | None = None
-    """In the foreground instead: a round every so many steps, which training waits for."""
+    """Synchronise in the foreground instead: a round every k steps, which blocks training."""
     cpr: Literal["none", "full", "vanilla", "mfu", "ssu", "scar"] = "none"
-    """Saves through a recovery that brings lost shards back: full rolls all back, the others the lost ones alone, from
+    """Recovery that restores lost shards: full rolls everything back; the others restore the lost shards alone, from
     saves of everything (vanilla) or of the rows that a scheme picks."""
     target_pls: float = 0.1
-    """The portion of lost samples that the model can bear; it decides how often to save, unless --save-every-steps
-    does."""
+    """Portion of lost samples (PLS) that the model tolerates; it sets the interval between saves, unless
+    --save-every-steps is given."""
     recovery_costs: Literal["assumed", "measured"] = "assumed"
-    """What --target-pls reckons with: the costs of setting A, solved from the abstract's percentages, with the steps of
-    this run for its 56 hours; or those of a save, a restore and a step here, measured when the run begins."""
+    """Costs used for --target-pls: those of setting A, solved from the abstract's percentages, with the steps of this
+    run for its 56 hours; or those of a save, a restore and a step here, measured at the start of the run."""
     fail: tuple[str, ...] = ()
-    """Emulated failures, as step:shards: 1500:3 2200:1,5; or the word gamma, to draw them."""
+    """Emulated failures, as step:shards (1500:3 2200:1,5); or the word gamma, to draw them."""
     mtbf_steps: float | None = None
-    """Mean steps between failures; half of the run unless given, as we recall the paper."""
+    """Mean steps between failures; default half of the run, as we recall the paper."""
     fail_shape: float = 1.0
-    """Of the gamma law: 1 is the exponential law, below it failures come in bursts."""
+    """Shape of the gamma law: 1 is the exponential law; below 1, failures come in bursts."""
 
     @property
     def number_of_servers(self) -> int:
-        """How many processes have the rows of remote tables."""
+        """Number of server processes of remote tables."""
         return SERVERS if self.servers is None else self.servers
 
     @property
     def replicas(self) -> int:
-        """How many copies of the dense parameters there are."""
+        """Number of replicas of the dense parameters."""
         return 1 if self.shadowsync == "none" else self.trainers or TRAINERS
 
     @property
     def free(self) -> bool:
-        """Whether trainers run freely."""
+        """Whether trainers are free-running."""
         return self.shadowsync != "none" and (self.tables, self.pipeline, self.cpr) == ("host", "none", "none")
 
     @property
@@ -309,10 +307,10 @@ class TechniqueFlags(Flags):
 
 
 def given_failures(config) -> dict[int, list[int]]:
-    """{step: shards} of the failures that are given as such; none if they are to be drawn.
+    """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn.
 
     Raises:
-      ValueError: a word that is none; a step that stands twice; a shard that there is not.
+      ValueError: a malformed word; a repeated step; a shard that does not exist.
     """
     found: dict[int, list[int]] = {}
     for word in config.fail if config.fail != ("gamma",) else ():
@@ -332,25 +330,25 @@ def given_failures(config) -> dict[int, list[int]]:
     return found
 
 
-# Which flags go together.
+# Which flags can be combined.
 
 
 def rules_of(config) -> dict[str, object]:
-    """{what is wrong, and the remedy: whether it is} of the flags of the data and of the techniques.
+    """Return {problem and remedy: whether it applies} for the flags of data and techniques.
 
     Raises:
-      ValueError: a word of --fail is no failure.
+      ValueError: a word of --fail is malformed.
     """
     given_failures(config)
     return unread(config, readers(config)) | _rules_of_data(config) | _rules_of_techniques(config)
 
 
 def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
-    """As `rules_of`, of flags that are given where nothing reads them.
+    """As `rules_of`, for flags that are given but read by nothing.
 
     Args:
       config: flags.
-      read_by: {what reads some flags: (whether the run has it, the flags)}.
+      read_by: {reader: (whether the run has it, flags that it reads)}.
     """
     broken = {}
     for reader, (there, names) in read_by.items():
@@ -365,7 +363,7 @@ def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[st
 
 
 def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
-    """What reads which flags of the data and of the techniques, as `unread` wants it."""
+    """Return which flags of data and techniques are read by what, for `unread`."""
     synthetic, remote, cpr = config.data == "synthetic", config.tables == "remote", config.cpr != "none"
     raw = config.data == "criteo" and not any(path.is_dir() for path in config.path)
     rounds = ("trainers", "sync_form", "sync_alpha", "sync_pace_seconds", "sync_every_steps")
@@ -425,6 +423,6 @@ def _rules_of_techniques(config):
         f"--target-pls {config.target_pls:g} must be a portion of the samples, above 0 and at most 1.": (
             not 0 < config.target_pls <= 1
         ),
-        # Last, so that nothing is installed for a run that would be refused all the same.
+        # Last: a run that is refused anyway does not need Ray.
         **(rule_of_ray() if remote else {}),
     }

@@ -1,8 +1,7 @@
-"""What a run shows to people: plots whose title says what was found, with names beside what they
-name; and the table and the curves of train.py.
+"""Plots whose titles state the finding, with labels beside the lines; and the table and the curves of train.py.
 
-Names are compared by bars with intervals, never by a line through them. Colours are apart in
-lightness and lines in their strokes, so that a print without colours can be read.
+Cases are compared by bars with intervals, never by a line through them. Colours differ in lightness and lines in their
+dashes, so that a monochrome print is readable.
 """
 
 import itertools
@@ -19,19 +18,19 @@ from jaxrec.files import aside
 from main.report import Figure, Line, number
 from main.signals import say
 
-# Dark enough to be read as text; in print without colours the strokes tell them apart.
+# Dark enough for text; in monochrome print the strokes distinguish them.
 _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _STROKES = ("-", "--", "-.", ":")
-# Apart in lightness, not in hue alone.
+# Distinct in lightness, not in hue alone.
 FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb")
-_HATCHES = ("", "////", "xxxx")  # of those that come after the last fill
+_HATCHES = ("", "////", "xxxx")  # for the series after the last fill
 
-MOST_WORDS = 5  # of marks, beside each other
+MOST_WORDS = 5  # most marks that are labelled
 
-_WIDTH = 7.2  # inches of 120 dots: in a column of 600, letters of 8 points are nine dots high
-_LONG = 24  # letters of two names
-_CHOSEN = 30  # numbers on an axis, at most, that somebody has chosen
-_LEVEL, _GAPS = (0, (4, 2, 1, 2)), (0, (3, 6))  # strokes in points, and gaps
+_WIDTH = 7.2  # inches at 120 dpi: in a column of 600 pixels, letters of 8 points are nine pixels high
+_LONG = 24  # letters of two line names together
+_CHOSEN = 30  # most values on an axis that count as chosen, not measured
+_LEVEL, _GAPS = (0, (4, 2, 1, 2)), (0, (3, 6))  # dashes and gaps, in points
 _INTERVALS = "_intervals"
 
 
@@ -40,22 +39,21 @@ def plot(
     marks: Sequence[tuple[float, str]] = (), log_y: bool = False,
     levels: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> bool:  # fmt: skip
-    """Draws one panel for each metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs
-    make bars.
+    """Plot one panel per metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs make bars.
 
     Args:
-      path: of the PNG.
-      panels: values of None are left out, and a Figure shows its interval; (xs, ys, fitted) is
-        points at ys and a line through what is fitted to them.
+      path: path of the PNG.
+      panels: values of None are left out, and a Figure shows its interval; (xs, ys, fitted) draws points at ys and a
+        line through `fitted`.
       x_label: with its unit.
-      title: what the picture shows, in a sentence.
+      title: finding of the plot, in a sentence.
       log_x: whether the x axis is logarithmic, with ticks at the xs.
-      marks: (x, words) of what happened on the way: a dotted line through each panel of lines.
+      marks: (x, words) of events: a dotted line through each panel of lines.
       log_y: whether the y axes are logarithmic.
-      levels: {y_label: {words: y}} of what the lines are held against, such as a target, an ideal.
+      levels: {y_label: {words: y}} of reference levels, such as a target or an ideal.
 
     Returns:
-      Whether it is drawn: matplotlib is installed, and the disk has taken it.
+      Whether the plot was written; False without matplotlib, or if the disk is full.
     """
     if any(isinstance(x, str) for lines in panels.values() for xs, *_ in lines.values() for x in xs):
         named = {
@@ -82,7 +80,7 @@ def plot(
                 axis.set_yscale("log")
             if log_x and above[0]:
                 axis.set_xscale("log")
-                if len(above[0]) <= _CHOSEN:  # such as numbers of nodes; what is measured has round ticks
+                if len(above[0]) <= _CHOSEN:  # such as numbers of nodes; measured values get round ticks
                     at = ticks(above[0])
                     axis.set_xticks(at, [f"{x:.4g}" for x in at])
                     axis.minorticks_off()
@@ -97,8 +95,7 @@ def bars(
     path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "",
     levels: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> bool:  # fmt: skip
-    """Draws {x_label: {series: {case: value or Figure}}} as bars with intervals, each with its
-    value; as `plot`."""
+    """Plot {x_label: {series: {case: value or Figure}}} as bars with intervals and values; the rest as `plot`."""
 
     def fill(axes):
         for axis, (x_label, series) in zip(axes, panels.items(), strict=True):
@@ -108,7 +105,7 @@ def bars(
             axis.set_yticks(range(len(cases)), cases)
             held = _drawn((levels or {}).get(x_label))
             for words, x in held:
-                axis.axvline(x, color="white", linewidth=2.5, label="_light")  # seen on bars of every lightness
+                axis.axvline(x, color="white", linewidth=2.5, label="_light")  # visible on bars of any lightness
                 axis.axvline(x, color="black", linewidth=1, linestyle=_LEVEL, label="_level")
                 axis.annotate(
                     words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center"
@@ -121,8 +118,7 @@ def bars(
 
 
 def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label: str, title: str = "") -> bool:
-    """Draws {case: {part: length}} as bars of parts, each with its sum; parts that are zero
-    everywhere are left out."""
+    """Plot {case: {part: length}} as stacked bars with their sums; parts that are zero everywhere are left out."""
 
     def fill(axes):
         at, left = np.arange(len(stacks)), np.zeros(len(stacks))
@@ -143,7 +139,7 @@ def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label:
 
 
 def ticks(xs: Iterable[float], most: int = 12) -> list[float]:
-    """Some of these numbers, from the least to the largest, whose names have room on a logarithmic axis.
+    """Return some of these numbers, from the least to the largest, whose labels fit on a logarithmic axis.
 
     >>> ticks([1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64])
     [1, 2, 4, 8, 12, 20, 32, 64]
@@ -158,7 +154,7 @@ def ticks(xs: Iterable[float], most: int = 12) -> list[float]:
 
 
 def identical(lines: Mapping[str, tuple]) -> dict[str, str]:
-    """{line: the one before it that it would hide, point by point}.
+    """Return {line: earlier line with the same points, which it would hide}.
 
     >>> identical({"sync": ([1, 2], [0.5, 0.6]), "async": ([1, 2], [0.5, 0.7]), "oac": ((1, 2), (0.5, 0.6))})
     {'oac': 'sync'}
@@ -194,13 +190,13 @@ def _lines(axis, lines):
             seen, marker = np.array(fitted[0]), None
         ends = [(x, y.low, y.high) for x, y in zip(xs, found, strict=True) if y.low is not None]
         if ends:
-            # Those of several lines at one x stand beside each other, two points apart.
+            # Intervals of several lines at one x are two points apart.
             beside = ScaledTranslation((2 * place - len(lines) + 1) / 72, 0, axis.figure.dpi_scale_trans)
             axis.vlines(
                 *zip(*ends, strict=True), color=colour, linewidth=1, label=_INTERVALS, transform=axis.transData + beside
             )
             axis.update_datalim([(x, y) for x, *both in ends for y in both])
-        if name in same:  # in gaps, through which the other one is seen
+        if name in same:  # with gaps, through which the other line shows
             stroke, marker = _GAPS, None
         label = name
         if name in same:  # long names leave no room for the lines
@@ -209,7 +205,7 @@ def _lines(axis, lines):
 
 
 def _shorten(axis):
-    """Says 100k instead of 100000, five digits of which would lie on those of the next tick."""
+    """Write 100k instead of 100000, whose digits would overlap those of the next tick."""
     from matplotlib.ticker import EngFormatter
 
     for one, (_, end) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
@@ -220,14 +216,13 @@ def _shorten(axis):
 def _marks(axis, marks):
     for x, _ in marks:
         axis.axvline(x, color="black", linestyle=":", linewidth=1, label="_mark")
-    # Above the axes, where no line is; of many the words would lie on each other.
+    # Above the axes, away from the lines; many would overlap.
     for x, words in marks if len(marks) <= MOST_WORDS else ():
         axis.annotate(words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center")
 
 
 def _label_ends(axis):
-    """The name of each line at the right, beside its last point: a legend would lie on the
-    lines."""
+    """Label each line at the right of its last point: a legend would cover the lines."""
     labels = []
     for line in axis.lines:
         seen = np.asarray(line.get_ydata(), float)
@@ -243,7 +238,7 @@ def _label_ends(axis):
 
 
 def _spread(axis, labels):
-    """Moves labels apart that would lie on each other; wants the axes where they will be."""
+    """Move overlapping labels apart; the layout of the axes must be final."""
     points = axis.figure.dpi / 72
     ends = [axis.transData.transform((1, label.xy[1]))[1] / points for label in labels]
     for label, end, place in zip(labels, ends, apart(ends, 9.5), strict=True):
@@ -251,14 +246,14 @@ def _spread(axis, labels):
 
 
 def apart(places: Sequence[float], least: float) -> list[float]:
-    """The nearest places, in squares, that keep the order and are at least so far from each other.
+    """Return the nearest places, in least squares, that keep the order and are at least `least` apart.
 
     >>> apart([9.0, 0.0, 9.0], 3.0)
     [7.5, 0.0, 10.5]
     """
     order = sorted(range(len(places)), key=places.__getitem__)
-    # Less what is below them they need only not fall: isotonic regression, by pooling neighbours
-    # that do.
+    # After subtracting rank * least, the places only need to be non-decreasing: isotonic regression, by pooling
+    # neighbours that decrease.
     pools: list[list[float]] = []
     for rank, at in enumerate(order):
         pools.append([places[at] - rank * least])
@@ -279,7 +274,7 @@ def _bars(axis, cases, values, name, number, width):
         axis.barh(place, figure.value, width, color=colour, edgecolor="white", label=name)
         end, outer = figure.value, max if figure.value >= 0 else min
         if figure.low is not None:
-            # A dark line on a light one is seen on bars of every lightness.
+            # A dark line on a light one is visible on bars of any lightness.
             axis.plot([figure.low, figure.high], [place] * 2, color="white", linewidth=3, label="_")
             axis.plot([figure.low, figure.high], [place] * 2, color="black", linewidth=1, marker="|", label=_INTERVALS)
             end = outer(figure.low, cast(float, figure.high))
@@ -287,7 +282,7 @@ def _bars(axis, cases, values, name, number, width):
 
 
 def _say_value(axis, value, end, place):
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # no level goes through the digits
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps levels from crossing the digits
     left = end < 0
     axis.annotate(
         "-" if value is None else number(float(value), 3), (end, place), (-4 if left else 4, 0),
@@ -302,7 +297,7 @@ def _finish_bars(axis, x_label, legend, below_words):
     axis.set_xlabel(x_label)
     _shorten(axis)
     names = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    if legend:  # above the axes, where no bar is, and above the words at a level
+    if legend:  # above the axes, away from the bars, and above the words of levels
         columns = min(4, max(1, round(70 / (6 + max(map(len, names))))))
         axis.legend(
             names.values(), names, frameon=False, fontsize=8, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1),
@@ -311,8 +306,7 @@ def _finish_bars(axis, x_label, legend, below_words):
 
 
 def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title: str, fill: Callable) -> bool:
-    """Draws panels in lines of these heights, in inches, below each other: beside each other they would be too small
-    for a column of text."""
+    """Draw panels in rows of these heights, in inches: side by side they would be too small for a column of text."""
     try:
         from matplotlib.figure import Figure as Picture
     except ImportError:
@@ -332,7 +326,7 @@ def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title
         picture.suptitle("\n".join(words), x=0.01, ha="left", fontsize=10)
     if any(_has_intervals(axis) for axis in axes):
         picture.supxlabel("Thin lines at values: 95 % intervals", x=0.99, ha="right", fontsize=7)
-    picture.draw_without_rendering()  # decides where the axes are
+    picture.draw_without_rendering()  # fixes the layout of the axes
     for axis, labels in to_spread:
         _spread(axis, labels)
     try:
@@ -348,7 +342,7 @@ def _has_intervals(axis):
     return any(drawn.get_label() == _INTERVALS for drawn in (*axis.lines, *axis.collections))
 
 
-# Of a run of train.py: its table, and what it learned, how fast, and what the techniques did on the way.
+# A run of train.py: its table, and its curves of learning, speed and techniques.
 
 
 def _evaluated(of: str) -> list[Line]:
@@ -384,7 +378,7 @@ TABLE = {
     ],
 }  # fmt: skip
 
-# What the techniques did, each in a panel of its own if there is anything of it.
+# Figures of the techniques, a panel for each that is logged.
 _DONE = {
     "OAC: share of rows too old": "stale_share", "ShadowSync: sync gap, steps": "sync_gap_steps",
     "ShadowSync: spread of replicas": "replica_spread", "CPR: portion of lost samples": "pls",
@@ -392,14 +386,14 @@ _DONE = {
 
 
 def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str, failures: Sequence[Mapping]) -> bool:
-    """Draws the curves of a run over its examples; a panel for each figure of a technique that is on.
+    """Plot the curves of a run over its examples, with a panel for each figure of an active technique.
 
     Args:
-      path: of the PNG.
+      path: path of the PNG.
       history: rows of metrics.
-      results: what results.json will hold.
-      watched: 'validation' or 'test', which the rows are of.
-      failures: of shards, which are marked where they were.
+      results: contents of results.json.
+      watched: 'validation' or 'test': the set evaluated in `history`.
+      failures: failures of shards, marked where they occurred.
 
     Returns:
       As `plot`.
@@ -416,13 +410,13 @@ def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str,
 
 
 def compare(path: Path, arms: Mapping[str, Sequence[Mapping]], watched: str, title: str) -> bool:
-    """Draws the curves of several runs into the same panels.
+    """Plot the curves of several runs in the same panels.
 
     Args:
-      path: of the PNG.
+      path: path of the PNG.
       arms: {name: rows of metrics}.
       watched: as for `draw`.
-      title: what the picture shows, in a sentence.
+      title: finding of the plot, in a sentence.
 
     Returns:
       As `plot`.
@@ -437,24 +431,24 @@ def compare(path: Path, arms: Mapping[str, Sequence[Mapping]], watched: str, tit
 
 
 def line(history: Sequence[Mapping], name: str) -> tuple[list, list]:
-    """One figure of the rows over their examples; NaN where a row lacks it."""
+    """Return one figure of the rows over their examples; NaN where a row lacks it."""
     return [row["examples"] for row in history], [row.get(name, float("nan")) for row in history]
 
 
 def rates(history: Sequence[Mapping]) -> tuple[list, list]:
-    """Examples per second of training between each row and the one before it, over the examples."""
+    """Return examples per second of training between each row and the previous one, over the examples."""
     points = [(0, 0.0)] + [(row["examples"], row["train_seconds"]) for row in history]
     found = [(e - d) / max(t - s, 1e-9) for (d, s), (e, t) in itertools.pairwise(points)]
     return [examples for examples, _ in points[1:]], found
 
 
 def failures_in(history: Sequence[Mapping]) -> list[Mapping]:
-    """Failures that the rows tell of, in order."""
+    """Return the failures logged in the rows, in order."""
     return [failure for row in history for failure in row.get("failures", ())]
 
 
 def marks(failures: Sequence[Mapping]) -> list[tuple[float, str]]:
-    """(examples, shards in words) of each failure."""
+    """Return (examples, shard numbers in words) of each failure."""
     return [(each["examples"], ", ".join(map(str, each["shards"]))) for each in failures]
 
 

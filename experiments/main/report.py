@@ -1,9 +1,8 @@
-"""What a run says to people: its figures in tables, with units and intervals.
+"""Tables of results, with units and intervals.
 
-Results are flat, {key: value}, as results.json holds them. `KEY_low` and `KEY_high` are the ends of
-the interval of `KEY`, `KEY_half_interval` is half of its width; the word may also stand inside of
-the key, before the name of a case (`a_over_b_low_CASE`). `KEY_min` and `KEY_max`, the least and the
-most of the rounds, are for the file only.
+Results are flat, {key: value}, as in results.json. `KEY_low` and `KEY_high` are the ends of the interval of `KEY`,
+`KEY_half_interval` is half of its width; the word may also stand inside the key, before the name of a case
+(`a_over_b_low_CASE`). `KEY_min` and `KEY_max`, the least and the most of the rounds, are for the file only.
 """
 
 import itertools
@@ -28,7 +27,7 @@ class Figure(NamedTuple):
 
 
 class Line(NamedTuple):
-    """How one figure is said: under which name, with which unit, times what."""
+    """Label, unit and scale of one figure in a table."""
 
     key: str
     label: str
@@ -37,7 +36,7 @@ class Line(NamedTuple):
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
-    """What results hold, each value with its interval; a single round or seed has none.
+    """Return the results as figures, each with its interval; a single round or seed has none.
 
     >>> results = {"a": 2.0, "a_low": 1.0, "a_high": 3.0, "a_max": 9.0, "b_half_interval": None, "b": 5}
     >>> found = figures(results)
@@ -47,8 +46,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     beside: dict[str, dict[str, Any]] = {}
     taken = set()
     for key, word in itertools.product(results, _BESIDE):
-        # A standard error belongs to a mean. A key that belongs to no other, such as `error_max`,
-        # is a figure itself.
+        # A standard error belongs to a mean. A key that belongs to no other, such as `error_max`, is a figure itself.
         of = key.replace("_sem", "_mean") if word == "sem" else re.sub(f"_{word}(?=_|$)", "", key)
         if of != key and of in results:
             beside.setdefault(of, {})[word] = results[key]
@@ -70,15 +68,13 @@ def grid(
     rows: Mapping[str, str] | Iterable[str],
     columns: Mapping[str, str | tuple[str, float]],
 ) -> str:
-    """A table with a line for each case and a column for each figure; what results lack stays
-    empty.
+    """Format a table with a line per case and a column per figure; missing results stay empty.
 
     Args:
       results: flat.
-      corner: what the cases are.
-      rows: {what a line is called: the word in its keys}, or the words alone.
-      columns: {heading with its unit: key with {} for the word, or (key, what to multiply the
-        figure by)}.
+      corner: heading of the cases.
+      rows: {label of a case: the word in its keys}, or the words alone.
+      columns: {heading with its unit: key with {} for the word, or (key, factor)}.
 
     >>> found = {"full_s": 0.5, "rows_s": 0.25, "rows_s_low": 0.2, "rows_s_high": 0.3}
     >>> columns = {"save, s": "{}_s", "AUC lost, 1e-5": ("{}_auc_loss", 1e5)}
@@ -99,8 +95,7 @@ def grid(
 
 
 def _column(heading, cells):
-    """Heading and cells of one width: values behind each other's decimal points, intervals behind
-    the values."""
+    """Return heading and cells at one width: decimal points aligned, intervals after the values."""
     numbers = [cell for cell in cells if _is_number(cell.value) and cell.value]
     with_interval = [cell for cell in numbers if cell.low is not None]
     decimals = statistics.median_low([_decimals(cell) for cell in with_interval or numbers] or [0])
@@ -113,19 +108,19 @@ def _column(heading, cells):
 
 
 def scaled(figure: Figure, scale: float) -> Figure:
-    """A figure and its interval times a number; words stay as they are."""
+    """Multiply a figure and its interval by a number; words stay as they are."""
     if scale == 1 or not _is_number(figure.value):
         return figure
     return Figure(*(None if value is None else scale * value for value in figure))
 
 
 def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line]] | None = None) -> str:
-    """One figure in a line, with its unit and its interval, in groups.
+    """Format one figure per line, with its unit and its interval, in groups.
 
     Args:
       results: flat.
-      groups: {title: beginnings of keys, or a Line for one key}, in order; a beginning that ends in
-        _ is not said again. What belongs to no group comes last, keys of one first word together.
+      groups: {title: prefixes of keys, or a Line for one key}, in order; a prefix that ends in _ is stripped from the
+        label. Keys of no group come last, grouped by their first word.
 
     >>> found = {"test_auc": 0.74, "train_seconds": 85.25, "saved": True}
     >>> found |= {"rate": 3.0, "rate_low": 2.5, "rate_high": 3.5}
@@ -146,7 +141,7 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line
     width = max((len(label) for _, block in blocks for label, _, _ in block), default=0)
     lines, before = [], None
     for title, block in blocks:
-        # A figure that is alone with its first word needs no space around it.
+        # Figures that share their first word with no other are not set apart by blank lines.
         if block and (title or before is None or max(len(block), before) > 1):
             lines.append(title)
         lines += [f"  {label:<{width}}  {said(figure, unit)}" for label, unit, figure in block]
@@ -155,7 +150,7 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line
 
 
 def _taken(left, one):
-    """(label, unit, figure) of what a line or the beginning of keys names, which is taken off."""
+    """Pop the keys that a line or a prefix selects, as (label, unit, figure)."""
     if isinstance(one, Line):
         return [(one.label, one.unit, scaled(left.pop(one.key), one.scale))] if one.key in left else []
     strip = one if one.endswith("_") else ""
@@ -163,7 +158,7 @@ def _taken(left, one):
 
 
 def _label(key):
-    """A key in words, and its unit."""
+    """Split a key into words and unit."""
     words = key.split("_")
     unit = "s" if words[-1] == "s" and "per" not in words[-2:] else next((_UNITS[w] for w in words if w in _UNITS), "")
     kept = [word for word in words if word not in _UNITS and not (unit == "s" and word == "s")]
@@ -171,7 +166,7 @@ def _label(key):
 
 
 def said(figure: Figure, unit: str = "") -> str:
-    """A figure in words, with its unit and its interval.
+    """Format a figure with its unit and its interval.
 
     >>> said(Figure(1.8512, 1.74, 1.98)), said(Figure(0.5), "s"), said(Figure(None))
     ('1.85 (1.74 to 1.98)', '0.5000 s', '-')
@@ -186,7 +181,7 @@ def _is_number(value):
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number in so many digits, or in more before its point.
+    """Format a number with `digits` significant digits, or more if its integer part has more.
 
     >>> number(0.012345), number(23732.2), number(1.5, 3)
     ('0.01235', '23,732', '1.50')
@@ -195,7 +190,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def _decimals(figure, digits=4):
-    """So many that an interval has two digits, and a value without one has those that are given."""
+    """Return decimals: two digits of an interval's width, or `digits` significant digits of a value without one."""
     if isinstance(figure.value, int) or (figure.value == 0 and figure.low is None):
         return 0
     if figure.low is not None and 0 < figure.high - figure.low < math.inf:

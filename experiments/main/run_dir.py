@@ -1,5 +1,7 @@
-"""The directory of a run: it belongs to one run, has one writer, and every file in it is whole or
-not there. What is written is JSON, and says on which machine the run was."""
+"""The directory of a run: it belongs to one run, has one writer, and every file in it is whole or absent.
+
+Files are JSON, and record the machine of the run.
+"""
 
 import contextlib
 import dataclasses
@@ -20,30 +22,29 @@ from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, wri
 from main.report import listing
 from main.signals import say
 
-_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # when a run goes on
+_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # flags, on resume
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 
 
 class Run:
     """A run's directory: config.json, environment.json, metrics.jsonl, results.json and plots.
 
-    The directory belongs to one run from the first second: config.json holds the run's id, and
-    DIR/lock is held while the process lives (or until `close`, or the end of a `with` block).
+    The directory belongs to one run from the start: config.json holds the run's id, and DIR/lock is held while the
+    process lives (or until `close`, or the end of a `with` block).
 
     Args:
-      name: of the experiment.
+      name: name of the experiment.
       config: its frozen dataclass.
       workdir: where to write; a new directory under `runs/` if None.
-      resume: go on in a directory that holds a run already; one that holds none begins there.
+      resume: whether to resume the run in the directory; if it holds none, the run begins there.
 
     Attributes:
-      id: of the run, for the manifests of its images.
+      id: id of the run, for the manifests of its images.
       resumed: whether the directory held this run before.
 
     Raises:
-      ValueError: the directory holds a run and `resume` is off; other flags have changed than may
-        change; another process is at work there; it is a file, a URL, full or read-only; its files
-        are damaged.
+      ValueError: the directory holds a run and `resume` is off; a flag changed that may not; another process holds the
+        lock; the path is a file, a URL, full or read-only; the run's files are damaged.
     """
 
     def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
@@ -52,8 +53,7 @@ class Run:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.directory = local_path(workdir or Path("runs") / f"{name}-{stamp}-{os.getpid()}")
         self._unwritten: list[str] = []  # rows that a full disk refused
-        # The lock comes first: two processes that begin here at once must not both find the
-        # directory empty.
+        # The lock comes first: two processes that begin here at once must not both find the directory empty.
         with contextlib.ExitStack() as locked:
             try:
                 make_directory(self.directory)
@@ -64,7 +64,7 @@ class Run:
             self._locked = locked.pop_all()
 
     def _begin(self, flags, resume):
-        """Names the run, in config.json, before anything else is written."""
+        """Write the run's id to config.json before anything else."""
         before = self.read_json("config.json")
         files = [file for file in ("metrics.jsonl", "results.json", "checkpoints") if (self.directory / file).exists()]
         if before and not resume:
@@ -77,13 +77,12 @@ class Run:
                 "--workdir, or bring config.json back to go on with that run."
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
-        # All that can be refused is refused before anything is written: a run that is not taken
-        # leaves no trace.
+        # Check everything before writing anything: a refused run leaves no trace.
         commits = []
         if self.resumed:
             self._refuse_other_flags(before, flags)
             self._cut_torn_line()
-            self.metrics()  # what is damaged is refused now, not after hours
+            self.metrics()  # refuses damaged rows now, not after hours
             past = self.read_json("environment.json")
             commits = [*past.get("earlier_commits", []), past.get("commit")]
         elif resume:
@@ -92,8 +91,7 @@ class Run:
         self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
-        # As JSON has them: tuples are lists there, and paths are words. A flag that is new since
-        # then has no value.
+        # Compared as JSON, where tuples are lists and paths are strings. A flag added since then has no old value.
         now = json.loads(to_json(flags))
         other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         if other:
@@ -101,7 +99,7 @@ class Run:
             raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
 
     def read_json(self, name: str) -> dict:
-        """What one file of the run holds; nothing if there is none.
+        """Return the contents of one file of the run; {} if it does not exist.
 
         Raises:
           ValueError: it is damaged.
@@ -113,12 +111,11 @@ class Run:
             raise ValueError(f"{path} is damaged ({error}): mend it, or give another --workdir.") from None
 
     def write_json(self, name: str, content) -> None:
-        """Writes one file of the run, aside first."""
+        """Write one file of the run atomically."""
         write_text(self.directory / name, to_json(content, indent=2) + "\n")
 
     def log(self, row: dict) -> None:
-        """Appends one row to metrics.jsonl; on a full disk it is kept, and written with the next
-        one."""
+        """Append one row to metrics.jsonl; on a full disk it is kept, and written with the next one."""
         self._unwritten.append(to_json(row))
         try:
             self._append()
@@ -126,16 +123,15 @@ class Run:
             say(f"{error}: {len(self._unwritten)} rows of metrics are kept in memory until the next one", sys.stderr)
 
     def _append(self):
-        """Writes the rows that wait, all or none of them."""
+        """Write the pending rows, all or none of them."""
         path = self.directory / "metrics.jsonl"
-        # A row written in part would stand in the middle of the file as soon as the next one
-        # follows it.
+        # A partial row would be in the middle of the file once the next one is appended.
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:
                 file.write("".join(row + "\n" for row in self._unwritten).encode())
             sync(path)
-            # A new file is there after a power cut only if its directory is flushed too.
+            # A new file survives a power cut only if its directory is flushed too.
             if size == 0:
                 sync(self.directory)
         except OSError:
@@ -145,7 +141,7 @@ class Run:
         self._unwritten.clear()
 
     def metrics(self) -> list[dict]:
-        """The rows logged so far.
+        """Return the rows logged so far.
 
         Raises:
           ValueError: a line is damaged; names file and line.
@@ -163,7 +159,7 @@ class Run:
         return rows
 
     def _cut_torn_line(self):
-        """A line without its end was being written when the process or the machine died."""
+        """Cut a last line without newline, left by a process or machine that died while writing it."""
         path = self.directory / "metrics.jsonl"
         content = path.read_bytes() if path.exists() else b""
         torn = content.rpartition(b"\n")[2]
@@ -172,27 +168,26 @@ class Run:
             os.truncate(path, len(content) - len(torn))
 
     def rewrite_metrics(self, rows: list[dict]) -> None:
-        """Keeps only some rows of metrics.jsonl, when a run goes on from an earlier step."""
+        """Replace metrics.jsonl by these rows, when a run resumes from an earlier step."""
         write_text(self.directory / "metrics.jsonl", "".join(to_json(row) + "\n" for row in rows))
 
     def close(self, results: dict, table: str = "") -> None:
-        """Shows and writes the results, and gives the directory back.
+        """Show and write the results, and release the directory.
 
         Args:
-          results: flat; what results.json holds.
-          table: as people read them, with `report.grid` or `report.listing`; a listing of all if
-            empty.
+          results: flat; contents of results.json.
+          table: from `report.grid` or `report.listing`; a listing of all results if empty.
         """
-        say(table or listing(results))  # first: a full disk does not take them away
+        say(table or listing(results))  # first: shown even if the disk is full
         if self._unwritten:
             self._append()
-        # Last: who finds results.json may take the run for finished, with all rows of metrics.
+        # Last: results.json marks the run as finished, with all rows of metrics.
         self.write_json("results.json", results)
         say(f"run written to {self.directory}")
         self.release()
 
     def release(self) -> None:
-        """Gives the directory back, for another process or a later run of this one."""
+        """Release the directory, for another process or a later run of this one."""
         self._locked.close()
 
     def __enter__(self) -> Self:
@@ -203,13 +198,12 @@ class Run:
 
 
 def go_on_with(run: Run) -> str:
-    """How to go on with a run that was stopped."""
+    """Return how to resume a stopped run, in words."""
     return f"go on with the same flags and --workdir {run.directory} --resume"
 
 
 def to_json(content, indent: int | None = None) -> str:
-    """JSON text of what a run writes; numbers that JSON lacks (NaN, infinity) become null, with a
-    warning.
+    """Return what a run writes as JSON text; NaN and infinity become null, with a warning.
 
     >>> import numpy as np
     >>> to_json({"auc": 0.5, "path": Path("a"), "loss": np.float32(2)})
@@ -223,9 +217,8 @@ def to_json(content, indent: int | None = None) -> str:
 
 
 def read_environment() -> dict:
-    """What this process runs on; `driver` is None where there is no NVIDIA driver, `commit` where
-    there is no git."""
-    import jax  # here, so that a process may choose its platform after it has imported this file
+    """Describe machine and versions; `driver` is None without an NVIDIA driver, `commit` without git."""
+    import jax  # here, so that a process can choose its platform after importing this module
 
     device = jax.devices()[0]
     return {
@@ -245,12 +238,12 @@ def read_environment() -> dict:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu():
-    """The model of the processor; what Python knows of it where there is no /proc."""
+    """Return the processor model; without /proc, what Python reports."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -266,7 +259,7 @@ def _version(package):
 
 
 def _said(*command):
-    """What a program prints; None if it is not there, fails or hangs."""
+    """Return the output of a command; None if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -282,7 +275,7 @@ def _row(line: bytes) -> dict:
 
 
 def _plain(value, name, lost):
-    """JSON values of any others; adds to `lost` the names of numbers that are not finite."""
+    """Convert to JSON values; the names of numbers that are not finite are added to `lost`."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {key: _plain(one, f"{name}.{key}" if name else str(key), lost) for key, one in value.items()}

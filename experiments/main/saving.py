@@ -1,5 +1,4 @@
-"""When a run saves: so often that saving costs at most one percent of its time, unless told
-otherwise."""
+"""When a run saves: unless an interval is given, as often as costs at most one percent of its time."""
 
 import contextlib
 import shutil
@@ -18,19 +17,18 @@ from jaxrec.types import TrainState
 from main.run_dir import Run, cores
 from main.signals import say
 
-PERCENT = 1.0  # of the time, that saving may cost
-# Of this process before its first save: compilation is over, and the cost gets known early.
+PERCENT = 1.0  # of the run's time that saving may cost
+# Steps of a process before its first save: compilation is over, and the cost is known early.
 FIRST_STEPS = 20
-AT_LEAST_S, AFTER_FAILURE_S = 10.0, 60.0  # between two saves, however cheap they are
+AT_LEAST_S, AFTER_FAILURE_S = 10.0, 60.0  # between two saves, at least
 
 
 def seconds_between(cost_s: float, failed: bool = False) -> float:
-    """How long to wait after a save, so that saves cost at most `PERCENT` of the time.
+    """Return how long to wait after a save, so that saves cost at most `PERCENT` of the time.
 
     Args:
-      cost_s: of one save, seconds: training waited, plus CPU seconds of the saving thread over the
-        cores.
-      failed: whether the save failed; then a full disk gets time to be emptied.
+      cost_s: cost of one save, seconds: blocking time plus CPU seconds of the saving thread over the cores.
+      failed: whether the save failed; the wait then allows a full disk to be cleared.
 
     >>> seconds_between(0.5)
     50.0
@@ -41,17 +39,17 @@ def seconds_between(cost_s: float, failed: bool = False) -> float:
 
 
 class PeriodicSaves:
-    """Saves the state of a run, as a hook, and keeps account of what that costs.
+    """Save the state of a run, as a hook, and account for the cost.
 
-    A save that fails is said at once, and the next one tries again.
+    A failed save is reported at once, and the next one tries again.
 
     Args:
-      checkpointer: which saves.
-      every_steps: None to choose by the cost that is measured; 0 for never.
-      extra: step -> JSON values to save along.
-      past: what `totals` said in the process that this one goes on from.
-      clock: gives seconds.
-      cut: of an engine, which calls back when a state is at rest; None to save in the hook.
+      checkpointer: saves the states.
+      every_steps: interval in steps; None to choose it by measured cost, 0 for never.
+      extra: step -> JSON values to save with the state.
+      past: `totals` of the process that this one resumes.
+      clock: returns seconds.
+      cut: the engine's `cut`, which calls back with a state at rest; None to save in the hook.
     """
 
     def __init__(
@@ -66,18 +64,18 @@ class PeriodicSaves:
         self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
         self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
         self._cores = cores()
-        self._image = past is not None  # whether one is known to be committed
+        self._image = past is not None  # whether an image is known to be committed
         self._began = self._last = clock()
-        self._cut, self._announced = cut, False  # whether a save is to come, or at work in a thread of the engine
+        self._cut, self._announced = cut, False  # whether a save is pending, or running in a thread of the engine
         self._begun = self._told = 0
         self._first: int | None = None  # step of the first hook
-        self._looked = 0  # the last step that was looked at
+        self._looked = 0  # the last step that was checked
         self._waited = self._cost_before = 0.0  # seconds
         self._step: int | None = None  # of the last save
-        self._failed_before = 0  # failures when it began
+        self._failed_before = 0  # failures before it began
 
     def hook(self, state, step: int, plans, metrics):
-        """Saves if it is time to; at a cut of the engine in the next step, if it has cuts."""
+        """Save if due; with `cut`, at a cut of the engine in the next step."""
         self._first = step if self._first is None else self._first
         if self._announced:
             return state
@@ -98,8 +96,8 @@ class PeriodicSaves:
             self._announced = False
 
     def save(self, state) -> None:
-        """Begins to save a state; training waits for the copy only."""
-        # To wait for a step is not a cost of saving.
+        """Begin to save a state; training waits for the copy only."""
+        # Waiting for the step is not a cost of saving.
         step = int(jax.block_until_ready(state.dense.step))
         if step == self._step and not self._last_failed():
             return
@@ -107,15 +105,14 @@ class PeriodicSaves:
         self._cost_before, self._failed_before = self._cost(), len(self._checkpointer.failures)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the save before, which `_look` tells of
+                warnings.simplefilter("ignore")  # of the previous save, which `_look` reports
                 self._checkpointer.save(state, extra)
         except OSError as error:
             self._checkpointer.failures.append(str(error))
         self._begun, self._step, self._last = self._begun + 1, step, self._clock()
 
     def ensure_image(self, state) -> None:
-        """Waits for an image before the first row of metrics: so rows without an image mean that
-        images were lost."""
+        """Wait for an image before the first row of metrics: rows without an image then mean lost images."""
         if self._image or self._every_steps == 0:
             return
         if not self._begun or self._last_failed():
@@ -123,14 +120,13 @@ class PeriodicSaves:
         self._image = self._settle()
 
     def last(self, state) -> str | None:
-        """Saves and waits until the image is committed; returns what went wrong, if anything."""
+        """Save and wait until the image is committed; return the error, if any."""
         self._settle()
         self.save(state)
         return None if self._settle() else self._checkpointer.failures[-1]
 
     def totals(self) -> dict[str, float]:
-        """Saves begun and failed, seconds that training waited, their whole cost, and the seconds
-        of the run."""
+        """Return saves done and failed, blocking seconds, total cost in seconds, and seconds of the run."""
         now = {
             "saves": self._begun - len(self._checkpointer.failures),
             "saves_failed": len(self._checkpointer.failures),
@@ -141,11 +137,11 @@ class PeriodicSaves:
         return {key: self._past[key] + value for key, value in now.items()}
 
     def figures(self) -> dict[str, float]:
-        """Nothing that belongs to the progress of a run."""
+        """Return nothing: periodic saves have no figures of progress."""
         return {}
 
     def results(self) -> dict[str, float]:
-        """What results.json says of saving; percent of the time of the run."""
+        """Return the part of results.json about saving; percent of the time of the run."""
         totals = self.totals()
         return {
             "saves": totals["saves"],
@@ -157,7 +153,7 @@ class PeriodicSaves:
     def _is_due(self, step, idle):
         if self._every_steps is not None:
             looked, self._looked = max(self._looked, (self._first or step) - 1), step
-            # A multiple since the last look, as free trainers come by after many steps.
+            # A multiple since the last check, as free-running trainers call this after many steps only.
             return self._every_steps > 0 and step // self._every_steps > looked // self._every_steps
         if not self._begun:
             return step - (self._first or step) + 1 >= FIRST_STEPS
@@ -165,23 +161,23 @@ class PeriodicSaves:
         return idle and self._clock() - self._last >= every_s
 
     def _cost(self):
-        """Seconds that saving while training goes on has cost so far."""
+        """Return the cost of saves beside training so far, in seconds."""
         return self._checkpointer.stall_seconds + self._checkpointer.thread_seconds / self._cores
 
     def _last_failed(self):
         return len(self._checkpointer.failures) > self._failed_before
 
     def _settle(self):
-        """Waits for the save that runs; whether the last one is committed."""
+        """Wait for the save in progress; return whether the last one is committed."""
         start = self._clock()
-        with contextlib.suppress(OSError):  # it stands in `failures` too
+        with contextlib.suppress(OSError):  # it is in `failures` too
             self._checkpointer.wait()
         self._waited += self._clock() - start
         self._look()
         return not self._last_failed()
 
     def _look(self):
-        """Says which saves have failed since; returns whether nothing is being written."""
+        """Report saves that failed since the last call; return whether nothing is being written."""
         idle = True
         with contextlib.suppress(OSError):
             idle = self._checkpointer.done()
@@ -192,11 +188,11 @@ class PeriodicSaves:
 
 
 class RecoverySaves:
-    """Saves the state of a run through a CPR recovery, with the face of `PeriodicSaves`.
+    """Save the state of a run through a CPR recovery, with the interface of `PeriodicSaves`.
 
     Args:
-      recovery: entered.
-      clock: gives seconds.
+      recovery: entered recovery.
+      clock: returns seconds.
     """
 
     def __init__(self, recovery: Recovery, clock: Callable[[], float] = time.perf_counter):
@@ -204,14 +200,14 @@ class RecoverySaves:
         self.hook = recovery.hook
 
     def ensure_image(self, state) -> None:
-        """There is one: the run has begun with it."""
+        """Do nothing: the run began with an image."""
 
     def count_failed(self, shards: int) -> None:
-        """Counts shards that an earlier process has lost since the image that this one goes on from."""
+        """Count shards that an earlier process lost after the image from which this one resumes."""
         self.recovery.failed += shards
 
     def last(self, state) -> str | None:
-        """Saves all rows and waits; returns what went wrong, if anything."""
+        """Save all rows and wait; return the error, if any."""
         try:
             self.recovery.save_whole()
         except OSError as error:
@@ -219,7 +215,7 @@ class RecoverySaves:
         return None
 
     def figures(self) -> dict[str, float]:
-        """What the recovery has saved and lost so far."""
+        """Return what the recovery has saved and lost so far."""
         recovery = self.recovery
         return {
             "pls": recovery.pls, "rows_saved": recovery.rows_saved, "shards_failed": recovery.failed,
@@ -227,7 +223,7 @@ class RecoverySaves:
         }  # fmt: skip
 
     def results(self) -> dict[str, float]:
-        """What results.json says of saving; percent of the time of this process."""
+        """Return the part of results.json about saving; percent of the time of this process."""
         stall = self.recovery.stall_seconds
         return self.figures() | {
             "saves": self.recovery.saves,
@@ -238,11 +234,11 @@ class RecoverySaves:
 
 
 class Best(Checkpointer):
-    """The state of the best evaluation of a run, in a directory of its own; training waits for it.
+    """Checkpointer of the best evaluated state of a run, in a separate directory; saving is blocking.
 
     Args:
-      run: that it is of.
-      step: that the run begins at: what was saved of later steps is of a past that it has left.
+      run: run of the state.
+      step: step at which the run begins; images of later steps are removed, as the run has left their past.
     """
 
     def __init__(self, run: Run, step: int):
@@ -252,11 +248,11 @@ class Best(Checkpointer):
         super().__init__(run.directory / "best", keep=1, run=run.id)
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
-        """Saves a state and waits until it is on the disk; returns the seconds."""
+        """Save a state and wait until it is on disk; return the blocking seconds."""
         stall = super().save(state, extra)
         self.wait()
         return stall
 
     def restored(self, state: TrainState) -> TrainState:
-        """The best state, in the place of another one; that one, if there was no evaluation."""
+        """Return the best state, restored over `state`; `state` itself if there was no evaluation."""
         return restore(self.directory, state)[0] if images(self.directory) else state

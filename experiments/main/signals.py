@@ -1,5 +1,4 @@
-"""How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not
-accidents."""
+"""How a run stops: Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP are requests, not accidents."""
 
 import contextlib
 import os
@@ -15,10 +14,10 @@ NOTHING_NEW = "stopped before there was anything new to save"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has ended the run.
+    """Raised when a signal has ended the run.
 
     Args:
-      number: of the signal.
+      number: signal number.
       words: what was done about it.
     """
 
@@ -30,11 +29,11 @@ class Stopped(KeyboardInterrupt):
 class Asked:
     """Whether a signal has asked the run to stop: true from the first one on.
 
-    Where there is nothing to save the first signal raises `Stopped` at once. Inside `held` it is a
-    request: the loop looks at it between two steps, and saves. Further signals change nothing.
+    If there is nothing to save, the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
+    checks it between two steps, and saves. Further signals change nothing.
 
     Args:
-      words: of what is raised.
+      words: words of `Stopped`.
     """
 
     def __init__(self, words: str = NOTHING_NEW) -> None:
@@ -46,31 +45,31 @@ class Asked:
         return self.signal is not None
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal has come."""
+        """Raise `Stopped` if a signal has arrived."""
         if self.signal is not None:
             raise Stopped(self.signal, self.words)
 
     def each(self, items: Iterable) -> Iterator:
-        """Iterates until a signal comes, then raises `Stopped`."""
+        """Iterate until a signal arrives, then raise `Stopped`."""
         for item in items:
             self.check()
             yield item
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """In this block a signal waits until the loop looks at it."""
+        """Defer signals in this block until the loop checks for one."""
         self._held = True
         try:
-            self.check()  # one whose exception was lost in a callback
+            self.check()  # a signal whose exception was lost in a callback
             yield
         finally:
             self._held = False
 
     def on_signal(self, number: int, frame) -> None:
-        """The handler."""
+        """Handle a signal."""
         words = "the running step ends, then its state is saved; Ctrl-\\ kills at once" if self._held else "stopping"
         with contextlib.suppress(OSError):
-            # Not print: the signal may have come in the middle of one.
+            # Not print: the signal may have interrupted one.
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
         if self.signal is None:
             self.signal = number
@@ -80,20 +79,19 @@ class Asked:
 
 @contextlib.contextmanager
 def stop_on_signals(words: str = NOTHING_NEW) -> Iterator[Asked]:
-    """Takes SIGINT, SIGTERM and SIGHUP as requests to stop; gives the handlers back on leaving.
+    """Handle SIGINT, SIGTERM and SIGHUP as requests to stop; restore the handlers on leaving.
 
-    A signal that the parent has told this process to ignore (nohup's SIGHUP, a background job's
-    SIGINT) stays ignored.
+    A signal that this process inherited as ignored (nohup's SIGHUP, a background job's SIGINT) stays ignored.
 
     Args:
-      words: of `Stopped`: what was done, or how a person goes on.
+      words: words of `Stopped`: what was done, or how to resume.
 
     Raises:
-      ValueError: not called from the main thread, the only one that Python tells of signals.
-      Stopped: a signal came where nothing was `held`.
+      ValueError: not called from the main thread, the only one in which Python handles signals.
+      Stopped: a signal arrived where nothing was `held`.
     """
     asked, before = Asked(words), {}
-    try:  # from the first handler on: a signal may come before the second one is set
+    try:  # from the first handler on: a signal may arrive before the second one is set
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, asked.on_signal)
@@ -104,23 +102,21 @@ def stop_on_signals(words: str = NOTHING_NEW) -> Iterator[Asked]:
 
 
 def leave(stopped: Stopped, requeue: bool) -> NoReturn:
-    """Ends the process: says what was done, with code 128 + the signal's number, or 75 if the job
-    is to be requeued."""
+    """End the process with a message, and code 128 + the signal's number, or 75 if the job is to be requeued."""
     for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # all is done but this
+        signal.signal(number, signal.SIG_IGN)  # nothing else is left to do
     say(str(stopped), sys.stderr)
     sys.exit(os.EX_TEMPFAIL if requeue else 128 + stopped.signal)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Prints a line beside a progress bar; a terminal or a pipe that is gone is no reason to end a
-    run."""
+    """Print a line beside a progress bar; a closed terminal or pipe does not end the run."""
     file = file or sys.stdout
     try:
         tqdm.write(text, file=file)
         file.flush()
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        # Or Python would fail at what is left in its buffer, at exit.
+        # Otherwise Python would fail at exit, when it flushes its buffer.
         os.dup2(nowhere, file.fileno())
         os.close(nowhere)

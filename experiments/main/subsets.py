@@ -1,7 +1,6 @@
-"""Quality by parts of the data: within groups, by segments, and how far another test set would be off.
+"""Quality by parts of the data: within groups and by segments; and the interval of the AUC over test sets.
 
-Used by evaluate.py, over the row ids of categorical fields: those are the categories of a prepared directory, and
--1 is a missing one.
+Used by evaluate.py on the row ids of categorical fields: the categories of a prepared directory, -1 if missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,12 @@ from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
 from main.cli import grid
 
-SHOWN = 20  # segments of a field that have a line of their own; the rest is one
+SHOWN = 20  # segments of a field that have separate lines; the rest share one
 FIGURES = ("examples", "label_mean", "auc", "normalized_entropy", "calibration")
 
 
 def single_fields(spec: EmbeddingSpec) -> dict[str, tuple[str, int | None]]:
-    """{field: (lookup, column)} of the fields that have one category for each example."""
+    """Return {field: (lookup, column)} of the fields with one category per example."""
     found: dict[str, tuple[str, int | None]] = {}
     for name, lookup in spec.lookups.items():
         if lookup.hots != 1:
@@ -32,7 +31,7 @@ def single_fields(spec: EmbeddingSpec) -> dict[str, tuple[str, int | None]]:
 
 
 def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str]) -> dict[str, bool]:
-    """{what is wrong: True} of fields that there are not."""
+    """Return {problem and remedy: whether it applies} for fields that the run lacks."""
     known = single_fields(spec)
     return {
         f"--{flag} {name} is no field of the run with one category for each example: give one of "
@@ -43,7 +42,7 @@ def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str]) ->
 
 
 def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """{field: i32[B]} of a batch: the row ids of some fields."""
+    """Return {field: i32[B]}: the row ids of some fields of a batch."""
     known, found = single_fields(spec), {}
     for name in names:
         lookup, column = known[name]
@@ -60,13 +59,13 @@ def figures(
     segments: Sequence[str],
     bootstrap: int,
 ) -> dict[str, Any]:
-    """What results.json says of the parts; numbers that there are not are None.
+    """Return the figures of the parts for results.json; undefined ones are NaN.
 
     Args:
       logit, label: f32[n].
-      fields: {field: i32[n]}, of those that are named.
-      group: field within whose categories AUC is taken.
-      segments: fields whose categories have figures of their own.
+      fields: {field: i32[n]} of the named fields.
+      group: field within whose categories AUC is computed.
+      segments: fields whose categories get separate figures.
       bootstrap: draws for the interval of the AUC; 0 for none.
 
     >>> rng = np.random.default_rng(0)
@@ -87,7 +86,7 @@ def figures(
 
 
 def _largest(ids):
-    """Segments as texts: the largest by their row ids, all others together."""
+    """Return the segment of each example as text: its row id, or 'others' for small segments."""
     values, mine, sizes = np.unique(ids, return_inverse=True, return_counts=True)
     names = np.array([str(value) for value in values], dtype=object)
     names[np.argsort(-sizes, kind="stable")[SHOWN:]] = "others"
@@ -95,7 +94,7 @@ def _largest(ids):
 
 
 def tables(results: Mapping[str, Any], segments: Sequence[str]) -> str:
-    """A table for people for each field of segments."""
+    """Format a table for each field of segments."""
     shown = []
     for name in segments:
         prefix = f"segment_{name}_"

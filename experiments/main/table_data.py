@@ -1,7 +1,7 @@
-"""The click job over a prepared table (prepare.py --schema): what a run reads of it, and the model over its tables.
+"""The click job over a prepared table (prepare.py --schema): its data, and the model over its tables.
 
-Columns of one category are columns of the lookup 'sparse'. Each bag, several categories or a sequence, is a lookup of
-its own, whose mean is one more feature of the model.
+Columns of one category are columns of the lookup 'sparse'. Each bag, several categories or a sequence, is a separate
+lookup, whose mean is one more feature of the model.
 
 Legend: B batch, N dense features, F features with an embedding, E embedding width, K labels.
 """
@@ -25,7 +25,7 @@ from main.click_data import ClickJob, Data, data_of_blocks
 
 
 class FirstLabel:
-    """A split whose first label alone is seen: the click job predicts one."""
+    """A split reduced to its first label, as the click job predicts one."""
 
     def __init__(self, split: Split):
         self._split, self.rows, self.metadata = split, split.rows, split.metadata
@@ -38,12 +38,12 @@ class FirstLabel:
 
 
 def open_rows(directory: Path, name: str) -> FirstLabel:
-    """A split of a prepared table, as the click job reads it; raises as `open_table`."""
+    """Open a split of a prepared table for the click job; raises as `open_table`."""
     return FirstLabel(open_table(directory, name))
 
 
 def table_of(directory: Path) -> Mapping[str, Any]:
-    """What a prepared table says of itself.
+    """Return the metadata of a prepared table.
 
     Raises:
       ValueError: the directory holds no prepared table.
@@ -55,11 +55,11 @@ def table_of(directory: Path) -> Mapping[str, Any]:
 
 
 def tabular_data(config) -> Data:
-    """The rows that flags name.
+    """Return the data that the flags select.
 
     Raises:
-      ValueError: there is no such table; it has no validation rows where they are wanted, or has some beside a share
-        that is asked for.
+      ValueError: no such table; no validation rows where they are needed, or both validation rows and a requested
+        share.
     """
     directory, share = config.path[0], config.validation_fraction
     table, metadata = table_of(directory), read_metadata(local_path(directory))
@@ -88,8 +88,7 @@ def tabular_data(config) -> Data:
 
 
 def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
-    """The bag that is a history, and the column of 'sparse' that its steps are candidates of before: the first bag
-    that shares the table of a column.
+    """Return the history bag and its candidate's column of 'sparse': the first bag that shares a column's table.
 
     Raises:
       ValueError: there is none.
@@ -107,7 +106,7 @@ def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, history: str | None = None) -> EmbeddingSpec:
-    """The tables and lookups of a prepared table; of the bag `history` each step keeps its embedding.
+    """Build the spec of a prepared table; the steps of the bag `history` keep separate embeddings.
 
     >>> table = {"tables": {"user": 9, "tag": 5}, "sparse": ["user"], "bags": {"tags": {"table": "tag", "hots": 3}}}
     >>> spec = spec_of(table, 4, 2, 0)
@@ -130,17 +129,17 @@ def table_job(
     shards: int = 8,
     seed: int = 0,
 ) -> ClickJob:
-    """The job of a model over a prepared table.
+    """Build the job of a model over a prepared table.
 
     Args:
-      table: what the table says of itself, see `table_of`.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without a dense feature it sees one of zeros.
-        Or a `DIN`, whose candidate and history are those of `history_of`.
-      optimizer: of the dense parameters.
-      row_optimizer: of the rows.
+      table: metadata of the table, see `table_of`.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without dense features it gets one of zeros.
+        Or a `DIN`, with candidate and history from `history_of`.
+      optimizer: optimizer of the dense parameters.
+      row_optimizer: optimizer of the rows.
       width: E, of all tables.
       shards: S, of every table.
-      seed: of the initial rows.
+      seed: seed of the initial rows.
     """
     history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
     features = [*table["sparse"], *(name for name in table["bags"] if name != history)]
@@ -153,7 +152,7 @@ def table_job(
         return model.init(jax.random.key(seed), *examples)
 
     def predict(params, activations, batch):
-        # Zeros made of what is in the batch: on several devices they are of its kind, as autodiff wants them.
+        # Zeros derived from the batch: on several devices they vary over the mesh as it does, as autodiff requires.
         numbers = batch.dense if table["dense"] else 0.0 * batch.weight[:, None]
         parts = [activations["sparse"]] if table["sparse"] else []
         parts += [activations[name].reshape(len(numbers), 1, width) for name in table["bags"] if name != history]

@@ -1,4 +1,4 @@
-"""Schemas by their names or files, and what prepare.py says and draws of a prepared table."""
+"""Schemas by name or file, and the printed and drawn summary of a prepared table."""
 
 import sys
 import textwrap
@@ -19,14 +19,14 @@ READY = {
     "avazu": ready.AVAZU,
     "movielens_1m": ready.MOVIELENS_1M,
 }
-_SHOWN = 40  # features that are drawn
+_SHOWN = 40  # most features that are drawn
 
 
 def open_schema(name: str | None) -> Schema:
-    """A schema that is ready, or that of a Python file, which says `schema = Schema(...)`.
+    """Return a built-in schema, or that of a Python file that defines `schema = Schema(...)`.
 
     Raises:
-      ValueError: there is no such file, it does not run, or it has no schema.
+      ValueError: no such file, it does not run, or it has no schema.
     """
     if name in READY:
         return READY[name]
@@ -36,7 +36,7 @@ def open_schema(name: str | None) -> Schema:
     found: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         exec(compile(path.read_text(), str(path), "exec"), found)
-    except Exception as error:  # whatever a file of a user may raise
+    except Exception as error:  # a user's file may raise anything
         raise ValueError(f"{path}{_line_of(path, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(found.get("schema"), Schema):
         raise ValueError(f"{path} has no schema: write `schema = Schema(label=..., features=[...])` in it.")
@@ -53,13 +53,13 @@ def _line_of(path, error) -> str:
 
 
 class Bars:
-    """Shows how far a preparation is: a bar for each of its stages, with rows per second and the time that is left."""
+    """Progress of a preparation: a bar per stage, with rows per second and the time left."""
 
     def __init__(self):
         self._stage, self._bar = "", None
 
     def show(self, progress: Progress) -> None:
-        """Takes what `prepare` tells."""
+        """Update with a report of `prepare`."""
         from tqdm import tqdm
 
         if progress.stage != self._stage:
@@ -80,7 +80,7 @@ class Bars:
 
 
 def words(metadata: Mapping[str, Any]) -> str:
-    """What people want to know of a prepared table.
+    """Format the summary of a prepared table.
 
     >>> table = {"labels": ["click"], "digest": "ab", "label_over_time": [[0, 4, 0.25]], "features": {
     ...     "user": {"missing_share": 0.5, "table_rows": 3, "distinct": 1, "top": [["ann", 2]]}}}
@@ -114,7 +114,7 @@ def words(metadata: Mapping[str, Any]) -> str:
 
 
 def finding(metadata: Mapping[str, Any]) -> str:
-    """What the picture of a prepared table shows.
+    """Return the title of the plot of a prepared table.
 
     >>> table = {"labels": ["click"], "label_over_time": [[0, 4, 0.25], [4, 4, 0.5]], "features": {
     ...     "user": {"missing_share": 0.5, "table_rows": 3}, "age": {"missing_share": 0.125}}}
@@ -133,7 +133,7 @@ def finding(metadata: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, metadata: Mapping[str, Any]) -> bool:
-    """Draws the rows of each table, what is missing, and the label over the rows; False without matplotlib."""
+    """Plot the rows of each table, the missing shares, and the label over the rows; return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

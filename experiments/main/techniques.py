@@ -1,5 +1,7 @@
-"""The three techniques of a run, as its flags ask for them: devices, the engine, what is done at each step and its
-figures, the recovery and its failures; then where rows live, and rounds in the foreground."""
+"""The three techniques of a run: devices, engine, hooks and their figures, recovery and failures.
+
+Also the placement of the rows, and rounds in the foreground.
+"""
 
 import contextlib
 import itertools
@@ -31,24 +33,24 @@ from main.run_dir import Run, cores, go_on_with
 
 RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
-WINDOW = 8  # unless given
-SYNC_SHARE = 1 / 80  # of this machine's cores, for all threads that synchronise, unless a pace is given
-MEASURED_STEPS = 12  # before a run whose costs are measured
+WINDOW = 8  # default
+SYNC_SHARE = 1 / 80  # default share of this machine's cores for all synchronising threads
+MEASURED_STEPS = 12  # to measure costs by, before the run
 SERVER_TIMEOUT_S = 120.0  # also for the save and the restore of a server's rows
 
 
 def claim_devices(config: TechniqueFlags) -> None:
-    """Asks for as many devices as there are replicas; before JAX starts.
+    """Request one device per replica; call it before JAX starts.
 
     Raises:
-      ValueError: there are fewer, and none can be made; shards or batches cannot be split over them.
+      ValueError: too few devices, and no more can be created; shards or batches cannot be split over them.
     """
     if config.replicas > 1:
         enough_threads(config.replicas)
         try:
             jax.config.update("jax_num_cpu_devices", config.replicas)
         except (RuntimeError, ValueError):
-            pass  # JAX has started, or was told how many by a flag of XLA
+            pass  # JAX has started, or an XLA flag sets the number
     if len(jax.devices()) < config.replicas:
         raise ValueError(
             f"--trainers {config.replicas} want a device each, and there are {len(jax.devices())}: give fewer trainers."
@@ -58,29 +60,29 @@ def claim_devices(config: TechniqueFlags) -> None:
 
 
 def mesh_of(config: TechniqueFlags) -> jax.sharding.Mesh:
-    """A device for each trainer; without any, all devices share the batches."""
+    """Return a mesh with one device per trainer; without trainers, all devices share the batches."""
     if config.shadowsync == "none":
         return make_mesh(devices=jax.devices())
     return make_mesh(replicas=config.replicas, devices=jax.devices()[: config.replicas])
 
 
 def job_of(config: TechniqueFlags, job: ClickJob) -> ClickJob:
-    """The job as the techniques want it: what rounds in the foreground remember lies beside the optimizer's state."""
+    """Return the job for the techniques: foreground rounds keep their memory beside the optimizer state."""
     if config.in_lock_step and config.sync_every_steps is not None:
         return job._replace(optimizer=remembering(job.optimizer, _rule(config)))
     return job
 
 
 def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[str, Any], stretch_steps: int):
-    """The engine that the flags ask for.
+    """Build the engine that the flags ask for.
 
     Args:
       config: TechniqueFlags.
-      job: the model and how it learns.
-      state: to begin with.
+      job: model, loss and optimizers.
+      state: initial state.
       mesh: from `mesh_of`.
-      extra: what was saved along with that state.
-      stretch_steps: how often free trainers meet.
+      extra: values saved with that state.
+      stretch_steps: steps between two meetings of free-running trainers.
     """
     capacity = extra.get("capacity")
     if config.free:
@@ -99,16 +101,16 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
 
 
 def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
-    """An initial state with all that an image of the run holds: free trainers have more to remember."""
+    """Return an initial state with the structure of the run's images: free-running trainers save more."""
     return make_engine(config, job, state, mesh, {}, 1).state if config.free else state
 
 
 class Techniques:
-    """What is on in a run, beside its engine: hooks and figures.
+    """Active techniques of a run, beside its engine: hooks and figures.
 
     Args:
       config: TechniqueFlags.
-      engine: from `make_engine`, whose `with` block was begun.
+      engine: from `make_engine`, entered.
     """
 
     def __init__(self, config: TechniqueFlags, engine):
@@ -118,7 +120,7 @@ class Techniques:
         self.hooks = [self._sync.hook] if self._sync else []
 
     def figures(self, state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """A figure of each technique that is on, of this process so far; of free trainers that of a stretch."""
+        """Return the active techniques' figures, of this process so far; with free-running trainers, of a stretch."""
         found: dict[str, float] = {}
         if isinstance(self._engine, Pipeline) and self._engine.mode == "oac":
             counters = self._engine.counters
@@ -127,14 +129,14 @@ class Techniques:
             found["sync_gap_steps"] = self._sync.steps / self._sync.rounds if self._sync.rounds else float("inf")
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
         if isinstance(self._engine, FreeTrainers):
-            # Before its first stretch a run that goes on has no metrics but those that were saved with its state.
+            # Before its first stretch, a resumed run has only the figures saved with its state.
             known = metrics or {name: x for name, x in self._engine.figures().items() if x is not None}
             names = {"sync_gap_steps": "average_sync_gap", "replica_spread": "replica_spread"}
             found |= {mine: known[name] for mine, name in names.items() if name in known}
         return found
 
     def extra(self) -> dict[str, Any]:
-        """What is saved along with a state."""
+        """Return the values to save with a state."""
         return {"trainers": self._engine.figures()} if isinstance(self._engine, FreeTrainers) else {}
 
 
@@ -142,18 +144,18 @@ def recovery_of(
     config, engine, directory: Path, steps: int, every: float, image, run: str, extra: Callable,
     copy: Literal["whole", "shards"] = "whole",
 ) -> Recovery:  # fmt: skip
-    """The recovery that the flags ask for, to be entered.
+    """Build the recovery that the flags ask for; the caller enters it.
 
     Args:
       config: TechniqueFlags, and `seed`.
-      engine: that it watches.
-      directory: of its images.
-      steps: of the run.
-      every: how often it saves, in steps.
-      image: that the run goes on from, or None.
-      run: its id.
-      extra: step -> JSON values to save along.
-      copy: how images are made.
+      engine: engine to watch.
+      directory: image directory.
+      steps: steps of the run.
+      every: interval between saves, in steps.
+      image: image from which the run resumes, or None.
+      run: id of the run.
+      extra: step -> JSON values to save with the state.
+      copy: how images copy the tables: 'whole' or 'shards'.
     """
     return Recovery(
         engine, directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra, copy=copy,
@@ -163,16 +165,16 @@ def recovery_of(
 
 
 def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], Iterator]) -> float:
-    """How often a recovery saves, in steps.
+    """Return the interval between saves of a recovery, in steps.
 
-    Measured costs are written to recovery.json, so that a run that goes on keeps its interval.
+    Measured costs are written to recovery.json, so that a resumed run keeps its interval.
 
     Args:
-      config: TechniqueFlags, and `save_every_steps` if a job has that flag.
-      engine: at its first step, or at that of an image.
-      run: whose directory is on the disk to save to, where costs are measured.
-      steps: of the run.
-      first_steps: number -> an iterator that trains so many, where costs are measured.
+      config: TechniqueFlags, and `save_every_steps` if the job has that flag.
+      engine: engine at its first step, or at that of an image.
+      run: run; to measure costs, its directory must be on the disk to save to.
+      steps: steps of the run.
+      first_steps: number -> iterator that trains that many steps, to measure costs.
     """
     if (given := getattr(config, "save_every_steps", None)) is not None:
         return given
@@ -196,7 +198,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
 
 
 def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
-    """{step: shards} of the failures that the flags ask for.
+    """Return {step: shards} of the failures that the flags ask for.
 
     Raises:
       ValueError: as `given_failures`; a step that the run does not have.
@@ -214,10 +216,10 @@ def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
 
 
 class Home:
-    """Rows in this process.
+    """Placement of the rows in this process, on the device or in host memory.
 
     Attributes:
-      copy: how images of the rows are made.
+      copy: how images copy the tables: 'whole' or 'shards'.
     """
 
     copy: Literal["whole", "shards"] = "whole"
@@ -226,24 +228,24 @@ class Home:
         self._config = config
 
     def tables(self, job: ClickJob, mesh) -> Tables:
-        """Tables of initial rows."""
+        """Create tables of initial rows."""
         if self._config.tables == "host":
             return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
         return DeviceTables.create(job.spec, job.row_optimizer, mesh)
 
     def watch(self, engine) -> None:
-        """Begins to replace what can be lost of this home; before what brings rows back is entered."""
+        """Start replacing lost servers, if there are any; call it before the recovery is entered."""
 
     @property
     def lost(self) -> str:
-        """Which of its servers are dead, in words; '' if none is."""
+        """Which servers are dead, in words; '' if none."""
         return ""
 
 
 class ServerHome(Home):
-    """Rows at servers in other processes; who is dead has a successor if there is a recovery for its rows."""
+    """Placement of the rows at server processes; with a recovery, a dead server gets a successor."""
 
-    copy: Literal["whole", "shards"] = "shards"  # each server writes its own
+    copy: Literal["whole", "shards"] = "shards"  # each server writes its shards
 
     def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster):
         super().__init__(config)
@@ -251,7 +253,7 @@ class ServerHome(Home):
         self._supervisor: Supervisor | None = None
 
     def tables(self, job: ClickJob, mesh) -> Tables:
-        """As that of `Home`."""
+        """As `Home.tables`."""
         self._supervisor = Supervisor(
             self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
             directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
@@ -260,22 +262,22 @@ class ServerHome(Home):
         return self._supervisor.tables
 
     def watch(self, engine) -> None:
-        """As that of `Home`."""
+        """As `Home.watch`."""
         if self._supervisor is not None and self._config.cpr != "none":
             engine.enter(self._supervisor)
 
     @property
     def lost(self) -> str:
-        """As that of `Home`."""
+        """As `Home.lost`."""
         return "" if self._supervisor is None else self._supervisor.lost
 
 
 @contextlib.contextmanager
 def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
-    """The home that the flags ask for; servers end with the block.
+    """Yield the placement that the flags ask for; servers end with the block.
 
     Raises:
-      OSError: a server has died, and there is no recovery for its rows.
+      OSError: a server died, and there is no recovery for its rows.
       ValueError, OSError: Ray cannot be started or joined.
     """
     if config.tables != "remote":
@@ -293,16 +295,15 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
 
 
 def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Path | None) -> HostTables:
-    """Fresh tables in host memory, or in mapped files if there is a directory for them."""
+    """Return fresh tables in host memory, or in mapped files if a directory is given."""
     if directory is None or not (directory / "tables.json").exists():
         return HostTables.create(spec, row_optimizer, directory)
-    # A kill in the middle of a step has torn them, which is no loss: their rows come from the image
-    # of the run.
+    # A kill within a step may have torn them, at no loss: their rows are restored from the image of the run.
     return with_initial_rows(HostTables.attach(spec, row_optimizer, directory, torn="accept"))
 
 
 def with_initial_rows(tables: Any) -> Any:
-    """The same tables with the rows that they begin with."""
+    """Return the tables reset to their initial rows."""
     with tables.overwriting(step=0):
         for stack, shard in itertools.product(tables.spec.stacks, range(tables.spec.shards)):
             tables = tables.reset_shard(stack, shard)
@@ -311,14 +312,14 @@ def with_initial_rows(tables: Any) -> Any:
 
 @contextlib.contextmanager
 def own(directory: Path | None, run: str) -> Iterator[None]:
-    """Keeps other runs out of a directory of mapped tables, now and later.
+    """Keep other runs out of a directory of mapped tables, now and later.
 
     Args:
-      directory: None if the tables are in no files.
-      run: its id.
+      directory: None if the tables are not in files.
+      run: id of the run.
 
     Raises:
-      ValueError: another run is at work there, or has left its tables there.
+      ValueError: another run is active there, or has left its tables there.
     """
     if directory is None:
         yield
@@ -334,14 +335,14 @@ def own(directory: Path | None, run: str) -> Iterator[None]:
 
 
 class Remembering(NamedTuple):
-    """The state of an optimizer, and what a rule remembers beside it."""
+    """Optimizer state, and the memory of a synchronisation rule beside it."""
 
     optimizer: PyTree
     memory: PyTree  # of `SyncGroup.memory`, the same for each replica; empty for model averaging
 
 
 def remembering(optimizer: optax.GradientTransformation, rule: Rule) -> optax.GradientTransformation:
-    """An optimizer that does what another one does, and whose state holds the memory of a rule."""
+    """Wrap an optimizer so that its state also holds the memory of a rule."""
 
     def init(params):
         return Remembering(optimizer.init(params), rule.init(floating(params)))
@@ -354,15 +355,15 @@ def remembering(optimizer: optax.GradientTransformation, rule: Rule) -> optax.Gr
 
 
 class ForegroundRounds:
-    """A round of all replicas of a state every so many steps, as a hook that has no memory of its own.
+    """Hook that makes a round of all replicas every k steps; its memory is in the training state.
 
     Args:
-      rule: of the rounds.
-      every_steps: k; a round falls on the steps that it divides.
+      rule: synchronisation rule.
+      every_steps: k; rounds are made at its multiples.
 
     Attributes:
       steps: calls of the hook.
-      rounds: of all replicas.
+      rounds: rounds made, each of all replicas.
     """
 
     def __init__(self, rule: Rule, every_steps: int):
@@ -370,7 +371,7 @@ class ForegroundRounds:
         self.steps = self.rounds = 0
 
     def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
-        """Makes the round, if the step has one; the state's optimizer is a `remembering` one."""
+        """Make a round if one is due; the state's optimizer must be a `remembering` one."""
         self.steps += 1
         if step % self._every_steps:
             return state
@@ -380,7 +381,7 @@ class ForegroundRounds:
         group = SyncGroup(self._rule, params, 1, every_steps=1, memory={"shared": shared, "waited": [0.0]})
         with group.trainer(0) as sync:
             state = sync.exchange(state)
-        # Stacked, so that memory is of its own that a step may donate.
+        # Stacked into new memory, which a step may donate.
         alike = lambda new, old: jax.device_put(np.stack([new] * len(old)), old.sharding)
         memory = jax.tree.map(alike, group.memory["shared"], known)
         kept = state.dense.opt_state._replace(memory=memory)
@@ -388,7 +389,7 @@ class ForegroundRounds:
 
 
 def _check_split(config, devices):
-    # Batches of a size that is not given are of 128 or a multiple.
+    # Default batch sizes are multiples of 128.
     for name, number in (("shards", config.shards), ("batch_size", getattr(config, "batch_size", None) or 128)):
         if number % devices:
             raise ValueError(
@@ -407,14 +408,14 @@ def _options(config):
         return {"every_steps": config.sync_every_steps}
     if config.sync_pace_seconds is not None:
         return {"pace_seconds": config.sync_pace_seconds}
-    # Where all cores train, a round takes from training what it needs, and more: caches, and the time of those who wait
-    # for the one that stands still.
+    # Where all cores train, a round costs training more than its own time: caches, and trainers that wait for a
+    # stalled one.
     threads = config.replicas if config.free else 1
     return {"core_share": min(1.0, SYNC_SHARE * cores() / threads)}
 
 
 def _rounds(config, engine):
-    """What synchronises replicas in lock step: in the foreground, or a thread beside training."""
+    """Return what synchronises replicas in lock step: a foreground hook, or a background thread's handle."""
     if config.sync_every_steps is not None:
         return ForegroundRounds(_rule(config), config.sync_every_steps)
     one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
@@ -426,7 +427,7 @@ def _mode(config) -> Mode:
 
 
 def _planned(config, costs, step_hours):
-    """The interval of the plan; of the mode that was asked for, though the other one may be cheaper."""
+    """Return the planned interval of the requested mode, even if the other mode is cheaper."""
     plan, mode = plan_recovery(costs, config.target_pls), _mode(config)
     hours = full_interval(costs) if mode == "full" else partial_interval(costs, config.target_pls)
     every = max(1.0, min(hours, costs.total_hours) / step_hours)
@@ -436,7 +437,7 @@ def _planned(config, costs, step_hours):
 
 
 def _step_seconds(first_steps) -> float:
-    """The median time of a step, of the second half of the first ones."""
+    """Return the median time of a step, over the second half of the first steps."""
     times = []
     for _, metrics in first_steps(MEASURED_STEPS):
         jax.block_until_ready(metrics)

@@ -1,5 +1,4 @@
-"""A run of train.py as others use it: its flags, its images, and the model and rows that belong to
-them."""
+"""A run of train.py opened for reading: its flags and images, and the model and rows that belong to them."""
 
 import contextlib
 import json
@@ -23,22 +22,22 @@ class Trained(NamedTuple):
     """A run that has saved images."""
 
     directory: Path
-    config: Mapping[str, Any]  # as config.json holds it
-    images: Path  # the directory of them
-    image: Image  # the newest whose manifest can be read: tables are the same in all
+    config: Mapping[str, Any]  # contents of config.json
+    images: Path  # their directory
+    image: Image  # the newest with a readable manifest: all have the same tables
 
 
 def images_directory(directory: Path) -> Path:
-    """Where images lie, of the directory of a run or of the images themselves."""
+    """Return the image directory of a run, given its directory or the image directory itself."""
     directory = local_path(directory)
     return directory / "checkpoints" if (directory / "config.json").exists() else directory
 
 
 def open_run(directory: Path) -> Trained:
-    """Opens a run of train.py for reading; it may be at work meanwhile.
+    """Open a run of train.py for reading; it may still be training.
 
     Raises:
-      ValueError: there is no such run, its config.json is damaged, or it has saved nothing.
+      ValueError: there is no such run, its config.json is damaged, or it has saved no image.
     """
     directory = local_path(directory)
     path = directory / "config.json"
@@ -71,8 +70,13 @@ def _newest_manifest(directory):
 
 
 def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
-    """The model of a run over the tables of its images; how it was optimized does not matter any
-    more. A prepared table says what they stand for; `prepared` is where it is now, where the run had it if None."""
+    """Return the model of a run over the tables of its images, without its optimizers.
+
+    Args:
+      run: run of train.py.
+      prepared: current location of its prepared table; where the run had it if None. Only for --data tabular, where it
+        names the tables.
+    """
     (width,) = {width for _, width in run.image.tables.values()}
     model, cardinalities = make_model(run.config["model"], width), [rows for rows, _ in run.image.tables.values()]
     how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed
@@ -82,14 +86,14 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
 
 
 def table_directory(run: Trained, given: Path | None = None) -> Path:
-    """The prepared table that a run was trained from.
+    """Return the prepared table on which a run was trained.
 
     Args:
-      run: of --data tabular.
-      given: where it is now; where the run had it if None.
+      run: run of --data tabular.
+      given: its current location; where the run had it if None.
 
     Raises:
-      ValueError: it is not there.
+      ValueError: it does not exist.
     """
     directory = given or Path(run.config["path"][0])
     if not directory.is_dir():
@@ -101,10 +105,10 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
 
 
 def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
-    """What a prepared table says of itself, if its rows belong to the tables of a run.
+    """Return the metadata of a prepared table, checked against the tables of a run.
 
     Raises:
-      ValueError: they do not.
+      ValueError: its rows do not belong to those tables.
     """
     table = table_of(directory)
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
@@ -118,27 +122,27 @@ def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
 
 
 def tested_on(run: Trained) -> int | None:
-    """How many examples a run was tested on, as its files say; None if they do not."""
+    """Return how many examples a run was last tested on, according to its files; None if they do not say."""
     lines = []
     if (run.directory / "metrics.jsonl").exists():
         lines = (run.directory / "metrics.jsonl").read_text(errors="replace").splitlines()
     if (run.directory / "results.json").exists():
         lines.append((run.directory / "results.json").read_text(errors="replace"))
     for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line of a run at work may be torn
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line of an active run may be torn
             return int(json.loads(line)["test_examples"])
     return None
 
 
 def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]:
-    """The prepared directory that a run was trained from, and how it maps categories to ids.
+    """Return the prepared directory on which a run was trained, and its encoder of categories to ids.
 
     Args:
-      run: of Criteo rows.
-      given: where that directory is now; where the run had it if None.
+      run: run on Criteo rows.
+      given: its current location; where the run had it if None.
 
     Raises:
-      ValueError: it is gone, not complete, or of another vocabulary than the run's.
+      ValueError: it is missing, incomplete, or has another vocabulary than the run.
     """
     paths = tuple(map(Path, run.config["path"]))
     options = preparation(types.SimpleNamespace(**{name: run.config.get(name) for name in PREPARATION}))
@@ -156,10 +160,10 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
 
 
 def refuse_other_ids(run: Trained, directory: Path, encoder: Encoder) -> None:
-    """Refuses a prepared directory whose ids do not belong to the tables of a run.
+    """Refuse a prepared directory whose ids do not belong to the tables of a run.
 
     Raises:
-      ValueError: the tables have other sizes, or the run has noted another digest.
+      ValueError: the tables have other sizes, or the run recorded another digest.
     """
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
     found = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}

@@ -1,1 +1,1 @@
-"""What several studies share: their work, links, failures, kills, and the programs that they are compared with."""
+"""Parts shared by several studies: workloads, links, failures, kills, and the programs jaxrec is compared with."""

@@ -1,5 +1,4 @@
-"""A click job on 8 embedding nodes that fail: what cpr_overhead.py and cpr_pls.py train, one arm
-after the other."""
+"""The click job on 8 embedding nodes with failures that cpr_overhead.py and cpr_pls.py train, one arm after another."""
 
 import dataclasses
 import functools
@@ -23,32 +22,31 @@ NODES = 8
 
 @dataclasses.dataclass(frozen=True)
 class JobConfig(Flags):
-    """Flags of the job that is trained; what is not given follows from the preset."""
+    """Flags of the trained job; defaults follow from the preset."""
 
     resume: bool = False
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
-    """Prepared Criteo rows, a directory."""
+    """Directory of prepared Criteo rows."""
     examples: int | None = None
     rows: int | None = None
-    """Of all synthetic tables together; 0.74 per example by default, as Criteo Kaggle has: 33.8M
-    and 45.8M."""
+    """Total rows of all synthetic tables; default: 0.74 per example, as in Criteo Kaggle (33.8M and 45.8M)."""
     batch_size: int | None = None
     fraction: float = 0.125
     watched: int = 26
-    """Tables that schemes watch, the largest first; others are saved whole at regular saves. 7 in
-    the paper, as we recall it."""
+    """Number of tables that the schemes track, largest first; others are saved whole at regular saves. Paper, as we
+    recall: 7."""
     learning_rate: float = 1e-3
     row_learning_rate: float = 0.02
     width: int = 16
 
 
 def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
-    """Seed -> synthetic clicks of that seed, or prepared Criteo rows in their order.
+    """Return a function from a seed to its data: synthetic clicks of that seed, or prepared Criteo rows in file order.
 
     Raises:
-      ValueError: Criteo rows without a path to them.
+      ValueError: Criteo data without a path.
     """
     if config.data == "synthetic":
         cardinalities = scaled_cardinalities(config.rows or 74 * examples // 100)
@@ -63,13 +61,13 @@ def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
 
 
 class CprJob:
-    """The model and its programs, compiled once; tables and dense state are fresh in each run."""
+    """The model and its compiled programs, shared by all runs; each run starts with fresh tables and dense state."""
 
     def __init__(self, config: JobConfig, data: Callable[[int], Data]):
         keep_memory()
         self.config, self.data = config, data
         cardinalities, self.steps = data(0).cardinalities, data(0).steps
-        # One shard for each node.
+        # One shard per node.
         self.clicks = click_job(
             cardinalities, make_model("small_dlrm", config.width), optax.adam(config.learning_rate),
             rowwise_adagrad(config.row_learning_rate), config.width, shards=NODES,
@@ -80,15 +78,14 @@ class CprJob:
         self.batches = functools.lru_cache(maxsize=1)(self._batches)
 
     def _batches(self, seed: int) -> tuple[list, list]:
-        """Planned batches of training and test, made once for all arms of a seed: 300 bytes per
-        example."""
+        """Planned training and test batches, shared by all arms of a seed; about 300 bytes per example."""
         data = self.data(seed)
         return list(planned(self.clicks.spec, data.train(0))), list(planned(self.clicks.spec, data.test()))
 
     def run(
         self, scheme: str | None, seed: int, save_every_steps: float, failures: dict[int, list[int]]
     ) -> dict[str, Any]:
-        """Trains one arm with failures {step: shards}, or none at all, and evaluates it."""
+        """Train one arm with failures {step: shards}, or without any if `scheme` is None, and evaluate it."""
         clicks = self.clicks.of_seed(self.config.seed + seed)
         state = clicks.state(HostTables.create(clicks.spec, clicks.row_optimizer), clicks.spec.seed)
         batches, test = self.batches(seed)
@@ -102,13 +99,13 @@ class CprJob:
         return row | {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
-        """Trains with real saves, losses and restores."""
+        """Train with real saves, losses and restores."""
         whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
         with tempfile.TemporaryDirectory() as directory, Serial(state, self.step) as engine:
             recovery = Recovery(
                 engine, directory, save_every_steps, self.steps, scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
-                pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes a second
+                pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
             )  # fmt: skip
             engine.enter(recovery)
             for _ in engine.steps(batches, [recovery.hook]):
@@ -118,7 +115,7 @@ class CprJob:
 
 
 def failures_in_steps(failures, steps: int) -> dict[int, list[int]]:
-    """{step: shards} of failures in the hours of a job that takes so many steps."""
+    """Map failure times in hours to {step: shards} of a job of `steps` steps."""
     found: dict[int, list[int]] = {}
     for hour, node in zip(failures.hours, failures.node, strict=True):
         step = min(max(1, round(hour / failures.span_hours * steps)), steps)

@@ -1,8 +1,7 @@
-"""The laws that the gaps between failures follow, how well they fit, and the rate of failures over
-age.
+"""Distributions fitted to the gaps between failures, their goodness of fit, and the failure rate over age.
 
-All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, which fits a
-gamma law to the time to failure of jobs.
+All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, which fits a gamma distribution to
+the time to failure of jobs.
 """
 
 import math
@@ -13,32 +12,32 @@ from scipy.special import digamma, gammainc, polygamma
 
 
 class Fit(NamedTuple):
-    """A law fitted to gaps by maximum likelihood, and how well it fits."""
+    """A distribution fitted to gaps by maximum likelihood, with its goodness of fit."""
 
-    shape: float  # 1 for the exponential law
+    shape: float  # 1 for the exponential distribution
     scale_hours: float
     log_likelihood: float
-    ks_distance: float  # Kolmogorov-Smirnov: largest distance between the two cumulative curves
-    ks_limit: float  # of ks_distance at 5 %; lenient, because the law was fitted to the same gaps
-    survival_rmse: float  # between the two survival curves, at the gaps
+    ks_distance: float  # Kolmogorov-Smirnov: largest distance between the two cumulative distributions
+    ks_limit: float  # critical value of ks_distance at 5 %; lenient, as the fit used the same gaps
+    survival_rmse: float  # between empirical and fitted survival function, at the gaps
 
     @property
     def mean_hours(self) -> float:
-        """Of the law."""
+        """Mean of the distribution, in hours."""
         return self.shape * self.scale_hours
 
 
 def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Failures per hour over the time since the last failure: constant for the exponential law.
+    """Failures per hour as a function of the time since the last failure; constant for the exponential distribution.
 
-    hazard of an age from a to b = gaps that end in it / hours that all gaps together spend in it
+    hazard of ages a to b = number of gaps that end there / total hours that all gaps spend there
 
     Args:
       gaps: f64[n], hours.
-      edges: f64[k + 1], hours, ascending: ages from edges[i] on and below edges[i + 1].
+      edges: f64[k + 1], hours, ascending; bin i holds ages in [edges[i], edges[i + 1]).
 
     Returns:
-      f64[k] failures per hour, NaN where no gap is that long; f64[k] hours spent.
+      f64[k] failures per hour, NaN where no gap is that long; f64[k] hours spent in each bin.
     """
     spent = (np.clip(gaps[:, None], edges[None, :-1], edges[None, 1:]) - edges[None, :-1]).sum(axis=0)
     place = np.searchsorted(edges, gaps, side="right") - 1
@@ -47,7 +46,7 @@ def hazard_by_age(gaps: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def fit_exponential(gaps: np.ndarray) -> Fit:
-    """Fits the exponential law by maximum likelihood: its mean is that of the gaps.
+    """Fit the exponential distribution by maximum likelihood: its mean is the mean gap.
 
     Args:
       gaps: f64[n], hours, above 0.
@@ -62,11 +61,9 @@ def fit_exponential(gaps: np.ndarray) -> Fit:
 
 
 def fit_gamma(gaps: np.ndarray) -> Fit:
-    """Fits the gamma law by maximum likelihood, the law of arXiv 2011.02999 for the time to
-    failure.
+    """Fit the gamma distribution, which arXiv 2011.02999 uses for the time to failure, by maximum likelihood.
 
-    The shape k solves log k - digamma(k) = log(mean gap) - mean(log gap), here by Newton's method;
-    scale = mean / k.
+    The shape k solves log k - digamma(k) = log(mean gap) - mean(log gap), by Newton's method; scale = mean / k.
 
     Args:
       gaps: f64[n], hours, above 0, not all equal.
@@ -81,7 +78,7 @@ def fit_gamma(gaps: np.ndarray) -> Fit:
     spread = math.log(gaps.mean()) - float(np.log(gaps).mean())
     if not spread > 1e-12:
         raise ValueError(f"all {len(gaps)} gaps are {gaps[0]} hours: a gamma law needs gaps that differ.")
-    # Minka's start.
+    # Minka's starting value.
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
     for _ in range(20):
         step = (math.log(shape) - digamma(shape) - spread) / (1 / shape - polygamma(1, shape))

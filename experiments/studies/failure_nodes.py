@@ -1,4 +1,4 @@
-"""What failures say of nodes: those that some of them see, how uneven nodes and causes are, and how often n nodes fail.
+"""Failures per node: those of a subset of nodes, how unevenly nodes and causes fail, and the MTBF of n nodes.
 
 All times are in hours. Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
 """
@@ -12,14 +12,14 @@ from jaxrec.cpr.failure import Failures
 
 
 def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
-    """The failures that a job sees that runs on some of the nodes.
+    """Return the failures seen by a job that runs on a subset of the nodes.
 
     Args:
-      failures: of all nodes.
-      chosen: i32[k], distinct numbers of nodes.
+      failures: failures of all nodes.
+      chosen: i32[k], distinct node numbers.
 
     Returns:
-      Failures of k nodes, numbered by their place in `chosen`.
+      Failures of k nodes, numbered by their position in `chosen`.
     """
     distinct = np.unique(chosen)
     if not 0 < len(distinct) == len(chosen) or distinct[0] < 0 or distinct[-1] >= failures.nodes:
@@ -32,22 +32,21 @@ def of_nodes(failures: Failures, chosen: np.ndarray) -> Failures:
 
 
 def mtbf_by_cause(failures: Failures) -> dict[str, float]:
-    """Mean hours between failures of each cause, the most frequent first: the span over their
-    number."""
+    """MTBF in hours of each cause, most frequent cause first: the span divided by the number of failures."""
     count = np.bincount(failures.cause, minlength=len(failures.causes))
     order = [int(c) for c in np.argsort(-count, kind="stable") if count[c]]
     return {failures.causes[c]: float(failures.span_hours / count[c]) for c in order}
 
 
 def share_of_worst_nodes(failures: Failures, portion: float) -> float:
-    """The share of all failures that falls on the worst nodes.
+    """Fraction of all failures that falls on the worst nodes.
 
     Args:
-      failures: of known nodes.
-      portion: of all nodes that count as the worst, rounded up.
+      failures: failures with known nodes.
+      portion: fraction of the nodes that counts as the worst; their number is rounded up.
 
     Returns:
-      A fraction; it equals the portion if all nodes fail equally often.
+      A fraction; it equals `portion` if all nodes fail equally often.
     """
     real_number("portion", portion, "above 0 and at most 1", is_portion)
     count = np.sort(np.bincount(failures.node[failures.node >= 0], minlength=failures.nodes))[::-1]
@@ -55,8 +54,7 @@ def share_of_worst_nodes(failures: Failures, portion: float) -> float:
 
 
 def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
-    """The mean hours between failures of n nodes, each with the same mean of its own: T_fail =
-    T_node / n.
+    """MTBF of n nodes that share one per-node MTBF: T_fail = T_node / n.
 
     Args:
       node_mtbf_hours: T_node, above 0.
@@ -69,11 +67,10 @@ def linear_mtbf(node_mtbf_hours: float, nodes: int) -> float:
 
 
 def independent_mtbf(chance_per_hour: float, nodes: int) -> float:
-    """The mean hours up to the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 -
-    p)^n).
+    """Mean hours until the first hour in which any of n nodes fails: T_fail = 1 / (1 - (1 - p)^n).
 
     Args:
-      chance_per_hour: p, that one node fails within an hour, above 0 and below 1.
+      chance_per_hour: p, the probability that one node fails within an hour, between 0 and 1 exclusive.
       nodes: n, at least 1.
 
     Returns:

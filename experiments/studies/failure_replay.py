@@ -1,17 +1,15 @@
-"""A job under failures, event by event: saves, failures, loads, work done again, and the PLS that
-comes of it.
+"""Event-by-event replay of a job under failures: saves, failures, loads, recomputed work, and the resulting PLS.
 
-Two clocks on which failures may be given:
+Failure times are given on one of two clocks:
 
-  useful time   the clock of the equations of schedule.py: it stands still in saves, recoveries and work done again, so
-                that T_total / T_fail failures come in a job, however long they make it. The means agree with eqs. (1),
+  useful time   the clock of the equations of schedule.py: it stands still during saves, recoveries and recomputation,
+                so a job has T_total / T_fail failures on average, however long it runs. The means agree with eqs. (1),
                 (2) and (5).
-  wall time     the clock of a trace: failures also hit saves, recoveries and work done again. The means agree with
-                `overhead_in_wall_time`, and are above eqs. (1) and (2) by terms of second order.
+  wall time     the clock of a trace: failures also hit saves, recoveries and recomputation. The means agree with
+                `overhead_in_wall_time`, and exceed eqs. (1) and (2) by second-order terms.
 
-Overhead is a fraction of useful time on either clock. Saves stop the training and come each
-`save_every_hours` of useful time; there is a save at 0. Nodes that fail at the same time are one
-failure, with one recovery.
+Overhead is a fraction of useful time on either clock. Saves are blocking and happen every `save_every_hours` of useful
+time; there is a save at 0. Nodes that fail at the same time count as one failure with one recovery.
 """
 
 import math
@@ -23,7 +21,7 @@ from jaxrec.cpr.schedule import Costs, Mode, Overhead, check_costs
 
 
 class Replay(NamedTuple):
-    """What came of a job."""
+    """Outcome of a replayed job."""
 
     overhead: Overhead  # fractions of the useful time
     useful_hours: float
@@ -33,21 +31,21 @@ class Replay(NamedTuple):
 
     @property
     def wall_hours(self) -> float:
-        """From start to end."""
+        """Hours of wall time from start to end."""
         return self.useful_hours * (1 + self.overhead.total)
 
 
 def replay_in_useful_time(
     costs: Costs, mode: Mode, save_every_hours: float, hours: np.ndarray, failed_nodes: np.ndarray | None = None
 ) -> Replay:
-    """Replays a job of T_total useful hours with failures at given hours of useful time.
+    """Replay a job of T_total useful hours with failures at given hours of useful time.
 
     Args:
-      costs: of the job; its mean time between failures is not used.
+      costs: costs of the job; its MTBF is not used.
       mode: 'full' or 'partial' recovery.
       save_every_hours: T_save.
-      hours: f64[n], of the failures, ascending; those from T_total on never happen.
-      failed_nodes: i32[n], m of each failure; that of the costs if None.
+      hours: f64[n], failure times, ascending; those from T_total on are ignored.
+      failed_nodes: i32[n], m of each failure; `costs.failed_nodes` if None.
 
     Returns:
       Replay. A save at the very end of the job counts.
@@ -58,7 +56,7 @@ def replay_in_useful_time(
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
     n = int(np.searchsorted(hours, costs.total_hours))
     hours, failed = hours[:n], failed[:n]
-    # Useful time knows no saves and recoveries, so that saves fall on its multiples.
+    # Useful time stands still during saves and recoveries, so saves fall on multiples of the interval.
     since_save = hours % save_every_hours
     saves = math.floor(costs.total_hours / save_every_hours + 1e-9)
     total, full = costs.total_hours, mode == "full"
@@ -75,22 +73,21 @@ def replay_in_wall_time(
     end_hours: float,
     failed_nodes: np.ndarray | None = None,
 ) -> Replay:
-    """Replays jobs end to end with failures at given hours of the wall clock.
+    """Replay back-to-back jobs with failures at given hours of wall time.
 
-    A recovery is rescheduling, then loading; a failure during it begins it anew. A save that a
-    failure cuts short is lost: its time counts as lost work, and with partial recovery it is the
-    first thing done after the recovery.
+    A recovery is rescheduling, then loading; a failure during a recovery restarts it. A save interrupted by a failure
+    is lost: its time counts as lost work, and with partial recovery the save is repeated right after the recovery.
 
     Args:
-      costs: of the job; its mean time between failures and total time are not used.
+      costs: costs of the job; its MTBF and T_total are not used.
       mode: 'full' or 'partial' recovery.
-      save_every_hours: T_save, of useful time.
-      hours: f64[n], of the failures, ascending; those from the end on never happen.
-      end_hours: of the wall clock.
-      failed_nodes: i32[n], m of each failure; that of the costs if None.
+      save_every_hours: T_save, in useful time.
+      hours: f64[n], failure times, ascending; those from `end_hours` on are ignored.
+      end_hours: end of the replay, in wall time.
+      failed_nodes: i32[n], m of each failure; `costs.failed_nodes` if None.
 
     Returns:
-      Replay. Its overhead is infinite if no work was kept, its PLS is over the useful hours.
+      Replay. Its overhead is infinite if no work was kept; its PLS is relative to the useful hours.
 
     Raises:
       ValueError: a number outside its range; failures not in order.
@@ -101,16 +98,16 @@ def replay_in_wall_time(
     useful = since_save = now = load = lost = reschedule = lost_by_nodes = 0.0
     saves, cut_save = 0, 0.0
     for at, m in zip([*hours[:n].tolist(), end_hours], [*failed[:n].tolist(), 0], strict=True):
-        # First comes what is left of the recovery before: rescheduling, then loading.
+        # First the rest of a recovery in progress: rescheduling, then loading.
         recovering = min(at - now, recovery)
         reschedule += min(recovering, costs.reschedule_hours)
         load += max(0.0, recovering - costs.reschedule_hours)
-        # What remains is work and saves in turns; the last turn may be cut short in either.
+        # The remaining time alternates between work and saves; the failure may interrupt either.
         whole, rest = divmod(since_save + at - now - recovering, cycle)
         worked, cut_save = min(rest, save_every_hours), max(0.0, rest - save_every_hours)
         useful += whole * save_every_hours + worked - since_save
         saves, since_save, now = saves + int(whole), worked, at
-        # Begins anew also if this failure came in the middle of a recovery.
+        # Restarts also if this failure hit a recovery.
         recovery = costs.reschedule_hours + costs.load_of(mode)
         if m:
             lost += cut_save
@@ -123,17 +120,16 @@ def replay_in_wall_time(
 
 
 def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> float:
-    """The overhead when failures come at a constant rate of wall-clock time, also during saves,
-    loads and lost work.
+    """Expected overhead when failures arrive at a constant rate of wall time, also during saves, loads and lost work.
 
-    Eqs. (1) and (2) count failures of useful time only. With M = T_fail and R = O_load + O_res,
-    wall time over useful:
+    Eqs. (1) and (2) count failures in useful time only. With M = T_fail and R = O_load + O_res, the ratio of wall time
+    to useful time is:
 
       full     e^(R/M) M (e^((T_save + O_save)/M) - 1) / T_save             (Daly, FGCS 22(3), 2006)
       partial  e^(R/M) (T_save + M (e^(O_save/M) - 1)) / T_save             (derived here)
 
     Args:
-      costs: of the job; T_fail is of wall-clock time here.
+      costs: costs of the job; T_fail is in wall time here.
       mode: 'full' or 'partial'.
       save_every_hours: T_save, useful time between saves.
 
@@ -141,7 +137,7 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
       A fraction of the useful time.
 
     Raises:
-      ValueError: a number outside its range; another mode.
+      ValueError: a number outside its range; an unknown mode.
     """
     check_costs(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours

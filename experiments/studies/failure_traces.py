@@ -1,4 +1,4 @@
-"""Failure traces that others have published, read a piece at a time, plain or packed (.gz, .xz)."""
+"""Readers for published failure traces, streaming, plain or compressed (.gz, .xz)."""
 
 import csv
 import datetime
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.cpr.failure import Failures
 
-_PIECE = 1 << 16  # characters read at a time, and more than any line or event may have
+_PIECE = 1 << 16  # characters read at a time; also the size limit of a line or event
 _MAX_NODES = 1_000_000
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, UnicodeDecodeError)
 _LANL_CAUSES = ("Facilities", "Hardware", "Human Error", "Network", "Undetermined", "Software")
@@ -24,19 +24,18 @@ _LANL_COLUMNS = ("System", "nodes", "nodenumz", "Prob Started", *_LANL_CAUSES)
 
 
 def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
-    """Reads the fault trace of InfiniteHBD (SIGCOMM 2025): a JSON array of events; a `fault_start`
-    is a failure.
+    """Read the fault trace of InfiniteHBD (SIGCOMM 2025): a JSON array of events, where a `fault_start` is a failure.
 
     Args:
-      path: of the file, as published or packed.
-      nodes: servers of the cluster; the trace names only those that ever had a fault.
+      path: the file, as published or compressed.
+      nodes: number of servers in the cluster; the trace names only those that ever had a fault.
 
     Returns:
       Failures in hours from day 0 of the trace to its last event; a cause is 'Level: Class'.
 
     Raises:
-      ValueError: the file is missing or damaged; an event lacks a field or has a bad one; there are
-        more nodes than given. Names the file and the line.
+      ValueError: the file is missing or damaged; an event lacks a field or has an invalid one; more than `nodes` nodes.
+        Names the file and the line.
     """
     path = Path(path)
     days, node, cause, last = array("d"), array("i"), array("i"), 0.0
@@ -69,22 +68,19 @@ def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
 
 
 def load_lanl(path: Path | str, system: int) -> Failures:
-    """Reads the failures of one system from the records of Los Alamos National Laboratory,
-    1996-2005 (LA-UR-05-7318).
+    """Read the failures of one system from the Los Alamos National Laboratory records, 1996-2005 (LA-UR-05-7318).
 
     Args:
-      path: of the CSV file, as published or packed.
-      system: its number.
+      path: the CSV file, as published or compressed.
+      system: number of the system.
 
     Returns:
-      Failures in hours of local time from the system's first failure to its last; node -1 and nodes
-      0 where the records do not say; a cause is one of the six of the records, or 'Unknown' where
-      none is marked.
+      Failures in hours of local time from the first failure of the system to its last; unknown nodes are -1, an unknown
+        number of nodes is 0; a cause is one of the six of the records, or 'Unknown' where none is marked.
 
     Raises:
-      ValueError: the file is missing or damaged; a line has too many or too few fields; a field of
-        the system has no number or time in it; the system has no failure. Names the file and the
-        line.
+      ValueError: the file is missing or damaged; a line has the wrong number of fields; a field of the system is not a
+        valid number or time; the system has no failure. Names the file and the line.
     """
     path = Path(path)
     minutes, node, cause, nodes = array("q"), array("i"), array("i"), 0
@@ -117,7 +113,7 @@ def _sorted(hours, node, cause, causes, nodes, span):
 
 
 def _array_items(path: Path) -> Iterator[tuple[int, dict]]:
-    """The items of a JSON array and the lines that they begin in."""
+    """Yield (line number, item) of a JSON array."""
     decoder, text, line, before = json.JSONDecoder(), "", 1, ""
     for piece in itertools.chain(_read(path), [""]):
         text += piece
@@ -140,7 +136,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV file with a header, and their lines."""
+    """Yield (line number, row) of a CSV file with a header."""
     reader, line = csv.reader(_read(path, lines=True)), 1
     try:
         header = next(reader, [])
@@ -157,7 +153,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _read(path: Path, lines: bool = False) -> Iterator[str]:
-    """Pieces of a file, or its lines; none has more than _PIECE characters."""
+    """Yield chunks of a file, or its lines, of at most _PIECE characters each."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     number = 0
     try:

@@ -1,9 +1,9 @@
-"""Runs of the pipeline that are broken on purpose, for the soak of oac_equivalence.py.
+"""Pipeline runs with injected failures, for the soak of oac_equivalence.py.
 
-What must hold after each: no thread is left but a planner that the stream blocks; the error that
-comes out is the one injected, or carries it; dense state and tables stand at the step that is said,
-bit for bit as in the plain loop; a pipeline that is whole goes on with the same iterator to the
-plain loop's end, and a broken one refuses.
+What must hold after each: no pipeline thread is left except a planner blocked by the stream; the raised error is the
+injected one or has it in its chain; dense state and tables equal, bit for bit, those of the plain loop at the reported
+step; an intact pipeline resumes with the same iterator and reaches the final state of the plain loop, and a broken one
+refuses to.
 """
 
 import collections
@@ -26,20 +26,20 @@ LOSES_ROWS = ("fetch", "write back")
 
 
 class InjectedFailure(Exception):
-    """What a case breaks a run with."""
+    """The error injected into a run."""
 
 
 class Problem(NamedTuple):
-    """What is trained, and what every step of it must give."""
+    """A training problem with the expected state after every step."""
 
     fresh_state: Callable[[], TrainState]
     update: Callable
     batches: list[Batch]
-    states: list[TrainState]  # after 0, 1, ... batches of the plain loop
+    states: list[TrainState]  # states of the plain loop after 0, 1, ... batches
 
 
 class Trap:
-    """Raises its error when it is passed for the n-th time."""
+    """Raise `error` on call number `at`, counted from 0."""
 
     def __init__(self, at: int, error: BaseException):
         self.at, self.error, self.calls, self.fired = at, error, itertools.count(), False
@@ -51,44 +51,43 @@ class Trap:
 
 
 class WatchedTables(HostTables):
-    """Tables that call functions before they are read and written, which may wait or raise."""
+    """Tables that call functions before reads and writes; these may wait or raise."""
 
     before_read: Callable[[], object]
     before_write: Callable[[Sequence[int]], object]
 
     @classmethod
     def of(cls, tables: HostTables, before_read=lambda: None, before_write=lambda shards: None) -> "WatchedTables":
-        """The same rows, watched.
+        """Wrap tables; the rows are shared, not copied.
 
         Args:
-          tables: the rows.
-          before_read: called by a loader, as `read` is.
-          before_write: (shards) -> anything, called by a writer, as `put` and `add` are.
+          tables: tables to wrap.
+          before_read: called on a loader thread before each `read`.
+          before_write: (shards) -> anything, called on a writer thread before each `put` and `add`.
         """
         found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
-        # The class is frozen.
+        # The dataclass is frozen.
         found.__dict__.update(before_read=before_read, before_write=before_write)
         return found
 
     def read(self, plans):
-        """As `HostTables`."""
+        """See `HostTables`."""
         self.before_read()
         return super().read(plans)
 
     def put(self, plans, rows, shards=None):
-        """As `HostTables`."""
+        """See `HostTables`."""
         self.before_write(shards)
         return super().put(plans, rows, shards)
 
     def add(self, plans, rows, old, shards=None):
-        """As `HostTables`."""
+        """See `HostTables`."""
         self.before_write(shards)
         return super().add(plans, rows, old, shards)
 
 
 class FailingStream:
-    """An iterator of batches that raises or blocks once, before the batch `at`, and then goes
-    on."""
+    """Iterator over batches that fails once before batch `at`, then continues: raises by `trap`, or blocks if None."""
 
     def __init__(self, batches: list[Batch], at: int | None, trap: Trap | None):
         self.batches, self.at, self.trap, self.taken = batches, at, trap, 0
@@ -109,38 +108,41 @@ class FailingStream:
 
 
 def carries(raised: BaseException | None, injected: BaseException) -> bool:
-    """Whether an error is the injected one, or has it in the chain of what it came from."""
+    """Whether an error is the injected one or has it in its chain of causes and contexts."""
     while raised is not None and raised is not injected:
         raised = raised.__cause__ or raised.__context__
     return raised is injected
 
 
 def equal(a: TrainState, b: TrainState) -> bool:
-    """Whether two states agree to the last bit."""
+    """Whether two states are bitwise equal."""
     return equal_leaves(a.dense, b.dense) and all(equal_shard(a, b, shard) for shard in range(a.tables.spec.shards))
 
 
 def equal_leaves(a, b) -> bool:
-    """Whether the arrays of two trees agree to the last bit."""
+    """Whether the arrays of two trees are bitwise equal."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
 def equal_shard(a: TrainState, b: TrainState, shard: int) -> bool:
-    """Whether one shard of two states' tables agrees to the last bit."""
+    """Whether one shard of the tables of two states is bitwise equal."""
     left, right = a.tables.shards, b.tables.shards
     return all(np.array_equal(left[n][shard][p], right[n][shard][p]) for n in left for p in left[n][shard])
 
 
 def threads_left(but: tuple[str, ...] = ()) -> list[str]:
-    """Names of the pipeline's threads that are alive."""
+    """Names of live pipeline threads, except those in `but`."""
     names = (thread.name for thread in threading.enumerate())
     return [name for name in names if name.startswith("oac-") and name not in but]
 
 
 def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[str, list[str]]:
-    """One run that is broken by one kind of failure: (kind, or kind and 'missed' if it never came;
-    what was wrong)."""
+    """Run the pipeline once with one kind of injected failure.
+
+    Returns:
+      The kind, followed by '(never came)' if the failure did not trigger; a list of violations.
+    """
     number = len(problem.batches)
     at = int(rng.integers(1, number))
     error: BaseException = KeyboardInterrupt() if kind == "ctrl-c" else InjectedFailure(kind)
@@ -159,7 +161,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     check(not threads_left(("oac-plan",) if kind == "stream blocks" else ()), f"threads left: {threads_left()}")
     fired = trap.fired or kind in ("stream blocks", "break")
     check(carries(raised, error) if trap.fired else raised is None, f"came out: {raised!r}")
-    # With `skip_rewritten` a fetcher sends too: which rows to bring.
+    # With `skip_rewritten` fetchers send too: the list of rows to fetch.
     notes = getattr(error, "__notes__", [])
     if trap.fired and any(f"in stage '{stage}'" in note for stage in LOSES_ROWS for note in notes):
         _check_broken(problem, pipeline, skips, check)
@@ -174,7 +176,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 def _pipeline(problem, kind, trap, rng):
     skips: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
-    # A write is skipped only when the batches of the window are known: training waits too.
+    # `skip_rewritten` needs the batches of the next window, so a blocked stream would block training.
     if kind == "stream blocks":
         skips["skip_rewritten"] = False
     validation = "planned" if any(skips.values()) else str(rng.choice(["planned", "device"]))
@@ -202,7 +204,7 @@ def _pipeline(problem, kind, trap, rng):
 
 
 def _run(pipeline, stream, kind, at, last, trap):
-    """Trains until the failure, or until the body leaves; returns what came out."""
+    """Train until the failure, or until the loop breaks; return the raised error, or None."""
 
     def hook(state, step, plans, metrics):
         if kind == "hook":
@@ -244,7 +246,7 @@ def _check_broken(problem, pipeline, skips, check):
 
 def _go_on(problem, pipeline, stream, kind, check):
     if kind == "stream blocks":
-        if threads_left():  # else it was left before it came to the place
+        if threads_left():  # else the run ended before the planner reached the blocking batch
             try:
                 pipeline.run(stream)
             except ValueError as error:
@@ -265,13 +267,13 @@ def _go_on(problem, pipeline, stream, kind, check):
 
 
 class Tally:
-    """How often each kind of failure came, and what was wrong."""
+    """Counts of runs by kind of failure, and the violations found."""
 
     def __init__(self):
         self.runs: collections.Counter = collections.Counter()
         self.wrong: list[str] = []
 
     def add(self, kind: str, wrong: list[str]) -> None:
-        """Counts one run."""
+        """Count one run and add its violations."""
         self.runs[kind] += 1
         self.wrong += wrong

@@ -1,6 +1,6 @@
-"""Pipelines of several modes in turns over the same batches, and how their rates compare: for the links of
-oac_throughput.py. One is emulated (`oac_work.py`); one is really there: rows at servers in other processes of this
-machine, which Ray starts.
+"""Interleaved timing of pipeline modes over the same batches, for the links of oac_throughput.py.
+
+The link is emulated (`oac_work.py`), or real: table servers in other processes of this machine, started by Ray.
 """
 
 import contextlib
@@ -20,33 +20,33 @@ from jaxrec.types import TrainState
 from studies.oac_work import Work, turn
 from studies.reference import Job, ratio
 
-COMPARED = 12  # batches, after which two trainings must have the same bits
+COMPARED = 12  # batches after which two runs must be bitwise equal
 TIMEOUT_S = 120.0
 
 
 class PipelineWay(NamedTuple):
-    """A mode of oac_work.py, and its window where it has one."""
+    """A mode of oac_work.py, with its window where it has one."""
 
     mode: str
     window: int | None = None
 
     @property
     def name(self) -> str:
-        """For example oac_window_8; the mode alone for the window of --window."""
+        """Key in results, such as oac_window_8; the mode alone if `window` is None (the window of --window)."""
         return self.mode if self.window is None else f"{self.mode}_window_{self.window}"
 
     def of(self, mode: str) -> str:
-        """The name of another mode with this window."""
+        """Key of another mode with this window."""
         return PipelineWay(mode, self.window).name
 
 
 def compiled(work: Work, ways: list[PipelineWay], **options) -> dict[str, Pipeline]:
-    """A pipeline for each way over the tables of the work, which has compiled its programs.
+    """Create one pipeline per way over the tables of `work`, and compile its programs.
 
     Args:
-      work: with W + 4 batches or more.
-      ways: what to make.
-      options: of all pipelines.
+      work: with at least W + 4 batches.
+      ways: pipelines to create.
+      options: options of every pipeline.
 
     Returns:
       {name of the way: pipeline}.
@@ -67,14 +67,14 @@ def in_turns(
     words: str,
     between: Callable[[], object] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """All pipelines in turns, round by round.
+    """Time all pipelines in interleaved rounds.
 
     Args:
-      pipelines: by name.
-      batches: W + 3 + counted of them or more.
-      rounds: turns of each.
-      counted: batches of a turn whose time counts; the W + 2 before them fill the pipeline.
-      words: for the bar that shows how far it is.
+      pipelines: {name: pipeline}.
+      batches: at least W + 3 + counted batches.
+      rounds: number of rounds; each pipeline runs once per round.
+      counted: timed batches of a run; the W + 2 before them fill the pipeline.
+      words: label of the progress bar.
       between: called after each round.
 
     Returns:
@@ -90,16 +90,15 @@ def in_turns(
 
 
 def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
-    """Rates, and the ratios of rates within a round: over sync, of all oac's over async and of its
-    kinds over oac.
+    """Rates, and their ratios within a round: every way over sync, OAC over async, and variants of OAC over plain OAC.
 
     Args:
-      times: seconds per batch f64[rounds] of each way, by its name.
-      ways: those that were timed, sync and async or not.
+      times: {name of the way: seconds per batch f64[rounds]}.
+      ways: timed ways, with or without sync and async.
       batch_size: examples in a batch.
 
     Returns:
-      Flat results, as `ratio` makes them.
+      Flat results, formatted by `ratio`.
 
     >>> times = {"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}
     >>> found = compare(times, [PipelineWay("sync"), PipelineWay("oac")], 6)
@@ -122,15 +121,15 @@ def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: i
 def at_servers(
     job: Job, number: int, window: int, servers: int, cluster: Cluster, opened: contextlib.ExitStack
 ) -> Work:
-    """The work over rows at servers, which end with the stack.
+    """Create the workload with its rows at servers, which are closed with `opened`.
 
     Args:
-      job: its size.
-      number: of batches.
-      window: of its pipelines.
-      servers: processes.
-      cluster: where they start.
-      opened: closes them.
+      job: size of the workload.
+      number: number of batches.
+      window: W of its pipelines.
+      servers: number of server processes.
+      cluster: cluster on which they start.
+      opened: stack that closes the servers.
     """
 
     def create(spec, row_optimizer) -> Tables:
@@ -141,21 +140,21 @@ def at_servers(
 
 
 def ways_at_servers(ways: list[PipelineWay]) -> list[PipelineWay]:
-    """Those that are timed beside them over tables in this process: sync, and OAC that moves all rows."""
+    """Ways that are also timed over tables in this process: sync, and OAC that moves all rows."""
     return [way for way in ways if way.mode in ("sync", "oac")]
 
 
 def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: int, counted: int) -> dict[str, Any]:
-    """All ways over servers, and some over tables in this process, in turns.
+    """Time all ways over servers, and some over tables in this process, in interleaved rounds.
 
     Args:
       remote, local: the same job, at servers and in this process.
-      ways: over the servers.
-      rounds: turns of each.
-      counted: batches of a turn.
+      ways: ways to time over the servers.
+      rounds: number of rounds.
+      counted: timed batches of a run.
 
     Returns:
-      Flat results, whose keys end with `_remote` or `_local`; `remote_oac_over_local_oac` is of rates.
+      Flat results with keys ending in `_remote` or `_local`; `remote_oac_over_local_oac` is a ratio of rates.
     """
     beside, size = ways_at_servers(ways), remote.job.batch_size
     pipelines = {f"remote {name}": pipeline for name, pipeline in compiled(remote, ways).items()}
@@ -176,7 +175,7 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
 
 
 def trained(work: Work, mode: str, number: int) -> list[np.ndarray]:
-    """The bits of dense state and rows after some batches in a mode, from initial rows on, and all losses."""
+    """Train `number` batches in a mode, from initial rows; return all losses, then dense state and rows."""
     pipeline = work.pipeline(mode, tables=with_initial_rows(work.tables))
     batches = itertools.islice(itertools.cycle(work.batches), number)
     losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
@@ -186,21 +185,22 @@ def trained(work: Work, mode: str, number: int) -> list[np.ndarray]:
 
 
 def bits_of(state: TrainState) -> list[np.ndarray]:
-    """All arrays of a state, rows a shard after the other."""
+    """All arrays of a state: dense leaves, then rows shard by shard."""
     tables = state.tables
     rows = [shard for stack in tables.spec.stacks for part in tables.parts(stack).values() for shard in part]
     return [*map(np.asarray, jax.tree.leaves(state.dense)), *map(np.asarray, rows)]
 
 
 def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
-    """Whether OAC over servers ends with the bits of batches one after the other over tables in this process.
+    """Check that OAC over servers is bitwise equal to sequential training over tables in this process.
 
     Args:
       remote, local: the same job, at servers and in this process.
-      number: of batches.
+      number: number of batches.
 
     Returns:
-      `bitwise_equal_remote`; `bitwise_equal_async_remote` is the control, and false where batches share rows.
+      `bitwise_equal_remote`, `bitwise_equal_savings_remote`, and the control `bitwise_equal_async_remote`, which is
+        false where batches share rows.
     """
     wanted = trained(local, "sync", number)
     same = lambda found: len(found) == len(wanted) and all(map(np.array_equal, found, wanted))

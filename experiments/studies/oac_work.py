@@ -1,5 +1,6 @@
-"""The reference work over host tables in a pipeline of any mode, and a link between host and device that is EMULATED:
-what oac_throughput.py, oac_link.py and on_accelerator.py time.
+"""The reference workload over host tables in a pipeline of any mode, and an EMULATED link between host and device.
+
+Timed by oac_throughput.py, oac_link.py and on_accelerator.py.
 
 Legend: W window.
 """
@@ -36,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Work:
-    """The job, its batches, and how long each stage takes alone."""
+    """The job, its batches, and the time of each stage alone."""
 
     def __init__(self, job: Job, number: int, window: int = 4, create: Callable = HostTables.create):
         keep_memory()
@@ -50,12 +51,11 @@ class Work:
         self.tables = self.create()
 
     def state(self, tables: Tables | None = None) -> TrainState:
-        """An initial state, over the shared tables or others."""
+        """An initial state over `tables`, or over the shared tables if None."""
         return init_state(self.params, self.optimizer, tables or self.tables)
 
     def pipeline(self, mode: str, tables: Tables | None = None, **options) -> Pipeline:
-        """A pipeline of one of MODES; all share the tables if none are given, each has a dense
-        state."""
+        """A pipeline in one of MODES, with its own dense state; over the shared tables if `tables` is None."""
         options = MODES[mode] | options
         if options["mode"] in ("async", "oac"):
             options.setdefault("window", self.window)
@@ -96,14 +96,13 @@ class Work:
 
 
 def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
-    """Seconds per batch in the steady state of one run: from batch `skip` to the last one.
+    """Steady-state seconds per batch of one run, timed from batch `skip` to the last one.
 
-    After the last one the stream goes on, and what is in flight then is dropped: else the last
-    batches would be trained while nothing is planned, gathered or sent, which flatters the modes
-    that do so ahead.
+    The stream continues after the last batch, and what is in flight then is dropped: otherwise the last batches would
+    be trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.
 
     Raises:
-      ValueError: no batch is left to count.
+      ValueError: no batch is left to time.
     """
     if len(batches) < skip + 2:
         raise ValueError(f"{len(batches)} batches leave none to count after the first {skip}: give {skip + 2}.")
@@ -121,10 +120,10 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
 
 
 class EmulatedLink:
-    """A full-duplex channel between host and device: its time is slept, its bytes are those of the
-    arrays.
+    """A full-duplex channel between host and device: its time is slept, its bytes are those of the arrays.
 
-    `passed` counts the bytes that went through, {"send": ..., "fetch": ...}.
+    Attributes:
+      passed: {"send": bytes, "fetch": bytes}, transferred so far.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float):
@@ -133,7 +132,7 @@ class EmulatedLink:
         self.passed = {"send": 0, "fetch": 0}
 
     def pass_time(self, direction: str, tree) -> None:
-        """Waits until these bytes would be through, after all that went this way before."""
+        """Sleep until these bytes have been transferred, after all earlier ones in this direction."""
         size = nbytes(tree)
         with self.lock:
             self.passed[direction] += size
@@ -143,26 +142,25 @@ class EmulatedLink:
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def send(self, tree, placement):
-        """To the device."""
+        """Transfer a tree to the device."""
         self.pass_time("send", tree)
         return jax.device_put(tree, placement)
 
     def fetch(self, tree):
-        """To the host, when the device has made it."""
+        """Transfer a tree to the host once the device has computed it."""
         jax.block_until_ready(tree)
         self.pass_time("fetch", tree)
         return jax.tree.map(np.asarray, tree)
 
 
 def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, float]:
-    """What a mode hands to `send` and `fetch` per batch: rows with their padding, what comes with a
-    batch, and the lists that say which rows travel.
+    """Bytes per batch that a mode passes to `send` and `fetch`: padded rows, batch inputs, and lists of rows to move.
 
     Args:
-      work: its first `number` batches, each once.
-      mode: of MODES.
-      number: how many batches; the first and the last W of them travel whole.
-      options: of the pipeline.
+      work: its first `number` batches are trained once each.
+      mode: one of MODES.
+      number: number of batches; the first and the last W of them are transferred without savings.
+      options: options of the pipeline.
 
     Returns:
       {'send': bytes, 'fetch': bytes}.

@@ -1,11 +1,9 @@
-"""The reference work: what every benchmark of speed trains, and nothing that wants more than
-jaxrec's own packages.
+"""The reference workload that every speed benchmark trains; imports only jaxrec's own dependencies.
 
-DLRM-Kaggle: bottom 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top
-512-256-1, row-wise Adagrad on rows, SGD on the dense part, f32, ids by a power law of exponent
-1.05. DCNv2 over the same rows: three full cross layers beside a tower 512-256; or MLPerf's: bottom
-13-512-256-E, three cross layers of rank 4 E (512 at its width 128), after them a tower
-1024-1024-512-256. Bags of MLPerf's sizes (`hots`): a lookup with sum pooling for each field.
+DLRM-Kaggle: bottom MLP 13-512-256-64-E, 26 lookups of width E in one stack, dot interaction, top MLP 512-256-1,
+row-wise Adagrad on rows, SGD on the dense part, f32, ids from a power law of exponent 1.05. DCNv2 over the same rows:
+three full cross layers beside a tower 512-256. MLPerf's DCNv2: bottom MLP 13-512-256-E, three cross layers of rank 4 E
+(512 at its width 128), then a tower 1024-1024-512-256. `hots`: bags of MLPerf's sizes, one sum-pooled lookup per field.
 """
 
 import dataclasses
@@ -17,14 +15,14 @@ from accelerator.measure import interval
 
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 
-# Ids of each field of Criteo 1TB as MLPerf Training makes it multi-hot (DLRM-DCNv2).
+# Ids per field in MLPerf Training's multi-hot Criteo 1TB (DLRM-DCNv2).
 MLPERF_HOTS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-BATCHES = 16  # made before the clock starts, used in turn
+BATCHES = 16  # created before the timing starts, then cycled
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The size of the work."""
+    """Model and size of the workload."""
 
     tables: Literal["device", "host"] = "host"
     rows: int = 10_000_000
@@ -32,16 +30,16 @@ class Job:
     width: int = 16
     model: Literal["dlrm", "dcnv2", "dcnv2_mlperf"] = "dlrm"
     hots: Literal["one", "mlperf"] = "one"
-    """Ids of each field: one, or bags of MLPerf's sizes, 214 ids an example."""
+    """Ids per field: one, or bags of MLPerf's sizes, 214 ids per example."""
     hots_scale: float = 1.0
-    """Times MLPerf's sizes, rounded, 1 at least."""
+    """Factor on MLPerf's bag sizes; rounded, at least 1 id."""
     exponent: float = 1.05
-    """Of the power law of the ids."""
+    """Exponent of the power law of the ids."""
     equal_tables: int = 0
-    """So many tables of equal size; 26 of Criteo Kaggle's proportions if 0."""
+    """Number of equally large tables; if 0, 26 tables with the proportions of Criteo Kaggle."""
     precision: Literal["default", "highest"] = "default"
-    """Of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs know
-    f32 only."""
+    """Precision of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs always use f32.
+    """
     seed: int = 0
 
     @property
@@ -52,7 +50,7 @@ class Job:
 
     @property
     def field_hots(self) -> tuple[int, ...]:
-        """Ids of each field.
+        """Ids per field.
 
         >>> Job(hots="mlperf", hots_scale=0.1).field_hots[19:23]
         (1, 10, 3, 1)
@@ -65,8 +63,7 @@ class Job:
 
 
 def synthetic(job: Job, batches: int = BATCHES) -> tuple[SyntheticClicks, list]:
-    """The click log of the reference work, and its first batches: ids i32[B, ids of an example], those of a bag
-    side by side."""
+    """The click log of the workload and its first batches; ids are i32[B, ids per example], those of a bag adjacent."""
     each_id = [size for size, hots in zip(job.cardinalities, job.field_hots, strict=True) for _ in range(hots)]
     clicks = SyntheticClicks(tuple(each_id), exponent=job.exponent, seed=job.seed)
     return clicks, list(clicks.stream(job.batch_size, batches=batches))
@@ -74,7 +71,7 @@ def synthetic(job: Job, batches: int = BATCHES) -> tuple[SyntheticClicks, list]:
 
 def reference_work(job: Job):
     """The job for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
-    # Here, as a process of PyTorch reads this file for its batches alone, and needs no jax.
+    # Imported here: PyTorch processes use this file only for its batches and need no jax.
     import optax
     from main.click_data import click_job, make_model
 
@@ -87,7 +84,7 @@ def reference_work(job: Job):
 
 
 def _of_bags(job, work):
-    """Spec and loss with a lookup for each field, of as many hots as it has, pooled by sums."""
+    """Spec and loss with one sum-pooled lookup per field."""
     import jax.numpy as jnp
 
     from jaxrec.embedding import Lookup
@@ -101,16 +98,15 @@ def _of_bags(job, work):
 
 
 def in_bags(job: Job, spec, batch):
-    """A batch of `synthetic` with the ids that the spec of the job has lookups for.
+    """Convert a batch of `synthetic` to the lookups of the job's spec.
 
     Args:
-      job: the size of the work.
-      spec: of `reference_work(job)`.
-      batch: ids {'sparse': i32[B, ids of an example]}.
+      job: the workload.
+      spec: the spec of `reference_work(job)`.
+      batch: batch with ids {'sparse': i32[B, ids per example]}.
 
     Returns:
-      The same batch with ids {field: i32[B, hots], or i32[B] of one}; the batch itself if all fields have one id
-      in one lookup.
+      The batch with ids {field: i32[B, hots], or i32[B] if hots is 1}; unchanged if `job.hots` is 'one'.
     """
     if job.hots == "one":
         return batch
@@ -120,7 +116,7 @@ def in_bags(job: Job, spec, batch):
 
 
 def ratio(key: str, values) -> dict[str, Any]:
-    """Median, 95 % bootstrap interval of it, least and most of a figure over the rounds.
+    """Median of a figure over the rounds, with its 95 % bootstrap interval, minimum and maximum.
 
     >>> list(ratio("a_over_b", [0.9, 1.0, 1.1]))
     ['a_over_b', 'a_over_b_low', 'a_over_b_high', 'a_over_b_min', 'a_over_b_max']

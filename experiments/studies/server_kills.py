@@ -1,5 +1,4 @@
-"""Kills a server of a supervisor when a given message is on its way to it, and looks what is left afterwards: for the
-soaks and for tests."""
+"""Kill a server when a given message is sent to it, and check what is left afterwards; for the soaks and tests."""
 
 import contextlib
 import os
@@ -12,26 +11,27 @@ from pathlib import Path
 
 from jaxrec.cluster import RayServer, Supervisor
 
-END_S = 10.0  # in which the processes of a run have ended
+END_S = 10.0  # time within which the processes of a run must end
 
 
 class Killing:
-    """kill -9 for one incarnation of a server: when a message of a verb is sent to it.
+    """A plan to kill -9 one incarnation of a server when a given message is sent to it.
 
     Args:
-      servers: whose process it is.
-      verb, number: of the message that is not answered any more; `read`, say, from 0.
-      incarnation: of the server.
-      place: of the server.
+      servers: supervisor of the server.
+      verb, number: the message that triggers the kill: number `number`, from 0, of those with this verb, such as
+        `read`.
+      incarnation: incarnation of the server.
+      place: position of the server.
     """
 
     def __init__(self, servers: Supervisor, verb: str, number: int = 0, incarnation: int = 1, place: int = 1):
         self.servers, self.left, self.verb, self.wanted = servers, number, verb, (place, incarnation)
         self.dead = threading.Event()
-        self._lock = threading.Lock()  # several threads send
+        self._lock = threading.Lock()  # messages are sent by several threads
 
     def sees(self, server: RayServer, verb: str) -> None:
-        """Called as a message is sent."""
+        """Kill the server if this message triggers it; called for each message sent."""
         if (verb, (server.place, server.incarnation)) != (self.verb, self.wanted) or self.dead.is_set():
             return
         with self._lock:
@@ -39,13 +39,13 @@ class Killing:
             if self.left >= 0 or self.dead.is_set() or server.process is None:
                 return
             self.dead.set()
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError):  # already ended
             os.kill(server.process, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def killing(plans: Iterable[Killing]) -> Iterator[None]:
-    """Within it every message of this process goes by the plans, which may be added to."""
+    """Within the context, every message of this process is checked against the plans, which may grow meanwhile."""
     call = RayServer.call
 
     def seen(self, verb, sender, *args):
@@ -62,7 +62,7 @@ def killing(plans: Iterable[Killing]) -> Iterator[None]:
 
 
 def alive_after(processes: list[int], seconds: float) -> list[int]:
-    """Those of some processes that are alive when so many seconds are over."""
+    """Return the processes that are still alive after `seconds`; returns early once all have ended."""
     end, left = time.monotonic() + seconds, processes
     while left and time.monotonic() < end:
         left = [number for number in left if lives(number)]
@@ -71,7 +71,7 @@ def alive_after(processes: list[int], seconds: float) -> list[int]:
 
 
 def lives(process: int) -> bool:
-    """Whether a process runs."""
+    """Whether a process runs; a zombie does not."""
     with contextlib.suppress(OSError):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False
@@ -79,7 +79,7 @@ def lives(process: int) -> bool:
 
 @contextlib.contextmanager
 def of_its_own() -> Iterator[Path]:
-    """A directory for the temporary files of this process, whatever other processes leave; with a short path."""
+    """Put the temporary files of this process into a fresh directory with a short path."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="s-") as place:
         tempfile.tempdir = place

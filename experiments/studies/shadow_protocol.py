@@ -1,6 +1,6 @@
 """ShadowSync's protocol without a model: trainers that sleep, and trainers in simulated time.
 
-What shadowsync_scaling.py runs at more trainers than there are cores.
+shadowsync_scaling.py uses it for more trainers than there are cores.
 """
 
 import threading
@@ -18,15 +18,15 @@ from jaxrec.shadowsync.synchroniser import Synchroniser
 from jaxrec.shadowsync.transport import pack
 from jaxrec.types import PyTree
 
-SCALE = 1000  # real parameters over those of a sleeping trainer
-ROUND_S = 0.006  # time to give to every trainer's share of an all-to-all round
+SCALE = 1000  # ratio of real parameters to those of a sleeping trainer
+ROUND_S = 0.006  # time allowed per trainer in an all-to-all round
 
 
 class SyncWay(NamedTuple):
     """How trainers synchronise."""
 
     rule: Rule
-    every: int  # steps from one foreground round to the next; 0 is a shadow
+    every: int  # steps between foreground rounds; 0 is a shadow
 
 
 EASGD, MA = easgd(), model_averaging()
@@ -39,25 +39,25 @@ WAYS = {
 
 
 class Point(NamedTuple):
-    """One way to synchronise at one number of trainers."""
+    """One synchronisation method with one number of trainers."""
 
     way: str
     trainers: int
     servers: int
     step_s: float
-    jitter: float  # a step takes from 1 - jitter to 1 + jitter of its time
+    jitter: float  # a step takes 1 - jitter to 1 + jitter times step_s
     seed: int
-    sizes: tuple[int, ...]  # bytes of every tensor
+    sizes: tuple[int, ...]  # bytes of each tensor
     bytes_per_s: float  # of each server, and of each link of a ring
 
     @property
     def label(self) -> str:
-        """The end of its keys."""
+        """Suffix of its keys in the results."""
         return f"{self.way}_trainers_{self.trainers}" + (f"_servers_{self.servers}" if self.servers else "")
 
     @property
     def server_s(self) -> list[float]:
-        """Seconds for which a round keeps each server."""
+        """Seconds for which one round occupies each server."""
         load = [0.0] * self.servers
         for size, server in zip(self.sizes, pack(list(self.sizes), self.servers), strict=True):
             load[server] += 2 * size / self.bytes_per_s
@@ -70,11 +70,11 @@ class Point(NamedTuple):
 
     @property
     def warm_up(self) -> int:
-        """Steps until every trainer is past its first round."""
+        """Steps until every trainer has completed its first round."""
         return 2 * max(10, WAYS[self.way].every)
 
     def step_seconds(self, trainer: int) -> Iterator[float]:
-        """Without end: a pause of up to the first period, then every step's time."""
+        """Yield, without end, a pause of up to the first period, then the time of every step."""
         random = np.random.default_rng((self.seed, trainer))
         yield self.step_s * random.uniform(0, max(1, WAYS[self.way].every))
         while True:
@@ -82,21 +82,21 @@ class Point(NamedTuple):
 
 
 class RingOfTrainers(AllToAll):
-    """All to all, with the time that an all-reduce takes."""
+    """All-to-all transport that takes the time of an all-reduce."""
 
     def __init__(self, rule: Rule, params: PyTree, trainers: int, seconds: float):
         super().__init__(rule, params, trainers)
         self.seconds = seconds
 
     def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Sleeps when all have come."""
+        """Join the round, then sleep for the time of the all-reduce."""
         result = super().meet(trainer, before, done)
         time.sleep(self.seconds)
         return result
 
 
 def emulate(point: Point, window: int) -> dict[str, float]:
-    """Threads that sleep and synchronise in earnest; steps and rounds per second of all."""
+    """Run sleeping trainers over the real protocol; return total steps and rounds per second."""
     slower = 1.0 if WAYS[point.way].rule.has_centre else max(1.0, ROUND_S * point.trainers / point.step_s)
     point = point._replace(step_s=slower * point.step_s, bytes_per_s=point.bytes_per_s / slower)
     sleepers = Sleepers(point)
@@ -127,12 +127,12 @@ class Sleepers:
             thread.start()
 
     def counts(self) -> np.ndarray:
-        """Steps and rounds of all so far, CPU seconds of the process, and the time."""
+        """Total steps and rounds so far, CPU seconds of the process, and the current time."""
         of_all = [sum(sync.steps for sync in self.synchronisers), sum(sync.rounds for sync in self.synchronisers)]
         return np.array([*of_all, time.process_time(), time.perf_counter()])
 
     def stop(self) -> None:
-        """Waits for all; raises what one of them has met."""
+        """Wait for all trainers; raise the first error of any."""
         self.over.set()
         for thread in self.threads:
             thread.join()
@@ -164,13 +164,13 @@ class Sleepers:
                     time.sleep(next(times))
                     params = sync.exchange(params)
         except BaseException as error:
-            # At the end trainers leave one after the other.
+            # At the end trainers leave one by one, so PeerLeft is expected.
             if not (isinstance(error, PeerLeft) and self.over.is_set()):
                 self.failures.append(error)
 
 
 def simulate(point: Point, window: int) -> dict[str, float]:
-    """The same protocol as events; steps and rounds per second of all trainers."""
+    """Run the same protocol as discrete events; return total steps and rounds per second."""
     found = Simulated(point)
     found.world.run(until=point.warm_up * point.step_s)
     steps, rounds, seconds = found.steps, found.rounds, window * point.step_s
@@ -226,7 +226,7 @@ class Simulated:
         while True:
             yield self.world.timeout(next(times))
             self.steps += 1
-            if in_flight is not None and in_flight.triggered:  # folded in
+            if in_flight is not None and in_flight.triggered:  # the round is merged
                 self.rounds, in_flight = self.rounds + 1, None
-            if in_flight is None:  # handed over
+            if in_flight is None:  # the next round starts
                 in_flight = self.world.process(self.meet())

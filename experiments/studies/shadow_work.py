@@ -1,7 +1,6 @@
-"""The reference work with a shadow beside it: one trainer and its peer, and free trainers on cores
-of their own.
+"""The reference workload with a shadow: one trainer with a peer, and free-running trainers with one core each.
 
-What shadowsync_isolation.py, shadowsync_scaling.py and on_accelerator.py time.
+Timed by shadowsync_isolation.py, shadowsync_scaling.py and on_accelerator.py.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ FORMS_OF_RULES: dict[str, Callable[[], Rule]] = {
 
 
 class Blocking:
-    """A transport that is stuck for a while in each round."""
+    """A transport that blocks for a while in each round."""
 
     def __init__(self, transport, seconds: float):
         self.transport, self.seconds, self.ended = transport, seconds, threading.Event()
@@ -49,18 +48,18 @@ class Blocking:
         return getattr(self.transport, name)
 
     def meet(self, trainer, before, done):
-        """Late."""
+        """Block, then join the round."""
         self.ended.wait(self.seconds)
         return self.transport.meet(trainer, before, done)
 
     def leave(self, trainer, error=None):
-        """At once."""
+        """Leave at once and end any blocking."""
         self.ended.set()
         self.transport.leave(trainer, error)
 
 
 class TimedTrainer:
-    """The reference work, one step after the other."""
+    """The reference workload, trained serially."""
 
     def __init__(self, job: Job):
         keep_memory()
@@ -72,7 +71,7 @@ class TimedTrainer:
         self.capacity: dict[str, int] | None = None
 
     def tables(self) -> HostTables | DeviceTables:
-        """Initial tables of the job's home."""
+        """Initial tables, in host or device memory as the job asks."""
         if self.job.tables == "host":
             return HostTables.create(self.spec, self.row_optimizer)
         return DeviceTables.create(self.spec, self.row_optimizer, make_mesh())
@@ -80,13 +79,13 @@ class TimedTrainer:
     def run(self, steps: int, synchroniser=None) -> np.ndarray:
         """Seconds of every step.
 
-        The rows of host tables are written before the next step begins. Steps over device tables
-        follow each other without a wait: only their mean counts, as the last one waits for all.
+        With host tables, the rows of a step are written before the next step begins. Steps over device tables are
+        dispatched without waiting: only their mean counts, as the last one waits for all.
         """
         times: list[float] = []
         batches = itertools.islice(itertools.cycle(self.batches), steps + 1)
         with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
-            _, plans = next(pairs)  # not timed: it starts the thread
+            _, plans = next(pairs)  # starts the thread, so it is not timed
             self.capacity = capacity_of(plans)
             start = time.perf_counter()
             for batch, plans in pairs:
@@ -103,7 +102,7 @@ class TimedTrainer:
 
 @contextlib.contextmanager
 def peer(rule: Rule, transport, params):
-    """The other trainer of an all-to-all round: brings its parameters whenever there is a round."""
+    """The other trainer of all-to-all rounds: it joins every round with its parameters and trains nothing."""
     if rule.has_centre:
         yield
         return
@@ -112,7 +111,7 @@ def peer(rule: Rule, transport, params):
 
     def bring():
         mine = jax.tree.map(lambda x: np.array(x)[None], params)
-        with contextlib.suppress(RuntimeError):  # the trainer has left
+        with contextlib.suppress(RuntimeError):  # raised once the trainer has left
             while True:
                 target, _ = transport.meet(1, mine, False)
                 mine = rule.merge(mine, mine, target)
@@ -129,8 +128,11 @@ def peer(rule: Rule, transport, params):
 def trainer_turn(
     trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
 ) -> tuple[np.ndarray, float]:
-    """One turn of one way (none, foreground, shadow, blocked): seconds of each step, and the
-    average sync gap."""
+    """Run one synchronisation method (none, foreground, shadow, blocked) for `steps` steps.
+
+    Returns:
+      Seconds of each step; the average sync gap in steps.
+    """
     if way == "none":
         return trainer.run(steps), float("inf")
     transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
@@ -144,27 +146,26 @@ def trainer_turn(
 
 
 class Trainers:
-    """A process of n trainers on n cores."""
+    """n trainers in one process that is pinned to n cores."""
 
     def __init__(self, job: Job, trainers: int, pace_seconds: float):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:trainers])
         of_xla = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={trainers}"
-        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {of_xla}"  # with what the import of jaxrec has set
+        os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {of_xla}"  # keeps what importing jaxrec has set
         jax.config.update("jax_platforms", "cpu")
         keep_memory()
         self.work = reference_work(job)
         _, self.batches = synthetic(job)
         self.tables = HostTables.create(self.work[0], self.work[-1])
         self.trainers, self.pace_seconds = trainers, pace_seconds
-        # Made once, so that what they compile is kept; by name of the rule, or of the rule and its
-        # form.
+        # Created once, so that their compiled programs are reused; keys are RULE and RULE-FORM.
         self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
 
     def run(self, way_and_steps: tuple[str, int]) -> dict[str, float]:
-        """Counts from when the last trainer has seen all batches once (nothing compiles then) for
-        so many steps.
+        """Measure rates over `steps` steps, from when every trainer has seen all batches once and nothing compiles.
 
-        A way is none, or s_RULE[-FORM], back to back, or at the pace with _paced after it.
+        Args:
+          way_and_steps: ('none' or 's_RULE[-FORM]', steps); rounds are back to back, or paced with the suffix '_paced'.
         """
         way, steps = way_and_steps
         spec, loss, params, optimizer, row_optimizer = self.work
@@ -173,7 +174,7 @@ class Trainers:
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
             synchroniser = SyncGroup(rule, params, self.trainers, pace_seconds=pace).trainer
-        # Wall and CPU, after every step.
+        # Wall and CPU time after every step.
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]
         first = len(self.batches)
 

@@ -1,10 +1,8 @@
-"""Processes that measure the reference work when they are asked to: jaxrec in one, each way of
-PyTorch in another.
+"""Processes that measure the reference workload on request: jaxrec in one, each PyTorch variant in another.
 
-They take turns, a round of steps each, so that a slow minute hits all of them. All of them keep the
-memory that they free, as jaxrec does by `keep_memory`. A process that is not asked computes
-nothing; each has its own tables, on the same device. Times are of whole turns: the device is waited
-for at the end of each, never between two steps.
+They alternate, one round of steps each, so that a slow minute hits all of them. All of them keep freed memory, as
+jaxrec does by `keep_memory`. An idle process computes nothing; each has its own tables, on the same device. Times are
+of whole rounds: the device is synchronised at the end of each round, never between two steps.
 """
 
 import contextlib
@@ -24,8 +22,7 @@ from studies.reference import BATCHES, Job, in_bags, reference_work, synthetic
 
 
 class JaxSide:
-    """jaxrec's step: as the loop runs it, planned in a thread, and in the other ways that a device
-    allows."""
+    """jaxrec's training step: as the loop runs it, planned in a thread, and in the alternatives of a device."""
 
     def __init__(self, job: Job):
         import jax
@@ -55,29 +52,26 @@ class JaxSide:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each
-        step."""
+        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each step."""
         from jaxrec.embedding import capacity_of
         from jaxrec.loop import planned
 
         batches = (self.batches[i % BATCHES] for i in range(steps + 1))
         with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
-            _, plans = next(pairs)  # not timed: it starts the thread
+            _, plans = next(pairs)  # starts the thread, so it is not timed
             self.capacity = capacity_of(plans)
             return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)
 
     def run_planned(self, steps: int) -> float:
-        """Seconds per step where plans and batches are on the device before the clock starts: the
-        step alone."""
+        """Seconds per step alone: plans and batches are on the device before the timing starts."""
         return self._timed(self.step, itertools.cycle(self._on_device[1]), steps)
 
     def run_device_plan(self, steps: int) -> float:
-        """Seconds per step where ids are sent and planned on the device, in the step's own
-        program."""
+        """Seconds per step if ids are sent and planned on the device, in the same program as the step."""
         return self._timed(self._plan_and_step, itertools.cycle((batch,) for batch in self.batches), steps)
 
     def run_device_plan_resident(self, steps: int) -> float:
-        """The same with the batches on the device before the clock starts."""
+        """As `run_device_plan`, with the batches on the device before the timing starts."""
         return self._timed(self._plan_and_step, itertools.cycle(self._on_device[0]), steps)
 
     def _timed(self, step, inputs, steps):
@@ -96,7 +90,7 @@ class JaxSide:
 
     @functools.cached_property
     def _on_device(self):
-        """Batches, and (plans, batch) pairs, all of one capacity, on the device."""
+        """Batches, and (plans, batch) pairs of one common capacity, on the device."""
         import jax
 
         from jaxrec.embedding import plan
@@ -108,7 +102,7 @@ class JaxSide:
 
     @functools.cached_property
     def _capacity_of_all(self):
-        """A capacity that every batch fits: under jit none can be planned again."""
+        """A capacity that fits every batch: under jit no batch can be planned again."""
         from jaxrec.embedding import capacity_of, plan
 
         for batch in self.batches:
@@ -133,16 +127,16 @@ class JaxSide:
         return jax.jit(plan_and_step, donate_argnums=0)
 
     def matmul_error(self, size: int) -> float:
-        """The relative error of an f32 matrix product: about 1e-7 in f32, about 3e-4 in TF32."""
+        """Relative error of an f32 matrix product: about 1e-7 in f32, about 3e-4 in TF32."""
         import jax.numpy as jnp
 
         a, b = matrices(size)
         return relative_error(np.asarray(jnp.asarray(a) @ jnp.asarray(b)), a, b)
 
     def allocated_mb(self, _=None) -> float | None:
-        """MB that a step makes anew: rows read, what `update` gives back, and what it holds meanwhile.
+        """MB allocated per step: rows read, outputs of `update`, and its temporaries.
 
-        As XLA planned it: the same at each step, on a loaded machine too. None where XLA does not tell.
+        From XLA's memory analysis, so it is the same at each step and on a loaded machine; None where XLA gives none.
         """
         import jax
 
@@ -158,8 +152,7 @@ class JaxSide:
         return (read + planned.output_size_in_bytes + planned.temp_size_in_bytes) / 2**20
 
     def parts(self, repeats: int) -> dict[str, float]:
-        """Median milliseconds of plan, read, update and put, each waited for, on the same
-        batches."""
+        """Median milliseconds of plan, read, update and put, each synchronised, on the same batches."""
         import jax
 
         from jaxrec.embedding import DeviceTables, plan
@@ -190,9 +183,9 @@ class JaxSide:
 
 
 def matrix_products(params, job):
-    """A function that runs the matrix products of one step and nothing else; returns seconds.
+    """Return a function steps -> seconds per step that runs only the matrix products of a step.
 
-    Those of DLRM's interaction are in the layout of `dot_interaction`, the best that was found.
+    Those of DLRM's interaction use the layout of `dot_interaction`, the fastest we found.
     """
     import jax
     import jax.numpy as jnp
@@ -228,22 +221,22 @@ def matrix_products(params, job):
 
 
 def matrices(size: int):
-    """Two square matrices to multiply."""
+    """Two random square matrices to multiply."""
     rng = np.random.default_rng(1)
     return (rng.standard_normal((size, size), np.float32) for _ in range(2))
 
 
 def relative_error(product, a, b) -> float:
-    """Of a matrix product against that in f64, as a ratio of norms."""
+    """Relative error, as a ratio of norms, of a matrix product against the product in f64."""
     exact = a.astype(np.float64) @ b.astype(np.float64)
     return float(np.linalg.norm(product - exact) / np.linalg.norm(exact))
 
 
 class TorchSide:
-    """One variant of torch_dlrm.py, on a device."""
+    """One variant of torch_dlrm.py on a device."""
 
     def __init__(self, job: Job, variant: str, device: str = "cpu"):
-        # A process of multiprocessing may have no children: torch.compile must not start any.
+        # A daemonic process of multiprocessing may have no children, so torch.compile must not start any.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         import torch
 
@@ -258,7 +251,7 @@ class TorchSide:
         self.step = torch_dlrm.VARIANTS[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:
-        """Seconds per step, over some steps; inputs travel with each, from pinned memory."""
+        """Seconds per step; inputs are sent with each step from pinned memory, or are on the device if `resident`."""
         self.wait()
         start = time.perf_counter()
         for _ in range(steps):
@@ -268,23 +261,25 @@ class TorchSide:
         return (time.perf_counter() - start) / steps
 
     def run_resident(self, steps: int) -> float:
-        """Seconds per step with the batches on the device before the clock starts."""
+        """Seconds per step with the batches on the device before the timing starts."""
         return self.run(steps, resident=True)
 
     def matmul_error(self, size: int) -> float:
-        """As of `JaxSide`."""
+        """See `JaxSide`."""
         a, b = matrices(size)
         product = self.torch.as_tensor(a).to(self.device) @ self.torch.as_tensor(b).to(self.device)
         return relative_error(product.cpu().numpy(), a, b)
 
 
 class Failed(RuntimeError):
-    """A side's process could not do what it was asked; the text is its own traceback."""
+    """A request failed in the process of a side; the message is the traceback from there."""
 
 
 def serve(pipe, make):
-    """A side's process: answers (method, argument) until the pipe closes; sends (answer, traceback
-    or None)."""
+    """Serve requests in the process of a side until the pipe closes.
+
+    A request is (method, argument), a response is (answer, traceback or None).
+    """
     try:
         side = make()
         pipe.send((getattr(side, "table_bytes", 0), None))
@@ -298,11 +293,11 @@ def serve(pipe, make):
     except EOFError:
         return
     except Exception:
-        # As text: exceptions of other libraries do not always survive a pipe.
+        # As text: not all exceptions of other libraries can be pickled.
         pipe.send((None, traceback.format_exc()))
 
 
-# What `jaxrec.loop.keep_memory` does, for processes of any kind: glibc looks for these when one starts.
+# The effect of `jaxrec.loop.keep_memory` for any process: glibc reads these when a process starts.
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
@@ -311,16 +306,16 @@ KEPT_MEMORY = {
 
 
 class Side:
-    """A process that measures when it is asked to.
+    """A process that measures on request.
 
     Args:
-      make: makes the object whose methods are asked for; runs in the process.
-      start: wait until it is made; else `ready` does.
+      make: creates, in the process, the object whose methods are called.
+      start: wait until the object exists; otherwise call `ready`.
     """
 
     def __init__(self, make: Callable, start: bool = True):
         context = multiprocessing.get_context("spawn")
-        os.environ |= KEPT_MEMORY  # who is spawned inherits it
+        os.environ |= KEPT_MEMORY  # inherited by spawned processes
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=serve, args=(other, make), daemon=True)
         self.process.start()
@@ -330,23 +325,23 @@ class Side:
             self.ready()
 
     def ready(self) -> None:
-        """Waits until the object is made."""
+        """Wait until the object exists."""
         self.table_bytes = self.answer()
 
     def ask(self, method: str, argument: Any = None):
-        """Runs a method there and waits for what it returns."""
+        """Call a method in the process and return its result."""
         self.begin(method, argument)
         return self.answer()
 
     def begin(self, method: str, argument: Any = None) -> None:
-        """Asks without waiting."""
+        """Send a request without waiting for its result."""
         try:
             self.pipe.send((method, argument))
         except OSError:
-            pass  # the process is gone; the answer says so
+            pass  # the process is dead; `answer` reports it
 
     def answer(self):
-        """What was asked for with `begin`, waited for."""
+        """Wait for the result of the last request; raises Failed if it failed or the process ended."""
         try:
             answer, error = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -357,6 +352,6 @@ class Side:
         return answer
 
     def close(self):
-        """Ends the process."""
+        """End the process."""
         self.pipe.close()
         self.process.join()

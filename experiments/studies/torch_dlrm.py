@@ -1,11 +1,9 @@
-"""The reference work in PyTorch, as fast as PyTorch users would write it: the other side of
-sides.py.
+"""The reference workload in idiomatic, fast PyTorch: the counterpart of jaxrec in sides.py.
 
-Every variant is a function of `TorchWork` -> step, where step(i, resident) trains on batch i and
-returns its loss, on the device; batches are sent from pinned memory with the step, or lie on the
-device if `resident`. All do the same work as jaxrec: plain SGD on the dense part, duplicates
-reduced before a row optimizer with one accumulator per row (`adagrad`: one per element,
-torch.optim's own), one id per field or bags of ids, summed.
+Every variant is a function `TorchWork` -> step, where step(i, resident) trains on batch i and returns its loss, on the
+device; batches are sent from pinned memory with the step, or are on the device if `resident`. All do the same work as
+jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row (`adagrad`:
+one per element, torch.optim's own), one id per field or sum-pooled bags of ids.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ DENSE_RATE, ROW_RATE, EPS = 0.01, 0.02, 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class TorchWork:
-    """What to train, and where."""
+    """Model and data of the workload, and its device."""
 
     cardinalities: tuple[int, ...]
     width: int
@@ -30,26 +28,26 @@ class TorchWork:
     model: str = "dlrm"
     device: str = "cpu"
     field_hots: tuple[int, ...] = ()
-    """Ids of each field; one if empty."""
+    """Ids per field; one if empty."""
 
     @property
     def hots(self) -> tuple[int, ...]:
-        """Ids of each field."""
+        """Ids per field."""
         return self.field_hots or (1,) * len(self.cardinalities)
 
     @property
     def one_hot(self) -> bool:
-        """No field has a bag."""
+        """Whether every field has one id."""
         return max(self.hots) == 1
 
     @property
     def bag_starts(self) -> torch.Tensor:
-        """Where each bag begins among the ids of a batch, example by example: i64[B F]."""
+        """Start of each bag among the ids of a batch, example by example: i64[B F]."""
         return self._starts(np.tile(self.hots, len(self.batches[0].label)))
 
     @property
     def bag_ends_by_field(self) -> torch.Tensor:
-        """The same field by field, with the end of the last: i64[F B + 1]."""
+        """Boundaries of the bags among the ids of a batch, field by field: i64[F B + 1]."""
         lengths = np.repeat(self.hots, len(self.batches[0].label))
         return self._starts(np.append(lengths, 0))
 
@@ -58,16 +56,16 @@ class TorchWork:
 
     @property
     def rows(self) -> int:
-        """Of all tables."""
+        """Total rows of all tables."""
         return int(sum(self.cardinalities))
 
     @property
     def stacked_offsets(self) -> np.ndarray:
-        """Where the table of each id of an example begins in the stack of all."""
+        """Offset in the stack of the table of each id of an example."""
         return np.repeat(np.concatenate([[0], np.cumsum(self.cardinalities)[:-1]]), self.hots)
 
     def by_field(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [B, ids of an example] field after field, in one row."""
+        """Flatten ids [B, ids per example] field by field."""
         return torch.cat([part.reshape(-1) for part in ids.split(self.hots, dim=1)])
 
     def dense_part(self, compiled: bool = False) -> nn.Module:
@@ -98,8 +96,7 @@ class TorchDLRM(nn.Module):
 
 
 class TorchDCNv2(nn.Module):
-    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit
-    [B]."""
+    """Three full cross layers beside a tower 512-256: (dense [B, 13], vectors [B, F, E]) -> logit [B]."""
 
     def __init__(self, fields: int, width: int):
         super().__init__()
@@ -117,7 +114,7 @@ class TorchDCNv2(nn.Module):
 
 
 class TorchMLPerf(nn.Module):
-    """DLRM-DCNv2 of MLPerf Training: bottom MLP, three cross layers of rank 4 E, a tower after them."""
+    """DLRM-DCNv2 of MLPerf Training: bottom MLP, three cross layers of rank 4 E, then a tower."""
 
     def __init__(self, fields: int, width: int):
         super().__init__()
@@ -136,7 +133,7 @@ class TorchMLPerf(nn.Module):
 
 
 def mlp(sizes, last_relu):
-    """Linear layers with ReLU between them, and after the last one if asked."""
+    """Linear layers with ReLU between them, and after the last one if `last_relu`."""
     layers: list[nn.Module] = []
     for n, (a, b) in enumerate(itertools.pairwise(sizes)):
         layers.append(nn.Linear(a, b))
@@ -146,7 +143,7 @@ def mlp(sizes, last_relu):
 
 
 def rowwise_adagrad_(weight, accumulator):
-    """Steps the rows of a sparse gradient; coalescing sums the duplicates."""
+    """Apply row-wise Adagrad to the rows of a sparse gradient; coalescing sums the duplicates."""
     gradient = weight.grad.coalesce()
     rows, values = gradient.indices()[0], gradient.values()
     accumulator.index_add_(0, rows, values.pow(2).mean(1))
@@ -157,8 +154,7 @@ def rowwise_adagrad_(weight, accumulator):
 
 
 def tensors(work: TorchWork, offsets, arrange=lambda ids: ids):
-    """(dense, ids, label) of each batch; ids [B, ids of an example] within the stack if offsets are given,
-    then arranged."""
+    """(dense, ids, label) of each batch; ids [B, ids per example], offset into the stack if given, then arranged."""
     found = [
         (
             torch.as_tensor(b.dense),
@@ -207,8 +203,7 @@ def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
 
 
 def unique(work: TorchWork, compiled=False):
-    """Duplicates reduced by hand: torch.unique, the batch's rows as a leaf, row-wise Adagrad in
-    place."""
+    """Duplicates reduced by torch.unique, the rows of the batch as a leaf, row-wise Adagrad in place."""
     fields, rows = len(work.cardinalities), work.rows
     weight = torch.randn(rows, work.width, device=work.device).mul_(rows**-0.5)
     accumulator = torch.zeros(rows, device=work.device)
@@ -235,7 +230,7 @@ def unique(work: TorchWork, compiled=False):
 
 
 def separate(work: TorchWork):
-    """One EmbeddingBag a field, as in facebookresearch/dlrm."""
+    """One EmbeddingBag per field, as in facebookresearch/dlrm."""
     bags = [nn.EmbeddingBag(n, work.width, mode="sum", sparse=True, device=work.device) for n in work.cardinalities]
     data, examples = tensors(work, 0, work.by_field), len(work.batches[0].label)
     sizes = [examples * hots for hots in work.hots]
