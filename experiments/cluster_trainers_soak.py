@@ -1,12 +1,12 @@
-"""Trainers, servers and places on Ray that are killed or stopped at random: nothing hangs, every example counts once.
+"""Kill or stop trainers, servers and sync servers on Ray at random: nothing hangs, every example counts once.
 
     python experiments/cluster_trainers_soak.py --minutes 10    what `make soak` runs
     python experiments/cluster_trainers_soak.py --preset smoke  two trainers and three deaths; two minutes
 
-Four trainers of two workers each run freely over two servers (`jaxrec.cluster.crew`), synchronised in the background
-by EASGD over two places. Every 20 seconds somebody is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP), by
-turns a trainer, a server and a place, each at random. The stream is so long that the run takes about the time given.
-`accounting_exact`: what was trained, each example once, and what was lost is the stream. `processes_left`: of the crew
+Four trainers of two workers each run freely over two servers (`jaxrec.cluster.pool`), synchronised in the background
+by EASGD over two sync servers. Every 20 seconds a process is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP):
+in turns a random trainer, server and sync server. The stream is so long that the run takes about the time given.
+`accounting_exact`: what was trained, each example once, and what was lost is the stream. `processes_left`: of the pool
 and of the servers when all is over. `longest_step_over_median` is of each trainer's newest incarnation, without what
 waited for rows of a dead server; all share the cores of this machine. Regime: free-running, all **measured**.
 """
@@ -26,14 +26,14 @@ from main.cli import Flags, Run, command_line, refuse, rule_of_ray
 from studies.server_kills import END_S, alive_after, of_its_own
 
 from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cluster.crew import Crew
-from jaxrec.cluster.trainers import Work
+from jaxrec.cluster.pool import TrainerPool
+from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 from jaxrec.shadowsync import easgd
 
-KINDS = ("trainer", "server", "place")
-BATCH, SERVERS, PLACES, TIMEOUT_S = 64, 2, 2, 15.0
+KINDS = ("trainer", "server", "sync server")
+BATCH, SERVERS, SYNC_SERVERS, TIMEOUT_S = 64, 2, 2, 15.0
 PACE_S = 0.1  # of the batches of a trainer: the run takes as long as it is asked to
 ROWS = {"user": 3000, "item": 2000, "shop": 500}
 SPEC = EmbeddingSpec({name: Table(rows, 8) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
@@ -82,12 +82,12 @@ class Killer:
         self.done: list[dict[str, Any]] = []
         self.seen: set[int] = set()  # processes
 
-    def __call__(self, crew: Any) -> None:
+    def __call__(self, pool: Any) -> None:
         """Looks whether it is time."""
-        of = {"trainer": crew.processes, "server": self.servers.processes, "place": crew.place_processes}
+        of = {"trainer": pool.processes, "server": self.servers.processes, "sync server": pool.sync_server_processes}
         processes = {kind: [number for number in each if number is not None] for kind, each in of.items()}
         self.seen |= {number for each in processes.values() for number in each}
-        if not self.begun and any(one.steps for one in crew.reached):
+        if not self.begun and any(one.steps for one in pool.reached):
             self.begun = time.monotonic()
         now = time.monotonic() - self.begun if self.begun else 0.0
         if not self.next_at <= now <= self.end_s:
@@ -108,25 +108,27 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
     """One run; what results.json holds."""
     row_optimizer, steps = adagrad(0.05), int(60 * minutes / PACE_S)
     params = {"dense": np.zeros(4, np.float32), "bias": np.float32(0)}
-    work = Work(SPEC, loss, optax.adam(3e-3), row_optimizer, params, Paced(steps), easgd(), pace_seconds=0.2, workers=2)
+    work = TrainerWork(
+        SPEC, loss, optax.adam(3e-3), row_optimizer, params, Paced(steps), easgd(), pace_seconds=0.2, workers=2
+    )
     with Cluster() as cluster:
         servers = Supervisor(
             cluster, SPEC, row_optimizer, SERVERS, directory=run.directory, timeout_s=TIMEOUT_S, most_deaths=10**6
         )
-        options: dict[str, Any] = {"places": PLACES, "timeout_s": TIMEOUT_S, "most_deaths": 10**6}
-        with Crew(
+        options: dict[str, Any] = {"sync_servers": SYNC_SERVERS, "timeout_s": TIMEOUT_S, "most_deaths": 10**6}
+        with TrainerPool(
             cluster, servers, work, trainers, directory=run.directory / "images", save_every_seconds=10.0, **options
-        ) as crew:
+        ) as pool:
             killer = Killer(servers, config.seed, every_s, minutes, run)
-            models, figures = crew.run(killer)
+            models, figures = pool.run(killer)
         servers.close()
         left = alive_after([*killer.seen], END_S)
     stream = trainers * steps * BATCH
-    falls = [fall.kind for fall in figures.falls]
+    failures = [failure.kind for failure in figures.failures]
     return {
-        "trainers": trainers, "workers": 2, "servers": SERVERS, "places": PLACES,
+        "trainers": trainers, "workers": 2, "servers": SERVERS, "sync_servers": SYNC_SERVERS,
         "signals": len(killer.done), "stopped": sum(one["signal"] == "SIGSTOP" for one in killer.done),
-        **{f"{kind}s_replaced": falls.count(kind) for kind in KINDS},
+        **{f"{kind.replace(' ', '_')}s_replaced": failures.count(kind) for kind in KINDS},
         "examples_of_the_stream": stream, "examples": figures.examples, "examples_lost": figures.examples_lost,
         "accounting_exact": figures.examples + figures.examples_lost == stream,
         "trainers_done": len(models), "processes_left": len(left), "seconds": figures.seconds,
@@ -141,10 +143,10 @@ def main(config: Config) -> dict:
     refuse(rule_of_ray())
     minutes, trainers, every_s = SIZES[config.preset]
     sizes = config.minutes or minutes, config.trainers or trainers, config.every_seconds or every_s
-    with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as place, warnings.catch_warnings():
+    with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as own, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of each death; metrics.jsonl has them
         results = soak(config, run, *sizes)
-        results["directories_left"] = len(list(place.glob("jaxrec-*")))
+        results["directories_left"] = len(list(own.glob("jaxrec-*")))
         run.close(results)
     return results
 

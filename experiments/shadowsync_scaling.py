@@ -27,7 +27,7 @@ move the same bytes at the same times, so this part has one line per rule.
 `simulated_*`: the same protocol in SimPy, with the same step times, at the same points and up to 1,000 trainers.
 
 `measured_processes_*`, with `--where processes` alone: one trainer, and one per core, as processes pinned to a core
-each, over rows at two servers (`crew_work.py`): none, and shadows back to back and `_paced`. `efficiency` of n trainers
+each, over rows at two servers (`pool_work.py`): none, and shadows back to back and `_paced`. `efficiency` of n trainers
 is over n times one trainer of the same arm, `over_no_sync` over equally many trainers that do not synchronise. Servers
 share the trainers' cores if there are no others.
 
@@ -49,7 +49,7 @@ import jax
 import numpy as np
 from main.cli import Flags, Run, bars, command_line, command_of, plot, refuse, rule_of_ray
 from main.report import figures, said
-from studies.crew_work import measured_processes
+from studies.pool_work import measured_processes
 from studies.reference import Job, ratio, reference_work
 from studies.shadow_protocol import WAYS, Point, emulate, simulate
 from studies.shadow_work import FORMS_OF_RULES, Trainers

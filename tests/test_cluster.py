@@ -30,7 +30,7 @@ from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.cluster.servers import RayServer, Served
+from jaxrec.cluster.servers import RayServer, ServerConfig
 from jaxrec.cpr import Recovery
 from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
@@ -66,8 +66,8 @@ def start(cluster):
         yield start
 
 
-def kill(servers, place, number=signal.SIGKILL):
-    os.kill(servers.processes[place], number)
+def kill(servers, index, number=signal.SIGKILL):
+    os.kill(servers.processes[index], number)
 
 
 def is_alive(process):
@@ -280,7 +280,7 @@ def test_a_server_without_a_machine_is_named_in_time(cluster):
 
 
 def test_a_directory_that_a_server_does_not_see_is_refused(cluster, tmp_path):
-    server = RayServer(Served(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere"), 0, [0, 2], 1)
+    server = RayServer(ServerConfig(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere"), 0, [0, 2], 1)
     with (
         contextlib.ExitStack() as stack,
         pytest.raises(ValueError, match=r"of shards \[0, 2\] does not see .*where the"),

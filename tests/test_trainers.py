@@ -1,4 +1,4 @@
-"""A trainer of a crew without its process: what counts as trained, rows that are gone, and how it begins and ends."""
+"""A trainer of a pool without its process: what counts as trained, rows that are gone, and how it begins and ends."""
 
 import queue
 import threading
@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from in_process import InProcess
-from test_places import InThread
+from test_sync_servers import InThread
 from world import is_inside, until
 
-from jaxrec.cluster.places import MeetingPlace
-from jaxrec.cluster.trainers import PatientTables, Stream, TrainerProcess, Work
+from jaxrec.cluster.sync_servers import SyncServer
+from jaxrec.cluster.trainers import RetryingTables, Stream, TrainerProcess, TrainerWork
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.lookup import plan
@@ -39,7 +39,7 @@ def batches(trainer, trainers, steps=12):
 
 
 def work(**changes):
-    return Work(SPEC, loss, *OWN, PARAMS, batches)._replace(**changes)
+    return TrainerWork(SPEC, loss, *OWN, PARAMS, batches)._replace(**changes)
 
 
 def servers_of(incarnation=1):
@@ -47,7 +47,7 @@ def servers_of(incarnation=1):
 
 
 def patient(servers, **more):
-    return PatientTables(SPEC, OWN[1], servers, 20.0, **more)
+    return RetryingTables(SPEC, OWN[1], servers, 20.0, **more)
 
 
 def parts(tables):
@@ -64,9 +64,9 @@ def wait(trainer, state, seconds=60):
     raise AssertionError(f"waited in vain for {state}: {trainer.progress()}")
 
 
-def begun(work, servers, places=(), number=0, trainers=1, incarnation=1, start=0, params=None, timeout_s=20.0):
+def begun(work, servers, sync_servers=(), number=0, trainers=1, incarnation=1, start=0, params=None, timeout_s=20.0):
     trainer = TrainerProcess()
-    trainer.begin(work, number, trainers, incarnation, start, params, servers, places, "a", timeout_s, None)
+    trainer.begin(work, number, trainers, incarnation, start, params, servers, sync_servers, "a", timeout_s, None)
     return trainer
 
 
@@ -123,7 +123,7 @@ def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():
 
 def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_counted():
     servers = servers_of()
-    tables = patient(servers, patience_s=PATIENCE_S)
+    tables = patient(servers, retry_timeout_s=PATIENCE_S)
     plans = plan(SPEC, CLICKS.batch(0, 16).ids)
     rows = tables.read(plans)
     more = {name: rows[name]._replace(value=rows[name].value + 1) for name in rows}
@@ -137,7 +137,7 @@ def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_cou
     until(lambda: is_inside(threading.Condition.wait_for, reader))
     threading.Event().wait(0.2)
     assert found.empty()
-    tables.take_over(servers_of(incarnation=2)[1], gone, "killed")
+    tables.replace_server(servers_of(incarnation=2)[1], gone, "killed")
     now = found.get(timeout=60)["width_4"].value
     kept = [shard for shard in range(SPEC.shards) if shard not in gone]
     used = np.arange(now.shape[1]) < plans["width_4"].count[:, None]  # [S, U]
@@ -149,7 +149,7 @@ def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_cou
 
 def test_patience_ends():
     servers = servers_of()
-    tables = patient(servers, patience_s=0.2)
+    tables = patient(servers, retry_timeout_s=0.2)
     servers[0].kill()
     with pytest.raises(ShardsLost):
         tables.read(plan(SPEC, CLICKS.batch(0, 16).ids))
@@ -158,10 +158,10 @@ def test_patience_ends():
 def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
     rule, entered, released = model_averaging(), threading.Event(), threading.Event()
     leaves = [np.asarray(PARAMS["bias"]), PARAMS["dense"]]
-    old, new = (InThread(MeetingPlace(rule, leaves, 1, 20.0)) for _ in range(2))
+    old, new = (InThread(SyncServer(rule, leaves, 1, 20.0)) for _ in range(2))
     servers = servers_of()
 
-    def slow(trainer, trainers):  # called when the servers have been greeted, and the places have not
+    def slow(trainer, trainers):  # called when the servers have been greeted, and the sync_servers have not
         entered.set()
         assert released.wait(60)
         return batches(trainer, trainers)
@@ -169,9 +169,9 @@ def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
     trainer = begun(work(batches=slow, rule=rule), servers, [old])
     assert entered.wait(60)
     old.kill()
-    trainer.take_place(0, new)
+    trainer.replace_sync_server(0, new)
     servers[0].kill()
-    trainer.take_over(servers_of(incarnation=2)[0], deal(SPEC.shards, 2)[0], "killed")
+    trainer.replace_server(servers_of(incarnation=2)[0], deal(SPEC.shards, 2)[0], "killed")
     released.set()
     assert wait(trainer, "done").position == 12 and trainer.newest() is not None
 
@@ -186,5 +186,5 @@ def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
     ],
 )
 def test_what_a_trainer_fails_by_is_told(changes, words):
-    place = InThread(MeetingPlace(model_averaging(), [np.zeros(3, np.float32), np.float32(0)], 1, 20.0))
+    place = InThread(SyncServer(model_averaging(), [np.zeros(3, np.float32), np.float32(0)], 1, 20.0))
     assert words in wait(begun(work(**changes), servers_of(), [place]), "failed").why

@@ -32,7 +32,7 @@ class Killing:
 
     def sees(self, server: RayServer, verb: str) -> None:
         """Kill the server if this message triggers it; called for each message sent."""
-        if (verb, (server.place, server.incarnation)) != (self.verb, self.wanted) or self.dead.is_set():
+        if (verb, (server.index, server.incarnation)) != (self.verb, self.wanted) or self.dead.is_set():
             return
         with self._lock:
             self.left -= 1

@@ -18,7 +18,7 @@ from jaxrec.embedding.servers import Sender, ServerGone
 START_TIMEOUT_S = 120.0  # of a process, until it answers for the first time
 
 
-class Ask(NamedTuple):
+class ActorHandle(NamedTuple):
     """A way to an object in a process of its own; pickled, it leads there too."""
 
     actor: Any
@@ -29,7 +29,7 @@ class Ask(NamedTuple):
         return RayAnswer(getattr(self.actor, method).remote(*args), self.name)
 
 
-class ServerWay(NamedTuple):
+class ServerHandle(NamedTuple):
     """A way to a shard server, see `jaxrec.embedding.servers.Server`."""
 
     actor: Any
@@ -55,11 +55,11 @@ class Process:
         options = ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
         made = import_ray().remote(**options)(_with_life(kind))
         self.name, self.actor = name, made.remote(*args)
-        self.way = Ask(self.actor, name)
+        self.handle = ActorHandle(self.actor, name)
         self.life = self.actor.life.options(concurrency_group="life").remote()
-        self._number = self.way.call("process")
-        self._asked: RayAnswer | None = None
-        self._made_at, self._heard_at = time.monotonic(), -math.inf
+        self._number = self.handle.call("process")
+        self._pending: RayAnswer | None = None
+        self._started_at, self._answered_at = time.monotonic(), -math.inf
 
     @property
     def number(self) -> int | None:
@@ -69,16 +69,16 @@ class Process:
         except (TimeoutError, ServerGone):
             return None
 
-    def why_dead(self, timeout_s: float) -> str:
+    def death_reason(self, timeout_s: float) -> str:
         """Why it is dead, '' if it lives; one that has been silent for too long is.
 
         Args:
           timeout_s: seconds; a process that has not begun gets `START_TIMEOUT_S` instead.
         """
         now = time.monotonic()
-        if self._heard_at == -math.inf and now - self._made_at > max(START_TIMEOUT_S, timeout_s):
+        if self._answered_at == -math.inf and now - self._started_at > max(START_TIMEOUT_S, timeout_s):
             return f"{self.name} has not begun within {max(START_TIMEOUT_S, timeout_s):g} s"
-        if now - self._heard_at > timeout_s and self._heard_at > -math.inf:
+        if now - self._answered_at > timeout_s and self._answered_at > -math.inf:
             return f"{self.name} has said nothing for {timeout_s:g} s"
         try:
             RayAnswer(self.life, self.name).result(0)
@@ -94,17 +94,17 @@ class Process:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self.actor, no_restart=True)
 
-    def look(self, method: str) -> Any:
+    def poll(self, method: str) -> Any:
         """The newest answer to a question that is asked again and again; None if none has come since the last look."""
         try:
-            self._asked = self._asked or self.way.call(method)
-            found = self._asked.result(0)
+            self._pending = self._pending or self.handle.call(method)
+            found = self._pending.result(0)
         except TimeoutError:
             return None
-        except Exception:  # it is dead, which `why_dead` says
-            self._asked = None
+        except Exception:  # it is dead, which `death_reason` says
+            self._pending = None
             return None
-        self._asked, self._heard_at = None, time.monotonic()
+        self._pending, self._answered_at = None, time.monotonic()
         return found
 
 

@@ -27,7 +27,7 @@ ACTOR_OPTIONS: dict[str, Any] = {
 _LONGEST_WHY = 300  # characters of what Ray says
 
 
-class Served(NamedTuple):
+class ServerConfig(NamedTuple):
     """What a server is made of.
 
     Attributes:
@@ -60,18 +60,18 @@ class Actor:
         """Where this runs: the first thing that is asked."""
         return Where(import_ray().util.get_node_ip_address(), os.getpid(), jaxrec.__version__)
 
-    def begin(self, served: Served, shards: Sequence[int], incarnation: int) -> None:
+    def begin(self, config: ServerConfig, shards: Sequence[int], incarnation: int) -> None:
         """Makes the server, with initial rows.
 
         Raises:
           ValueError: as `ShardServer`; the directory is not to be seen from here.
         """
-        if served.directory is not None and not (served.directory / served.probe).exists():
+        if config.directory is not None and not (config.directory / config.probe).exists():
             raise ValueError(
-                f"the server of shards {list(shards)} does not see {served.directory}, where the run saves: give a "
+                f"the server of shards {list(shards)} does not see {config.directory}, where the run saves: give a "
                 "directory that all machines see under one name, such as one of a shared file system."
             )
-        self._server = ShardServer(served.spec, served.layout, shards, incarnation)
+        self._server = ShardServer(config.spec, config.layout, shards, incarnation)
 
     def answer(self, verb: str, sender: Sender, *args) -> Any:
         """As `ShardServer`."""
@@ -152,8 +152,8 @@ class RayServer:
     It is begun at once, and usable when `wait` has returned.
 
     Args:
-      served: what it is made of; a `Cluster` is entered.
-      place: its number among the servers of the tables.
+      config: what it is made of; a `Cluster` is entered.
+      index: its number among the servers of the tables.
       shards: that it has.
       incarnation: one more than that of the server whose place it takes.
       resources: of Ray that it needs, to choose a machine, as {'rows': 1}; none if None.
@@ -161,18 +161,18 @@ class RayServer:
     """
 
     def __init__(
-        self, served: Served, place: int, shards: Sequence[int], incarnation: int,
+        self, config: ServerConfig, index: int, shards: Sequence[int], incarnation: int,
         resources: dict[str, float] | None = None, started: Process | None = None,
     ):  # fmt: skip
-        self.place, self.shards, self.incarnation = place, tuple(shards), incarnation
+        self.index, self.shards, self.incarnation = index, tuple(shards), incarnation
         self._process = started or Process(resources)
         self._actor, self.life, self._where = self._process.actor, self._process.life, self._process.where
-        self._begun = self._actor.begin.remote(served, self.shards, incarnation)
+        self._started = self._actor.begin.remote(config, self.shards, incarnation)
         self.process: int | None = None
         self.address = ""
 
     def __str__(self) -> str:
-        return f"server {self.place} (incarnation {self.incarnation}, shards {list(self.shards)})"
+        return f"server {self.index} (incarnation {self.incarnation}, shards {list(self.shards)})"
 
     @property
     def actor(self) -> Any:
@@ -195,7 +195,7 @@ class RayServer:
           ValueError: it is of another version of jaxrec, or does not see the directory.
         """
         self._check(self._awaited(self._where, timeout_s, "has no process yet: look whether `ray status` has room"))
-        self._awaited(self._begun, timeout_s, "has not made its rows")
+        self._awaited(self._started, timeout_s, "has not made its rows")
 
     def call(self, verb: str, sender: Sender, *args) -> RayAnswer:
         """Sends a message, as `Server`."""

@@ -21,14 +21,14 @@ import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
-from jaxrec.cluster.servers import Process, RayServer, Served
+from jaxrec.cluster.servers import Process, RayServer, ServerConfig
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import ServerGone, deal
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
 
-_LOOK_S = 0.2  # how soon the thread sees that it is to end
+_POLL_S = 0.2  # how soon the thread sees that it is to end
 _SECONDS = "a number of seconds above 0 and finite"
 
 
@@ -94,15 +94,15 @@ class Supervisor:
         self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
         self._given_up: GivenUp | None = None
         where = None if directory is None else local_path(directory).resolve()
-        self._served = Served(spec, spec.layout(row_optimizer), where)
+        self._config = ServerConfig(spec, spec.layout(row_optimizer), where)
         self._servers: list[RayServer] = []  # the newest of each place, in use or not yet
         self._closed, self._entered = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="jaxrec-supervisor", daemon=True)
         try:
             with _probe(where) as name:
-                for place, shards in enumerate(deal(spec.shards, servers)):
-                    served = self._served._replace(probe=name)
-                    self._servers.append(RayServer(served, place, shards, 1, resources))
+                for index, shards in enumerate(deal(spec.shards, servers)):
+                    config = self._config._replace(probe=name)
+                    self._servers.append(RayServer(config, index, shards, 1, resources))
                 for server in self._servers:
                     server.wait(start_timeout_s)
             self._start_spares()
@@ -160,17 +160,17 @@ class Supervisor:
         Raises:
           GivenUp: there were too many deaths.
         """
-        for place, server in enumerate(self._in_use):
+        for index, server in enumerate(self._in_use):
             # Else the engine does not know of the death: the next call tells it.
             if set(server.shards) <= set(shards) and (why := self._why_lost(server)):
-                self._succeed(place, why)
+                self._start_successor(index, why)
 
     def _why_lost(self, server):
         """What a call into the shards of a server raises; '' if it is not lost."""
         if not set(server.shards) & set(self.tables.lost):
             return ""
         try:
-            self.tables.take({(next(iter(self._served.spec.stacks)), server.shards[0]): np.zeros(0, np.int32)})
+            self.tables.take({(next(iter(self._config.spec.stacks)), server.shards[0]): np.zeros(0, np.int32)})
         except ShardsLost as lost:
             return str(lost)
         return ""
@@ -212,38 +212,38 @@ class Supervisor:
 
     # ---- deaths
 
-    def _succeed(self, place, why):
+    def _start_successor(self, index, why):
         """Waits until a successor is in place, or one that has taken the place of that."""
         while True:
             with self._lock:
-                if self._servers[place] is self._in_use[place]:
-                    self._dies(place, why)
-                successor = self._servers[place]
+                if self._servers[index] is self._in_use[index]:
+                    self._record_death(index, why)
+                successor = self._servers[index]
             try:
                 successor.wait(self._start_timeout_s)
                 self.tables.replace(successor)
             except (ServerGone, TimeoutError) as error:
                 with self._lock:
-                    if self._servers[place] is successor:
-                        self._dies(place, str(error))
+                    if self._servers[index] is successor:
+                        self._record_death(index, str(error))
                 continue
-            self._in_use[place] = successor
+            self._in_use[index] = successor
             self._start_spares()  # only now: it would take its time from the successor
             warnings.warn(f"{why}; {successor} has taken its place", stacklevel=6)
             return
 
-    def _dies(self, place, why):
+    def _record_death(self, index, why):
         """Notes a death, and begins the successor; with the lock."""
-        dead = self._servers[place]
+        dead = self._servers[index]
         dead.kill()  # one that does not answer may come back, and is not to
         if self._given_up is None:
-            self.deaths.append(Death(place, dead.incarnation, why, time.monotonic()))
+            self.deaths.append(Death(index, dead.incarnation, why, time.monotonic()))
             died = self._cluster.died  # then no successor would ever begin
             self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
-        self._servers[place] = RayServer(
-            self._served, place, dead.shards, dead.incarnation + 1, self._resources, self._spare()
+        self._servers[index] = RayServer(
+            self._config, index, dead.shards, dead.incarnation + 1, self._resources, self._spare()
         )
 
     def _too_many(self):
@@ -265,10 +265,10 @@ class Supervisor:
         while not self._closed.is_set():
             living = {server.life: server for server in self._servers if server not in seen}
             if not living:
-                self._closed.wait(_LOOK_S)
+                self._closed.wait(_POLL_S)
                 continue
             try:
-                ended, _ = ray.wait(list(living), timeout=_LOOK_S)
+                ended, _ = ray.wait(list(living), timeout=_POLL_S)
             except ray.exceptions.RayError:  # Ray itself has ended
                 return
             for life in ended:
@@ -278,13 +278,13 @@ class Supervisor:
 
     def _tell(self, server):
         with self._lock:
-            if self._closed.is_set() or self._servers[server.place] is not server:
+            if self._closed.is_set() or self._servers[server.index] is not server:
                 return  # it is known already
             why = server.why()
-            if self._in_use[server.place] is server:
+            if self._in_use[server.index] is server:
                 self.tables.mark_lost(server.shards, why)
             if self._entered:
-                self._dies(server.place, why)
+                self._record_death(server.index, why)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""A trainer that runs freely in a process of its own: what a `Crew` starts, asks, and replaces when it dies.
+"""A trainer that runs freely in a process of its own: what a `TrainerPool` starts, asks, and replaces when it dies.
 
-It is `train_stretch` with one trainer, over rows at servers, with a `Visit` as its transport. Batches come from a
+It is `train_stretch` with one trainer, over rows at servers, with a `SyncClient` as its transport. Batches come from a
 factory that runs here. A server that dies keeps its trainer waiting in `read` until a successor has its rows back; what
 was to be added to its rows meanwhile is lost, and counted.
 
@@ -19,9 +19,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxrec.cluster.crew_figures import Progress
-from jaxrec.cluster.places import Visit
 from jaxrec.cluster.processes import unpacked
+from jaxrec.cluster.sync_servers import SyncClient
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import Server
 from jaxrec.embedding.spec import EmbeddingSpec
@@ -35,8 +34,8 @@ from jaxrec.types import Batch, Plan, PyTree, RowOptimizer, Rows, ShardsLost
 Factory = Callable[[int, int], Callable[[int], Iterator[Batch]]]
 
 
-class Work(NamedTuple):
-    """What all trainers of a crew do.
+class TrainerWork(NamedTuple):
+    """What all trainers of a pool do.
 
     Attributes:
       spec, loss, optimizer, row_optimizer, params: as for `train_freely`.
@@ -60,6 +59,23 @@ class Work(NamedTuple):
     workers: int = 1
 
 
+class Progress(NamedTuple):
+    """How far a trainer has come, in what it has trained of its own stream."""
+
+    position: int = 0  # all batches before it are trained
+    examples: int = 0  # in these
+    steps: int = 0  # of this incarnation
+    rounds: int = 0
+    bytes: int = 0  # of its synchronisation
+    longest_step_s: float = 0.0  # from one step of a worker to its next, without what waited for rows
+    median_step_s: float = 0.0
+    waited_for_rows_s: float = 0.0
+    rows_lost: int = 0  # that were to be added where a server was dead
+    lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as it knows
+    state: str = "waits"  # then "begins", "trains", "done" or "failed"
+    why: str = ""
+
+
 class Stream:
     """The batches of a trainer, and which of them are trained: workers take them in turns, and end in any order.
 
@@ -77,8 +93,8 @@ class Stream:
         self._batches, self._numbers, self._examples_of = batches, itertools.count(start), examples_of
         self.position, self.examples = start, 0
         self._examples: dict[int, int] = {}  # {number: examples} of what was taken and does not count yet
-        self._behind: set[int] = set()  # trained, but not all before them
-        self._of_thread: dict[int, int] = {}  # which batch each worker has
+        self._trained_ahead: set[int] = set()  # trained, but not all before them
+        self._batch_of_thread: dict[int, int] = {}  # which batch each worker has
         self._lock = threading.Lock()
 
     def __iter__(self) -> "Stream":
@@ -87,19 +103,19 @@ class Stream:
     def __next__(self) -> Any:
         batch = next(self._batches)
         number = next(self._numbers)
-        self._examples[number], self._of_thread[threading.get_ident()] = self._examples_of(batch), number
+        self._examples[number], self._batch_of_thread[threading.get_ident()] = self._examples_of(batch), number
         return batch
 
     def number(self) -> int:
         """Of the batch that this thread has taken last."""
-        return self._of_thread[threading.get_ident()]
+        return self._batch_of_thread[threading.get_ident()]
 
     def trained(self, number: int) -> None:
         """A batch is trained."""
         with self._lock:
-            self._behind.add(number)
-            while self.position in self._behind:
-                self._behind.remove(self.position)
+            self._trained_ahead.add(number)
+            while self.position in self._trained_ahead:
+                self._trained_ahead.remove(self.position)
                 self.examples += self._examples.pop(self.position)
                 self.position += 1
 
@@ -109,17 +125,17 @@ def examples_in(batch: Batch) -> int:
     return int(np.count_nonzero(getattr(batch, "weight", ())))  # what is no batch is refused where it is trained
 
 
-class PatientTables(RemoteTables):
+class RetryingTables(RemoteTables):
     """Rows at servers for trainers that write by `add`: reads wait for successors, and writes to the dead are lost.
 
     Args:
       of_remote: as for `RemoteTables`.
-      patience_s: seconds that a read waits for a successor.
+      retry_timeout_s: seconds that a read waits for a successor.
     """
 
-    def __init__(self, *of_remote: Any, patience_s: float = 300.0, **more: Any):
+    def __init__(self, *of_remote: Any, retry_timeout_s: float = 300.0, **more: Any):
         super().__init__(*of_remote, **more)
-        self._patience_s, self._changed = patience_s, threading.Condition()
+        self._retry_timeout_s, self._changed = retry_timeout_s, threading.Condition()
         self.rows_lost, self.waited_s = 0, 0.0
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
@@ -135,14 +151,16 @@ class PatientTables(RemoteTables):
             except ShardsLost:
                 begun = begun or time.monotonic()
                 with self._changed:
-                    there = self._changed.wait_for(lambda: not self.lost, begun + self._patience_s - time.monotonic())
+                    there = self._changed.wait_for(
+                        lambda: not self.lost, begun + self._retry_timeout_s - time.monotonic()
+                    )
                 self.waited_s += time.monotonic() - begun
                 if not there:
                     raise
 
     def add(
         self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
-    ) -> "PatientTables":
+    ) -> "RetryingTables":
         """As `RemoteTables.add`; what was for rows that are gone is lost."""
         try:
             super().add(plans, rows, old, shards)
@@ -152,7 +170,7 @@ class PatientTables(RemoteTables):
                 self.rows_lost += sum(int(plan.count[gone].sum()) for plan in plans.values())
         return self
 
-    def take_over(self, server: Server, shards: Sequence[int], why: str) -> None:
+    def replace_server(self, server: Server, shards: Sequence[int], why: str) -> None:
         """Takes the successor of a server whose rows are back."""
         self.mark_lost(shards, why)
         try:  # the tables must have heard of the loss before
@@ -170,37 +188,37 @@ class TrainerProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state, self._why = "waits", ""
-        self._tables: Any = None  # `PatientTables`, once it has said hello
-        self._visit: Any = None
+        self._tables: Any = None  # `RetryingTables`, once it has said hello
+        self._sync_client: Any = None
         self._sync: Any = None
         self._stream = Stream(iter(()), 0)
         self._steps, self._times = 0, list[float]()
         self._dense: Any = None
         # What has come while it began: {shards: server} and {number: place}.
-        self._servers, self._places = dict[tuple, Server](), dict[int, Any]()
+        self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
     def begin(
-        self, work: Work | tuple[list[str], bytes], number: int, trainers: int, incarnation: int, start: int,
-        params: list | None, servers: Sequence[Server], places: Sequence[Any], client: str, timeout_s: float,
+        self, work: TrainerWork | tuple[list[str], bytes], number: int, trainers: int, incarnation: int, start: int,
+        params: list | None, servers: Sequence[Server], sync_servers: Sequence[Any], client: str, timeout_s: float,
         cores: Sequence[int] | None,
     ) -> None:  # fmt: skip
         """Begins to train in a thread.
 
         Args:
-          work: of the crew; or `packed`, from another process.
+          work: of the pool; or `packed`, from another process.
           number, trainers: its number of n.
           incarnation: 1, or one more than that of the trainer whose place it takes.
           start: the number of the first batch.
           params: floating leaves to begin with; the initial ones of the work if None.
           servers: of the rows.
-          places: where it is synchronised.
+          sync_servers: where it is synchronised.
           client: its name for the servers.
-          timeout_s: of the servers and of the places.
+          timeout_s: of the servers and of the sync_servers.
           cores: of the machine, that its threads are held to; all if None.
         """
         self._stream = Stream(iter(()), start)  # one that dies while it begins has come no less far than the one before
         self._state = "begins"
-        mine = (work, number, trainers, incarnation, start, params, servers, places, client, timeout_s)
+        mine = (work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s)
         threading.Thread(target=self._run, args=(cores, *mine), name="free-trainer", daemon=True).start()
 
     def progress(self) -> Progress:
@@ -217,26 +235,26 @@ class TrainerProcess:
 
     def newest(self) -> list[np.ndarray] | None:
         """The floating leaves of one replica that it has brought last to a round; None before."""
-        brought = self._visit.newest if self._visit else None
+        brought = self._sync_client.newest if self._sync_client else None
         return None if brought is None else [np.array(leaf[0]) for leaf in brought]
 
     def result(self) -> tuple[PyTree, Progress]:
         """Its parameters, leaves [1, ...], when it is done, and how far it has come."""
         return self._dense, self.progress()
 
-    def take_over(self, server: Server, shards: Sequence[int], why: str) -> None:
+    def replace_server(self, server: Server, shards: Sequence[int], why: str) -> None:
         """A server has a successor, whose rows are back."""
         with self._lock:
             self._servers[tuple(shards)], tables = server, self._tables
         if tables is not None:
-            tables.take_over(server, shards, why)
+            tables.replace_server(server, shards, why)
 
-    def take_place(self, number: int, place: Any) -> None:
+    def replace_sync_server(self, number: int, server: Any) -> None:
         """A place has a successor."""
         with self._lock:
-            self._places[number], visit = place, self._visit
-        if visit is not None:
-            visit.replace(number, place)
+            self._sync_servers[number], client = server, self._sync_client
+        if client is not None:
+            client.replace(number, server)
 
     # ---- the thread
 
@@ -245,7 +263,7 @@ class TrainerProcess:
             if cores is not None:  # before JAX has looked how many there are; its threads are of this one
                 os.sched_setaffinity(0, cores)
             work, *rest = mine
-            if not isinstance(work, Work):
+            if not isinstance(work, TrainerWork):
                 (work,) = unpacked(*work)
             self._dense = self._trained(work, *rest)
             self._state = "done"
@@ -255,25 +273,25 @@ class TrainerProcess:
             self._state = "failed"
 
     def _trained(
-        self, work, number, trainers, incarnation, start, params, servers, places, client, timeout_s
+        self, work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s
     ):  # fmt: skip
         spec, own = work.spec, (work.optimizer, work.row_optimizer)
-        tables: Any = PatientTables(
+        tables: Any = RetryingTables(
             spec, work.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
         )
         with self._lock:
             self._tables, came = tables, dict(self._servers)
         for shards, server in came.items():  # while it said hello to the one before
             with contextlib.suppress(ValueError):
-                tables.take_over(server, shards, "it died while this trainer began")
+                tables.replace_server(server, shards, "it died while this trainer began")
         self._stream = Stream(work.batches(number, trainers)(start), start)
         begin = work.params if params is None else with_floating(work.params, params)
         dense = init_state(begin, work.optimizer, tables, make_mesh(devices=jax.local_devices()[:1])).dense
         dense = dense._replace(step=dense.step + start)  # schedules go on
         if work.rule is not None:
             with self._lock:
-                now = [self._places.get(number, place) for number, place in enumerate(places)]
-                self._visit = Visit(work.rule, work.params, number, incarnation, now, timeout_s)
+                now = [self._sync_servers.get(number, server) for number, server in enumerate(sync_servers)]
+                self._sync_client = SyncClient(work.rule, work.params, number, incarnation, now, timeout_s)
             self._sync = self._synchroniser(work, number)
         self._state, self._last = "trains", threading.local()
         (dense,), _ = train_stretch(
@@ -284,8 +302,8 @@ class TrainerProcess:
 
     def _synchroniser(self, work, number):
         if work.every_steps is not None:
-            return Foreground(self._visit, number, every_steps=work.every_steps)
-        return Shadow(self._visit, number, pace_seconds=work.pace_seconds)
+            return Foreground(self._sync_client, number, every_steps=work.every_steps)
+        return Shadow(self._sync_client, number, pace_seconds=work.pace_seconds)
 
     def _stepped(self, trainer, step, metrics):
         now, waited = time.monotonic(), self._tables.waited_s

@@ -242,5 +242,7 @@ def scar() -> Priority:
     def recall(tracker, known):
         return tracker
 
-    remember = lambda tracker: {}
+    def remember(tracker):
+        return {}
+
     return Priority("scar", init, touch, pick, saved, restored, remember, recall, False, recipe=(scar, ()))

@@ -209,7 +209,7 @@ def _server_pick(server):
     server.memory["pick"] = picked = trackers.pick(_values(server))
     p, shards = len(server.shards), server.spec.shards
     rows = {
-        name: [mine // p * shards + shard for mine, shard in zip(pick.rows, np.int32(server.shards), strict=True)]
+        name: [mine // p * shards + shard for mine, shard in zip(pick.rows, server.shards, strict=True)]
         for name, pick in picked.items()
     }
     return rows, trackers.remember()

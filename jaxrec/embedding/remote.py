@@ -40,17 +40,17 @@ _LOST = (ServerGone, OtherIncarnation, TimeoutError)
 
 
 class Connection:
-    """The client's record of one server; `place` is None for a successor that has not been placed yet."""
+    """The client's record of one server; `index` is None for a successor that has not replaced one yet."""
 
-    def __init__(self, place: int | None, server: Server):
-        self.place, self.server, self.numbers = place, server, itertools.count(1)
+    def __init__(self, index: int | None, server: Server):
+        self.index, self.server, self.numbers = index, server, itertools.count(1)
         self.shards: tuple[int, ...] = ()
         self.incarnation = ANY
         self.lost = ""  # the reason, once it is lost
         self.reported = False  # a call has raised ShardsLost for it
 
     def __str__(self) -> str:
-        return "the successor" if self.place is None else f"server {self.place} (incarnation {self.incarnation})"
+        return "the successor" if self.index is None else f"server {self.index} (incarnation {self.incarnation})"
 
 
 class _Call:
@@ -89,9 +89,9 @@ class _Call:
 
 def _with_each_shard_once(links, shards):
     """The links, if their servers hold each shard exactly once between them."""
-    having = {shard: [link.place for link in links if shard in link.shards] for shard in range(shards)}
-    missing = [shard for shard, places in having.items() if not places]
-    twice = {shard: places for shard, places in having.items() if len(places) > 1}
+    having = {shard: [link.index for link in links if shard in link.shards] for shard in range(shards)}
+    missing = [shard for shard, servers in having.items() if not servers]
+    twice = {shard: servers for shard, servers in having.items() if len(servers) > 1}
     if missing or twice:
         raise ValueError(
             f"the {len(links)} servers must hold each of the {shards} shards once between them: none holds "
@@ -163,7 +163,7 @@ class RemoteTables:
         self._timeout_s, self._tries, self._closed = timeout_s, whole_number("tries", tries), False
         self._client, self._token = client or uuid.uuid4().hex, uuid.uuid4().hex
         self._incarnation = whole_number("incarnation", incarnation)
-        links = [Connection(place, server) for place, server in enumerate(servers)]
+        links = [Connection(index, server) for index, server in enumerate(servers)]
         self._greet(links)
         self._links = _with_each_shard_once(links, spec.shards)
 
@@ -381,7 +381,7 @@ class RemoteTables:
                 f"the successor of {before} has incarnation {link.incarnation}: start it with a higher one, so "
                 "that the one is not taken for the other."
             )
-        link.place = before.place
+        link.index = before.index
         self._links = [link if old is before else old for old in self._links]
 
     def close(self) -> None:

@@ -1,14 +1,12 @@
-"""The pipeline: batches over host tables in flight in parallel, committed in order, results of one
-after the other.
+"""The pipeline: several batches over host tables in flight, committed in order, with the results of serial execution.
 
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
-    planner  `---------------- loaders ----------------'   caller   fetchers  writers            who does it
+    planner  `---------------- loaders ----------------'   caller   fetchers  writers            thread
 
-The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather
-when all but the last W batches are written (`scheduler`, the only throttle). The caller's thread
-commits in batch order: replay what is stale, update, append to the ring. Writers put final rows
-in batch order, each its own shards. `stages` say what is done to a batch, `workers` has the threads
-that do it.
+The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather when all but the last W
+batches are written (`scheduler`, the only throttle). The caller's thread commits in batch order: replay stale rows,
+update, append to the ring. Writers put final rows in batch order, each to its own shards. `stages` defines the work on
+a batch, `workers` the threads that do it.
 
 Legend: W window.
 """
@@ -57,59 +55,58 @@ class Pipeline(EngineBase):
                 ...
         state = pipeline.state
 
-    Modes: `sync` gathers a batch when the one before it is written; only rows wait, plans and
-    inputs go ahead. `oac` gives bitwise the same results with W batches in flight. `async` repairs
-    nothing and writes with `add`, as Marius (OSDI 2021): rows are up to W batches old. `semisync`
-    is exactly one batch stale and repeatable, as TorchRec's SemiSync: batch t sees rows after batch
-    t - 2, and its change is added in order. All modes run the same compiled update.
+    Modes: `sync` gathers a batch when the previous one is written; plans and inputs are prefetched. `oac` gives bitwise
+    the same results with W batches in flight. `async` repairs nothing and writes with `add`, as Marius (OSDI 2021):
+    rows are up to W batches stale. `semisync` has a staleness of exactly one batch and is repeatable, as TorchRec's
+    SemiSync: batch t sees rows after batch t - 2, and its changes are added in order. All modes run the same compiled
+    update.
 
-    Between batches the tables lag behind `state.dense` by up to W + 1 batches: `state.tables`
-    refuses to be read until `drain`, and from then to the next batch it can be read.
-    `pipeline.tables` are the tables themselves, unguarded.
+    During a run the tables lag the dense state by up to W + 1 batches: `state.tables` can be read only from `drain` to
+    the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded.
 
-    However a run is left, what is committed is written, and no failure is swallowed: see `close`.
-    At a step come the commit, the hooks in their order, the cut, and then failures that are
-    emulated; shards that their home has lost come back before the cut.
+    However a run ends, committed rows are written and every failure is raised: see `close`. The order at each step is:
+    commit, hooks, recovery of shards that the row storage has lost, cut, recovery of shards that hooks have marked with
+    `lose`.
 
     Args:
-      state: TrainState with tables of host memory or of servers; its dense half is donated.
-      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not
-        jitted.
+      state: TrainState with tables in host memory or at servers; its dense half is donated.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
-      window: W, how many batches before it may be unwritten when a batch is gathered; fixed in sync
-        (0) and semisync (1).
-      mesh: from `make_mesh`; that of the state's dense half if None.
-      send: (tree of arrays, tree of shardings) -> tree on the device, in a loader's thread;
-        `jax.device_put` if None.
-      fetch: (tree on the device) -> tree of numpy arrays, in a fetcher's thread; starts a copy and
-        waits if None.
-      loaders, fetchers, writers: threads of each kind; a writer has its own shards.
-      ahead: how many batches are planned, and their inputs sent, before they are admitted.
-      validation: 'planned' finds stale rows on the host, where plans are made; 'device' compares
-        row numbers and versions on the device, as the abstract says. Same values.
+      window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
+        semisync (1).
+      mesh: from `make_mesh`; None for the mesh of the state's dense half.
+      send: (tree of arrays, tree of shardings) -> tree on the device, called in loader threads; None for
+        `jax.device_put`.
+      fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait.
+      loaders, fetchers, writers: number of threads of each kind; each writer has its own shards.
+      ahead: number of batches planned, and their inputs sent, before admission.
+      validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on
+        the device, as in the abstract of OAC. Both give the same values.
       skip_stale_reads: do not gather and send rows that the ring will patch.
-      skip_rewritten: do not fetch and write rows that a batch within the window, planned already,
-        will write again. A batch is committed when W more are planned or the stream has ended or
-        failed: while a stream blocks, the last W batches taken from it wait.
-      capacity: {stack: U} of the plans to begin with, as for `Serial`.
+      skip_rewritten: do not fetch and write rows that an already planned batch of the window will rewrite. A batch is
+        committed when W more are planned or the stream has ended or failed: while a stream blocks, the last W batches
+        taken from it wait.
+      capacity: initial {stack: U} of the plans, as for `Serial`.
 
     Memory: see `memory_bytes`.
 
     Attributes:
-      tables: those that are trained, unguarded. state: between two steps. step: committed steps.
-      counters: of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`;
-        `bytes_sent` and `bytes_fetched`, all that was handed to `send` and `fetch`;
-        `bytes_without_savings`, what that would have been with both savings off.
-      compilations: how many programs its runs have compiled: some more whenever a capacity grows.
-      scheduler: where the batches of the run are, to look at.
+      tables: the trained tables, unguarded.
+      state: the state between two steps.
+      step: number of committed steps.
+      counters: totals of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
+        `bytes_fetched`, passed to `send` and `fetch`; `bytes_without_savings`, the sum of both without
+        `skip_stale_reads` and `skip_rewritten`.
+      compilations: number of programs compiled by its runs; grows whenever a capacity grows.
+      scheduler: progress of the batches of the run, for inspection.
 
     Raises:
-      ValueError: tables on the device; an unknown mode, a window or number of threads out
-        of range; state, update and mesh that do not fit each other.
+      ValueError: tables on the device; an unknown mode; a window or number of threads out of range; state, update and
+        mesh that do not fit each other.
     """
 
     _name = "pipeline"
-    # How long leaving waits before it says what it waits for, and `run` for an iterator in use.
+    # How long leaving a run waits before it warns, and how long `run` waits for an iterator in use.
     patience_seconds = 10.0
     scheduler_type, device_step_type = BatchScheduler, DeviceStep
     _cuts: CutSaver
@@ -121,10 +118,10 @@ class Pipeline(EngineBase):
         skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__()
-        self._interrupted: list[int] = []  # signals that came while a finalizer left the run
-        self._iterating: threading.Thread | None = None  # that takes the batches of the run
+        self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
+        self._iterating: threading.Thread | None = None  # thread that iterates over the run
         self._left, self._in_hooks = True, False
-        self._to_lose: set[int] = set()  # after the cut of this step
+        self._to_lose: set[int] = set()  # shards to lose after the cut of this step
         state = state_itself(state)
         options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
         self.mode, self.window, self._options = options.mode, options.window, options
@@ -139,7 +136,7 @@ class Pipeline(EngineBase):
         self.compilations, self._compiled_before = 0, 0
         self._cuts, self._streams = CutSaver(self._stages, self._device_step), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
-        # The tables of the state: they refuse while they lag.
+        # The tables of yielded states, which refuse to be read while they lag.
         self._view: HostTables | StaleTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
@@ -153,15 +150,15 @@ class Pipeline(EngineBase):
 
     @property
     def counters(self) -> collections.Counter:
-        """What has gone through, see above."""
+        """Totals of all runs, see the class docstring."""
         return self._stages.counters
 
     @property
     def state(self) -> TrainState:
-        """The state after the last step; to be asked for between two steps.
+        """The state after the last step, for use between two steps.
 
         Raises:
-          ValueError: in a hook or in the save of a cut, which have one of their own.
+          ValueError: in a hook or in the save of a cut, which get the state as an argument.
         """
         if self._in_hooks or threading.current_thread() in self._workers.threads:
             raise ValueError(
@@ -175,35 +172,32 @@ class Pipeline(EngineBase):
 
     @property
     def step(self) -> int:  # type: ignore[override]
-        """How many steps the state has seen."""
+        """Number of committed steps."""
         return self._progress.step
 
     def run(
         self, batches: Iterable, hooks: Sequence[Callable] = (), check_every_steps: int = 100
     ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Trains on all batches.
+        """Train on all batches.
 
         Args:
-          batches: Batch after Batch, of one size; consumed by the planner's thread, ahead of what
-            is committed, and copied. The iterator that the run before has left begins with what was
-            taken from it and not trained.
-          hooks: (state, step, plans, metrics) -> state, run in batch order by the thread that
-            iterates; they may change the values of the dense state.
-          check_every_steps: how often the losses are fetched and checked; they are, too, at the end
-            of a run.
+          batches: iterable of Batch, all of one size; consumed ahead of the commits by the planner thread, and copied.
+            If it is the iterator of the previous run, batches taken from it but not trained come first.
+          hooks: (state, step, plans, metrics) -> state, run in batch order by the iterating thread; they may change the
+            values of the dense state.
+          check_every_steps: interval at which losses are fetched and checked, in steps; they are also checked at the
+            end of a run.
 
         Yields:
-          (TrainState, metrics) after every batch. The dense half is donated to the next step.
-          Metrics are those of the update, and where rows are repaired 'stale_rows', whose last
-          writer was not written when the gather began, and 'patched_rows', which were taken from
-          the ring.
+          (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of the
+          update and, where rows are repaired, 'stale_rows', whose last writer was not written when the gather began,
+          and 'patched_rows', taken from the ring.
 
         Raises:
           BrokenPipeline: rows were lost before.
           FloatingPointError: a loss is not finite; names the step.
-          ValueError: a run goes on, of this or of another pipeline over the same tables; a batch
-            that does not fit. Whatever else a stage raised; all with a note that names stage and
-            batch.
+          ValueError: a run of this pipeline, or of another one over the same tables, is active; a batch does not fit.
+          Any other error of a stage; all with a note that names stage and batch.
         """
         if self.running:
             raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
@@ -215,7 +209,7 @@ class Pipeline(EngineBase):
     def _iterate(self, stream, hooks, check_every_steps):
         try:
             self._begin_run(stream)
-            # What a hook has lost in a run that a hook after it has ended.
+            # Shards that a hook marked as lost in an earlier run, which a later hook then ended.
             self._recover_emulated()
             while (number := self._next_number()) is not None:
                 metrics = self._train(number, hooks)
@@ -223,17 +217,16 @@ class Pipeline(EngineBase):
                 yield self._state(), metrics
             self._device_step.losses.check()
             self._leave(recovers=True)
-            # The last rows may have met lost shards on their way back, when no thread was left to
-            # gather anew.
+            # The last writes may have met lost shards after the loop above had ended.
             if not self._untold:
                 self._recover_lost()
-        except GeneratorExit:  # perhaps from a finalizer, where Python prints what is raised, and drops it
+        except GeneratorExit:  # possibly in a finalizer, where Python prints exceptions and drops them
             self._leave(postpone=self._within > 0)
-            if self._untold and not self._within:  # else `with` or `close` will tell
-                raise first(self._untold) from None  # and it stays untold for the next call
+            if self._untold and not self._within:  # else `with` or `close` raises it
+                raise first(self._untold) from None  # kept, so that the next call raises it too
             return
         except BaseException as error:
-            self._leave(recovers=isinstance(error, ShardsLost))  # which has told of them
+            self._leave(recovers=isinstance(error, ShardsLost))  # which reports the lost shards
             note(error, self._take_untold())
             raise
         if failures := self._take_untold():
@@ -245,14 +238,14 @@ class Pipeline(EngineBase):
             self._refuse()
             self._left, self._iterating = False, threading.current_thread()
             self._compiled_before = self._device_step.compiled()
-            # Numbers go on after everything planned before, so that no row of an earlier run
-            # counts as in flight.
+            # Batch numbers continue beyond the window of all planned batches, so that no row of an earlier run counts
+            # as in flight.
             self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.lost_shards)
             self._progress.begin_run()
             self._workers.start_all()
 
     def _next_number(self):
-        """The batch to commit, when it is loaded and its shards are there; None at the end."""
+        """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
         lookahead = self._stages.options.lookahead
         while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._some_to_recover():
             self._recover_lost()
@@ -265,15 +258,15 @@ class Pipeline(EngineBase):
         try:
             with uninterrupted(again=False) as asked:
                 metrics = self._commit(number)
-            # A Ctrl-C in the commit waits for the hooks of its step, in which another one is not
-            # put off.
+            # A Ctrl-C during the commit is deferred until the hooks of its step are done; one during the hooks is not
+            # deferred.
             try:
                 self._run_hooks(hooks, plans, metrics)
-                # Before the cut, which could not save rows that are really gone.
+                # Before the cut, which cannot save rows of lost shards.
                 self._recover_lost()
-                # After the hooks: what they made of the dense state belongs to the step.
+                # After the hooks, as their changes of the dense state belong to the step.
                 self._cuts.begin(self.step, self._workers)
-                # After the cut: an emulated failure finds what was saved at its step.
+                # After the cut, so that recovery from an emulated failure can use the save of this step.
                 self._recover_emulated()
             finally:
                 raise_again(asked)
@@ -283,22 +276,22 @@ class Pipeline(EngineBase):
         return metrics
 
     def _commit(self, number):
-        """The step of one batch, whole or not at all: the caller puts signals off."""
+        """Commit one batch atomically; the caller defers signals."""
         item, before = self._stages.items[number], self._device_step.dense
         try:
             item.committed, metrics = self._device_step.commit(item, self.scheduler.floor)
         except BaseException as error:
-            if self._device_step.dense is not before:  # the step is done, and its rows are gone
+            if self._device_step.dense is not before:  # the step is done, and its rows are lost
                 self.scheduler.mark_committed(number)
                 self.scheduler.fail_after_commit(number, error)
             elif self._device_step.dense_is_lost():
                 self.scheduler.mark_dense_lost()
                 self.scheduler.fail_after_commit(number, error)
             raise
-        # Dropped before another batch may take their place in memory.
+        # Freed before another batch needs the memory.
         item.loaded = item.inputs = None
         self._view = StaleTables(self._progress, self.step + 1)
-        # Last: from here on a fetcher may have the rows, and the step counts.
+        # Last: from here on a fetcher may take the rows, and the step counts as committed.
         self.scheduler.mark_committed(number)
         self._device_step.losses.note(self.step, metrics)
         return metrics
@@ -312,23 +305,22 @@ class Pipeline(EngineBase):
                 if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
                     raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
                 check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
-                # After each: the next one may raise, and an earlier state may be donated by then.
+                # After each hook: the next one may raise, and the hook may have donated the earlier state.
                 self._device_step.dense = state.dense
         finally:
             self._in_hooks = False
 
     def drain(self) -> HostTables:
-        """Waits until all committed batches are written, and returns the tables, now those of
-        `state.dense`.
+        """Wait until all committed batches are written; return the tables, which then match `state.dense`.
 
-        Call it on the committing thread, for example in a hook that evaluates. Batches gathered
-        already stay valid. In semisync it waits until the next batch has come and was gathered, as
-        that one must not see the rows of this one.
+        For the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
+        semisync it blocks until the next batch has arrived and been gathered, as that batch must not see the rows of
+        the current one.
 
         Raises:
           BrokenPipeline: rows are lost.
           ValueError: another thread is in the middle of a step.
-          Whatever the save of a cut has raised.
+          Any error of the save of a cut.
         """
         self._refuse()
         self._refuse_elsewhere()
@@ -336,37 +328,35 @@ class Pipeline(EngineBase):
         self._progress.refuse_broken()
         self._refuse_unsaved()
         if self._stages.options.skip_writes:
-            self.scheduler.wait_for_cut()  # which writes the same rest
+            self.scheduler.wait_for_cut()  # it writes the same skipped rows
             self._refuse_unsaved()
         with uninterrupted():
-            # Else it was written, and others may have trained over the tables since.
+            # After a run all rows are written, and another pipeline may have trained the tables since.
             if not self._left:
                 self._stages.write_rest(self._device_step.whole_ring(), self.scheduler)
                 self._progress.mark_current()
         return self.tables
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Changes the tables while nothing else reads or writes them: what was gathered ahead is
-        gathered anew.
+        """Change the tables while nothing else reads or writes them; prefetched rows are gathered again.
 
             pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
 
-        For the committing thread, between steps or in a hook; the state that later hooks get and
-        that is yielded has the tables as they are then. Tables in host memory are changed in place.
+        For the committing thread, between steps or in a hook; later hooks and the yielded state see the changed tables.
+        Tables in host memory are changed in place.
 
         Args:
-          change: (tables) -> tables, those that hold from then on; here the same ones. It is called again if it meets
-            lost shards, when watchers have brought them back.
+          change: (tables) -> tables; must return the same object. Called again after recovery if it meets lost shards.
 
         Raises:
-          ValueError: `change` returns other tables; one is at work already.
+          ValueError: `change` returns other tables; another `exclusive` is active.
           ShardsLost: shards were lost, and no watcher can recover them.
-          As `drain`, and whatever `change` raises: what was changed until then stays.
+          As `drain`, and any error of `change`, whose changes up to the error stay.
         """
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
         changed = self._changed_when_whole(change)
-        if not self.running:  # a change outside of a run answers for their shards
+        if not self.running:  # outside a run, the change is responsible for lost shards
             self.scheduler.mark_recovered(self.scheduler.lost_shards)
         if changed is not self.tables:
             raise ValueError(
@@ -376,7 +366,7 @@ class Pipeline(EngineBase):
 
     def _changed(self, change):
         self.drain()
-        self.scheduler.wait_for_cut()  # it may still be saving
+        self.scheduler.wait_for_cut()  # its save may still be active
         self._refuse_unsaved()
         try:
             self.scheduler.pause()
@@ -384,48 +374,44 @@ class Pipeline(EngineBase):
             return self._or_lost(change, self.tables)
         finally:
             with uninterrupted():
-                # Before the restart: a loader that gathers anew may look at the tables at once. What the ring
-                # and the last writers say of earlier batches is forgotten, or a later batch would
-                # undo the change.
+                # Before the restart, as loaders may gather at once. The restart voids the ring and the sources of
+                # earlier batches; otherwise a later batch would undo the change.
                 self._progress.mark_current()
                 self.scheduler.restart(self._stages.void)
 
     def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announces a consistent state after a step, to be saved while training goes on.
+        """Announce a cut: a consistent state after a step, to be saved while training goes on.
 
-        When the step is committed its dense state is copied; when its rows are written, `save` runs
-        in a thread of its own, with tables that stand exactly after that step. Until it returns,
-        later batches are not written, and compute goes on until the window is full.
+        When the step is committed, its dense state is copied; when its rows are written, `save` runs in its own thread,
+        with the tables exactly as of that step. Until it returns, later batches are not written, and training goes on
+        until the window is full.
 
         Args:
           step: a step that is not committed yet.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether leaving a run warns that the step was not reached; it stays announced
-            for the next run.
+          unreached: whether to warn if a run ends before the step; the cut stays announced for the next run.
 
         Raises:
-          ValueError: the step lies behind, or has a cut already.
+          ValueError: the step is committed, or has a cut already.
           BrokenPipeline: rows are lost.
-          Whatever the save of an earlier cut has raised.
+          Any error of the save of an earlier cut.
         """
         self._refuse()
         self._refuse_unsaved()
         self._cuts.announce(step, self.step, Cut(save, unreached))
 
     def reset(self, state: TrainState) -> None:
-        """Goes on from another state: an image that was restored, after an error or before the next
-        run.
+        """Continue from another state, such as a restored image, after an error or before the next run.
 
-        What the ring and the last writers say of earlier batches is void. Cuts that are announced
-        are forgotten, as are rows and shards that were lost. The data go back with the state: that
-        is the caller's part.
+        Ring entries and last writers of earlier batches become void; announced cuts, lost rows and lost shards are
+        forgotten. The caller rewinds the batches to the step of the state.
 
         Args:
-          state: TrainState of the same shapes; its step is that of the pipeline from then on.
+          state: TrainState of the same shapes; the pipeline takes over its step.
 
         Raises:
-          ValueError: within a run; a state of other shapes, or over tables of another spec.
-          Whatever leaving a run has found and no call has raised yet.
+          ValueError: a run is active; the state has other shapes, or tables of another spec.
+          Failures of the last run that no call has raised yet.
         """
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
@@ -441,91 +427,90 @@ class Pipeline(EngineBase):
         notify_restarted(self._watchers, state)
         before, self._to_lose = self.step, set()
         self.tables = self._view = self._stages.tables = state.tables
-        self._progress = TableProgress(state.tables, self._progress.counted)  # states of before stay stale
+        self._progress = TableProgress(state.tables, self._progress.counted)  # earlier states stay stale
         self._device_step.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._cuts.forget(before)  # last, as it may warn
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Has lost shards brought back after the cut of this step, by `recover(shards)` of all
-        watchers that have it.
+        """Mark shards as lost; after the cut of this step, all watchers that have `recover(shards)` restore them.
 
-        For a hook that emulates a failure. A home whose shards are really lost says so by
-        `ShardsLost`, and the same happens at the step that is committed when it is noticed: what
-        was to be written to them by then is lost with them, what was gathered ahead is gathered
-        anew. A cut that meets them is saved when they are back.
+        For a hook that emulates a failure. Row storage that has really lost shards raises `ShardsLost`, and the same
+        recovery happens at the step committed when the loss is noticed: rows not yet written to these shards are lost
+        with them, and prefetched rows are gathered again. A cut that meets lost shards is saved after their recovery.
 
         Args:
-          shards: their numbers.
+          shards: shard numbers.
 
         Raises:
-          ValueError: there is no such shard; nothing runs.
-          ShardsLost: by `run`, if no watcher recovers, or shards are lost again and again.
+          ValueError: there is no such shard, or no run is active.
+          ShardsLost: raised by `run` if no watcher recovers, or if shards are lost again and again.
         """
         wanted = checked_shards(self.tables.spec, shards, self.running)
         self._to_lose |= wanted
 
     def _recover_met(self, shards):
         self.scheduler.mark_lost(shards)
-        in_hooks, self._in_hooks = self._in_hooks, False  # what recovers asks for the state
+        in_hooks, self._in_hooks = self._in_hooks, False  # watchers read the state
         try:
             self._recover(self.scheduler.lost_shards, begin_cut=not in_hooks)
         finally:
             self._in_hooks = in_hooks
 
     def _recover_lost(self):
-        """Has watchers bring back what homes have lost, until nothing is."""
+        """Have watchers recover shards that the row storage has lost, until none is lost."""
         while self._some_to_recover():
             self._recover(self.scheduler.lost_shards)
 
     def _some_to_recover(self):
-        # A run that has failed otherwise tells of that, and the next one begins with what is lost.
+        # A run with another failure raises that one, and the next run begins with the lost shards.
         return bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.cut_error is None
 
     def _recover_emulated(self):
-        """Has watchers bring back what hooks want lost."""
-        # Taken off first: if bringing them back fails, the next step must not lose them once more.
+        """Have watchers recover the shards that hooks have marked as lost."""
+        # Cleared first: if the recovery fails, the next step must not lose them once more.
         wanted, self._to_lose = self._to_lose, set()
         if wanted:
             self._recover(wanted)
 
     def _recover(self, shards, begin_cut=True):
         watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
-        # The cut of this step belongs before the failure: the recovery finds it saved.
+        # The cut of this step precedes the failure, so the recovery must find it saved.
         self.scheduler.wait_for_cut()
-        # After the wait: a save tells of the loss before it says that it was missed.
+        # After the wait: a save that meets lost shards marks them first, and records its cut as missed later.
         self._cuts.count_recovery(shards, REMEDY)
         before = self.scheduler.epoch
         try:
             self._bring_back(watchers, shards)
-        except ShardsLost as lost:  # while they came back: all come back once more
+        except ShardsLost as lost:  # during the recovery: recover all of them once more
             self.scheduler.mark_lost(lost.shards)
             self._recover({*shards, *lost.shards}, begin_cut)
             return
-        # No watcher was alone with the tables: what was parked has to be gathered anew.
+        # No watcher used `exclusive`, so the parked batches still have to be gathered again.
         if self.scheduler.epoch == before:
             self.exclusive(lambda tables: tables)
-        # After the restart: until then, loaders that were gathering have told of the same loss.
+        # After the restart: until then, gathers in progress may have reported the same loss.
         self.scheduler.mark_recovered(shards)
         if self._left:
             self._save_missed()
-        elif begin_cut:  # in a hook others are still to come, whose changes belong to the step
+        elif begin_cut:  # not in a hook: changes of later hooks belong to the step
             self._cuts.begin(self.step, self._workers)
 
     def _save_missed(self):
-        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended."""
+        """Save the cuts missed because of lost shards on this thread, after a run has ended."""
         try:
             self._cuts.save_missed(self.state)
-        except ShardsLost as lost:  # again: no worker is left to tell of them
+        except ShardsLost as lost:  # lost again, and no worker is left to mark them
             self.scheduler.mark_lost(lost.shards)
 
     def close(self) -> None:
-        """Ends a run: what is committed is written, what is not comes first when the same iterator
-        is given to `run`.
+        """End the active run, if any, and write all committed rows.
+
+        Batches that are not committed come first when `run` is called with the same iterator.
 
         Raises:
-          ValueError: in a hook, which leaves a run by an exception; in the save of a cut.
-          Whatever a stage raised, unless it was raised before.
+          ValueError: called in a hook, which can end a run only by an exception, or in the save of a cut.
+          Errors of stages that were not raised before.
         """
         super().close()
 
@@ -551,19 +536,17 @@ class Pipeline(EngineBase):
         return self._take_untold()
 
     def leave_at_exit(self) -> None:
-        """Leaves a run that the end of the process has come upon, whichever thread iterates."""
+        """Leave a run that is active when the process ends, whichever thread iterates."""
         self._leave()
         if failures := self._take_untold():
             raise first(failures)
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
-        """Ends the threads of a run, writes what is committed, and keeps what went wrong. Once more
-        is no harm.
+        """End the threads of a run, write committed rows, and keep failures in `_untold`; idempotent.
 
         Args:
-          postpone: whether a signal that comes meanwhile is raised by `close` or by the end of the
-            `with` block.
-          recovers: whether the caller brings lost shards back, so that they are no failure.
+          postpone: whether to leave signals that arrive meanwhile to `close` or the end of the `with` block.
+          recovers: whether the caller handles lost shards, so that they are not a failure here.
         """
         scheduler, workers = self.scheduler, self._workers
         with uninterrupted() as asked:
@@ -571,10 +554,9 @@ class Pipeline(EngineBase):
                 return
             if threading.current_thread() in workers.threads:
                 scheduler.finish()
-                # The collector has dropped the run in here: the next call waits for the threads.
+                # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
                 return
-            # Before the threads are told that no more will come: of the last step, if its hooks
-            # were interrupted.
+            # The cut of the last step, if its hooks were interrupted; before the threads are notified of the end.
             failed = caught(lambda: self._cuts.begin(self.step, workers))
             try:
                 workers.end(asked, self.patience_seconds)
@@ -588,14 +570,14 @@ class Pipeline(EngineBase):
                 asked.clear()
 
     def _end_run(self, failed, recovers):
-        """What is left to do when the threads have ended."""
+        """Write the last rows and collect the failures, after the threads have ended."""
         scheduler = self.scheduler
         if not scheduler.rows_lost:
-            # After the threads, so that nothing older comes after it.
+            # After the threads have ended, so that no older write follows.
             self._write_rest()
         elif isinstance(caught(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
             scheduler.mark_dense_lost()
-        # The tables are free for others only when all is written.
+        # Other pipelines may use the tables only when all rows are written.
         self._progress.running = False
         self.compilations += self._device_step.compiled() - self._compiled_before
         self._left = True
@@ -616,8 +598,7 @@ class Pipeline(EngineBase):
             self._view = self.tables
 
     def _refuse(self):
-        """Raises what speaks against any use: rows that were lost, failures that no call has
-        raised yet, tables in other hands."""
+        """Raise if the pipeline cannot be used: lost rows, failures not raised yet, tables in use by another run."""
         self._refuse_worker()
         if not self.running:
             self._leave()
@@ -635,7 +616,7 @@ class Pipeline(EngineBase):
             raise self.scheduler.cut_error
 
     def _refuse_elsewhere(self):
-        # A step in another thread may donate the dense state that this call would look at.
+        # A step in another thread may donate the dense state that this call would read.
         generator, here = self._generator(), threading.current_thread()
         if generator is not None and generator.gi_running and self._iterating is not here:
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
@@ -646,11 +627,11 @@ _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 @atexit.register
 def _leave_all():
-    """Python's end stops threads in the middle: what is committed is written first, and what went wrong is raised."""
+    """Write committed rows and raise failures before the interpreter exits, which stops threads at any point."""
     with contextlib.ExitStack() as stack:
         for pipeline in list(_pipelines):
             stack.callback(pipeline.leave_at_exit)
 
 
-# The threads of a run are not in a fork: it has nothing to wait for.
+# A forked child has none of a run's threads, and nothing to wait for.
 os.register_at_fork(after_in_child=_pipelines.clear)

@@ -1,18 +1,17 @@
-"""The stages of a batch: what each makes of what the one before it returned.
+"""The stages of a batch: each takes the result of the stage before it.
 
     plan -> send inputs -> gather, send rows -> COMMIT -> fetch -> write back
     Planned     Inputs          Loaded          Committed  Fetched
 
-Nothing in here waits for another batch: `scheduler` says when a stage may begin, and `workers` ask it.
+No stage waits for another batch: `scheduler` decides when a stage may begin, and `workers` ask it.
 
-On the device (`DeviceStep`) rows are repaired, updated and kept by four programs, not one: `update` is then the same
-compiled program in every mode and in a loop without a pipeline, so that equality to the last bit is no accident of
-fusion.
+On the device (`DeviceStep`), four programs validate, replay, update and append, not one: `update` is then the same
+compiled program in every mode and in a loop without a pipeline, so that bitwise equality does not depend on fusion.
 
-What nothing on the device reads stays on the host: leaves of the batch that the loss does not look
-at (ids, often), row numbers, rows that the ring gives, rows that a later batch will write.
+Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), row
+numbers, rows that the ring provides, rows that a later batch will write.
 
-Legend: W window, S shards, U padded unique rows per shard, C rows that travel.
+Legend: W window, S shards, U padded unique rows per shard, C rows that are transferred.
 """
 
 import collections
@@ -40,50 +39,50 @@ from jaxrec.types import Array, Batch, DenseState, Plan, Rows, ShardsLost
 
 
 class Planned(NamedTuple):
-    """A batch of the stream, with arrays of its own."""
+    """A planned batch of the stream, with its own copies of the arrays."""
 
     number: int
     batch: Batch
     plans: dict[str, Plan]
-    # i32[S, U] where the ring holds each row, -1 where the gather will be right.
+    # i32[S, U] place of each row in the ring, -1 where the gathered row will be valid.
     source: dict[str, np.ndarray]
-    # bool[S, U] the rows to write back; later batches clear those that they will write.
+    # bool[S, U] rows to write back; later batches clear the rows that they will rewrite.
     keep: dict[str, np.ndarray]
 
 
 class Inputs(NamedTuple):
-    """What a batch brings along: on the device what is read there, the rest as it is."""
+    """Plans and batch: leaves that device programs read are on the device, the others on the host."""
 
     plans: dict[str, Plan]
     batch: Batch
 
 
 class Loaded(NamedTuple):
-    """The rows of a batch as they were gathered, perhaps stale."""
+    """The gathered rows of a batch, possibly stale."""
 
-    # f32[S, U, E] on the device; [S, C, E] if only those were sent that the ring does not give.
+    # f32[S, U, E] on the device; [S, C, E] if rows that the ring provides were not sent.
     rows: dict[str, Rows]
-    source: dict[str, Array]  # of `Planned`, on the device
-    # u8[S, U / 8] which rows to write back, on the device, if it was known by then; else empty.
+    source: dict[str, Array]  # `Planned.source`, on the device
+    # u8[S, U / 8] mask of the rows to write back, on the device; empty if it was not final at the gather.
     keep: dict[str, Array]
     watermark: int  # all batches before it were written when the gather began
-    stale: int  # rows whose last writer was not written by then
-    patched: int  # rows that the ring gives
-    read: dict[str, Rows]  # the rows on the host, which `add` will subtract; empty if rows are put
+    stale: int  # rows whose last writer was not written when the gather began
+    patched: int  # rows that the ring provides
+    read: dict[str, Rows]  # gathered rows on the host, which `add` subtracts; empty if rows are put
 
 
 class Committed(NamedTuple):
-    """The rows of a batch after its update, on the device."""
+    """The updated rows of a batch, on the device."""
 
     rows: dict[str, Rows]
-    stale: Any  # as in `Loaded`; i32[] on the device if the device validates
+    stale: Any  # as in `Loaded`; i32[] on the device if validation='device'
     patched: Any
     read: dict[str, Rows]
     keep: dict[str, Array]
 
 
 class Fetched(NamedTuple):
-    """The rows to write back, on the host."""
+    """Rows to write back, on the host."""
 
     plans: dict[str, Plan]
     rows: dict[str, Rows]
@@ -92,8 +91,7 @@ class Fetched(NamedTuple):
 
 @dataclasses.dataclass
 class Item:
-    """One batch on its way: each part comes from one stage, and goes when the stage after it is
-    done."""
+    """A batch in flight: each field is set by one stage and cleared when a later stage no longer needs it."""
 
     planned: Planned
     inputs: Inputs | None = None
@@ -104,7 +102,7 @@ class Item:
 
 @functools.lru_cache
 def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, Callable]:
-    """The functions of `ring`, compiled once per mesh, however many pipelines there are."""
+    """Return the jitted functions of `ring`, shared by all pipelines on a mesh."""
     plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return {
@@ -115,7 +113,7 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
             lambda rows, bits, size: on_mesh(functools.partial(rings.kept, size=dict(size)), SPLIT, SPLIT)(rows, bits),
             static_argnums=2,
         ),
-        # Made where it stays: no device ever holds the rings of all shards.
+        # Created with its final sharding: no device ever holds the rings of all shards.
         "init": jax.jit(rings.init, static_argnums=(1, 2), out_shardings=split),
         "widen": jax.jit(
             lambda ring, capacity: rings.resize(ring, dict(capacity)), static_argnums=1, out_shardings=split
@@ -124,14 +122,14 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
 
 
 class DeviceStep:
-    """The steps of a pipeline, one batch after the other: dense state, ring and losses.
+    """The device side of a pipeline: dense state, ring and losses, stepped one batch after the other.
 
     Args:
       update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
-      options: how the batches are run.
-      tables: whose rows it updates.
-      mesh: of all programs.
-      dense: DenseState to begin with; it is donated.
+      options: options of the pipeline.
+      tables: the tables whose rows are updated; only the layout is used.
+      mesh: mesh of all programs.
+      dense: initial DenseState; it is donated.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class DeviceStep:
     ):
         self.options, self.dense, self.depth = options, dense, options.depth
         self.ring: rings.Ring | None = None
-        # {stack: i32[S, W, U]} the row numbers of the ring, if rows may be left to later batches.
+        # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_writes`.
         self.numbers: dict[str, np.ndarray] = {}
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self.losses = Losses()
@@ -148,19 +146,19 @@ class DeviceStep:
         self._read: dict = {}  # {shapes: Inputs of bool}
 
     def compiled(self) -> int:
-        """How many programs are compiled by now."""
+        """Return the number of programs compiled so far."""
         jitted = (self.update, *self._programs.values())
         return sum(program._cache_size() for program in jitted if hasattr(program, "_cache_size"))
 
     def kept(self, rows: dict, bits: dict, size: dict[str, int]) -> dict:
-        """The rows to write back, on the device: see `ring.kept`."""
+        """Return the rows to write back, on the device: see `ring.kept`."""
         return self._programs["kept"](rows, bits, tuple(size.items()))
 
     def reads(self, planned: Planned) -> Inputs:
-        """Which leaves of plans and batch the programs of a step read, as Inputs of bool.
+        """Return which leaves of plans and batch the programs of a step read, as Inputs of bool.
 
         Raises:
-          ValueError: the update returns other shapes than it was given: nothing has been donated to it yet.
+          ValueError: the update changes shapes or dtypes; nothing has been donated to it yet.
         """
         inputs = Inputs(planned.plans, planned.batch)
         leaves, structure = jax.tree.flatten(inputs)
@@ -169,7 +167,7 @@ class DeviceStep:
             dense, rows = jax.tree.map(shape_of, self.dense), self._rows_of(planned)
             traced = self._jitted.trace(dense, rows, *jax.tree.map(shape_of, inputs))
             check_returned(dense, rows, traced.out_info)
-            # As `jit` itself drops arguments: what it would not hand to the device need not be there.
+            # The same dead-code elimination by which `jit` drops unused arguments.
             read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
             found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
             if self._numbers_there:
@@ -179,7 +177,7 @@ class DeviceStep:
         return self._read[key]
 
     def _rows_of(self, planned):
-        """The shapes of all rows of a batch."""
+        """Return the shapes of all rows of a batch."""
 
         def rows(name, plan):
             shape = lambda part: jax.ShapeDtypeStruct((*plan.unique.shape, part.width), part.dtype)
@@ -189,39 +187,38 @@ class DeviceStep:
         return {name: rows(name, plan) for name, plan in planned.plans.items()}
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
-        """The step of one batch, as `ring.commit`; returns its rows and metrics. `dense` is the new
-        one from then on.
+        """Run the step of one batch, as `ring.commit`, and replace `dense`.
 
         Args:
-          item: a batch that is loaded.
-          floor: what batches before it left in the ring is void.
+          item: a loaded batch.
+          floor: batch number; ring entries of earlier batches are void.
+
+        Returns:
+          The updated rows and the metrics.
 
         Raises:
-          Whatever a program raises. If `dense` is another one then, the step is done and its rows
-            are lost.
+          Any error of a program. If `dense` was replaced by then, the step is done and its rows are lost.
         """
         planned, inputs, loaded = item.planned, item.inputs, item.loaded
         assert inputs is not None and loaded is not None
         rows, source = loaded.rows, loaded.source
         if self.options.repairs:
-            # The ring is as wide as the batch before anything looks into it, also if the batch
-            # needs nothing of it.
+            # Every program needs a ring as wide as the batch, even if the batch takes no row from it.
             self._fit_ring(planned, rows)
             rows, source = self.repair(inputs, loaded, rows, floor)
         self.dense, new, metrics = self.update(self.dense, rows, *inputs)
         stale, patched = loaded.stale, loaded.patched
         if self.options.repairs:
-            # After the update, whose rows are the final ones: the next batch may be repaired from
-            # them.
+            # After the update, as later batches are repaired from its final rows.
             self._append(planned, inputs, new)
-            # The device has found what the gather could not see, and no more.
+            # Device validation finds exactly the rows that the gather could not see.
             if not self.options.plans_sources:
                 stale = patched = count_found(source)
             metrics = {**metrics, "stale_rows": stale, "patched_rows": patched}
         return Committed(new, stale, patched, loaded.read, loaded.keep), metrics
 
     def repair(self, inputs: Inputs, loaded: Loaded, rows: dict, floor: int) -> tuple[dict, dict]:
-        """The right rows of a batch, and where the ring has held those that were not."""
+        """Return the valid rows of a batch, and the ring places from which stale rows were replaced."""
         source = loaded.source
         if not self.options.plans_sources:
             written = max(loaded.watermark, floor) - 1
@@ -229,41 +226,39 @@ class DeviceStep:
         return self._programs["replay"](self.ring, rows, source), source
 
     def _append(self, planned, inputs, new):
-        """Keeps the rows of a batch; its row numbers where they are looked at."""
+        """Append the rows of a batch to the ring, and its row numbers on the side that reads them."""
         unique = {name: p.unique for name, p in inputs.plans.items()} if self._numbers_there else {}
         self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
         for name, held in self.numbers.items():
             held[:, planned.number % self.depth] = planned.plans[name].unique
 
     def _fit_ring(self, planned, rows):
-        """Makes the ring with the first batch, all of whose rows have come, and widens it when a
-        capacity has grown."""
+        """Create the ring at the first batch, whose rows are always all sent; widen it when a capacity has grown."""
         capacity = capacity_of(planned.plans)
         if self.ring is None:
             self.ring = self._programs["init"](rows, self.depth, self._numbers_there)
             shape = lambda p: (len(p.unique), self.depth, p.unique.shape[1])
-            if self.options.skip_writes:  # a row that no later batch has written after all is looked up here
+            if self.options.skip_writes:  # for rows that no later batch rewrote
                 self.numbers = {name: np.full(shape(p), -1, np.int32) for name, p in planned.plans.items()}
         elif any(r.value.shape[2] != capacity[name] for name, r in self.ring.rows.items()):
             self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
             self.numbers = {name: rings.widened(held, capacity[name], -1, np) for name, held in self.numbers.items()}
 
     def whole_ring(self) -> rings.Ring | None:
-        """The ring with its row numbers, if there is one and they are looked at."""
+        """Return the ring with its row numbers, those on the host if kept there; None before the first batch."""
         return self.ring and self.ring._replace(unique=self.numbers or self.ring.unique)
 
     def dense_is_lost(self) -> bool:
-        """Whether the dense state died with an update that failed."""
+        """Return whether the dense state was donated to an update that failed."""
         leaves = jax.tree.leaves(self.dense)
         return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
-    """Refuses an update that returns other shapes than it was given, before anything is donated to
-    it.
+    """Check that an update keeps shapes and dtypes, before anything is donated to it.
 
     Raises:
-      ValueError: it does.
+      ValueError: it changes them, or its metrics are not a dict.
     """
     dense_after, new, metrics = returned
     if not isinstance(metrics, dict):
@@ -280,37 +275,37 @@ def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What a leaf is on the device."""
+    """Return shape and dtype of a leaf on the device."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:
-    """Refuses a dense state that the next step cannot take.
+    """Check that the next step can take a dense state.
 
     Raises:
-      ValueError: its shapes are others than before; begins with what happened.
+      ValueError: its shapes or dtypes have changed; the message begins with `what`.
     """
     if after is not before and shapes_of(after) != shapes_of(before):
         raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
 
 
 def shapes_of(tree: Any) -> Any:
-    """The shape and dtype of every leaf."""
+    """Return the shape and dtype of every leaf."""
     return jax.tree.map(lambda leaf: (np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))), tree)
 
 
 class Stages:
-    """The stages over one set of tables, and the batches that are between them.
+    """The stages over one set of tables, and the batches in flight.
 
     Args:
       tables: HostTables or RemoteTables.
-      options: how the batches are run.
-      device_step: what is done on the device.
-      devices: how many share a batch.
+      options: options of the pipeline.
+      device_step: device side of the pipeline.
+      devices: number of devices that share a batch.
       send: (tree of arrays, tree of shardings) -> tree on the device.
       fetch: (tree on the device) -> tree of numpy arrays.
       placement: {'inputs', 'rows': tree of shardings}.
-      capacity: {stack: U} to begin with, or None.
+      capacity: initial {stack: U}, or None.
     """
 
     def __init__(
@@ -319,24 +314,24 @@ class Stages:
     ):  # fmt: skip
         self.tables, self.options, self.devices = tables, options, devices
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None
-        self.capacity = capacity  # U of each stack; it only grows
+        self.capacity = capacity  # {stack: U}; U only grows
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
         self._device_step, self._send, self._fetch, self._placement = device_step, send, fetch, placement
-        self._lock = threading.Lock()  # of the counters, and of `reads`
+        self._lock = threading.Lock()  # guards the counters and `DeviceStep.reads`
 
     def plan(self, batch: Any, number: int) -> Planned:
-        """Numbers the rows of a batch; call it in batch order.
+        """Plan a batch; must be called in batch order.
 
         Raises:
-          ValueError: it is no Batch, or does not fit the tables.
+          ValueError: it is not a Batch, or does not fit the tables.
         """
         if not isinstance(batch, Batch):
             raise ValueError(
                 f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
                 "jaxrec.Batch(ids, dense, label, weight), not the pairs of `planned`."
             )
-        # With the capacity of the batches before, so that programs are compiled for few shapes.
+        # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         validate.check_batch(self.tables.spec, plans, batch, self.devices)
         self.capacity = capacity_of(plans)
@@ -345,50 +340,49 @@ class Stages:
         return Planned(number, batch, plans, source, keep)
 
     def enter(self, planned: Planned, floor: int, committed: int) -> None:
-        """Keeps a planned batch, and lets those before it leave to it what it will write again."""
+        """Store a planned batch, and clear the rows that it will rewrite from `keep` of earlier batches."""
         number, window = planned.number, self.options.window
-        if number - window < floor:  # the ring holds rows of batches that are void
+        if number - window < floor:  # the ring may hold void rows
             planned = planned._replace(source=written_since(planned.source, number, window, floor))
         if self.options.skip_writes:
-            # What is committed may be on its way already: too late to leave a row of it to this
-            # batch.
+            # Rows of a committed batch may be in transfer already, so it keeps all of them.
             keep_of = lambda n: self.items[n].planned.keep if n >= committed and n in self.items else None
             mark_rewritten(keep_of, planned.source, number, window)
         self.items[number] = Item(planned)
 
     def void(self, floor: int) -> None:
-        """Forgets what was gathered, and what the ring holds of batches before the floor."""
+        """Drop gathered rows, and sources in ring entries of batches before the floor."""
         for item in self.items.values():
             item.loaded, planned = None, item.planned
             source = written_since(planned.source, planned.number, self.options.window, floor)
             item.planned = planned._replace(source=source)
 
     def send_inputs(self, planned: Planned) -> Inputs:
-        """Sends of plans and batch, which nothing can make stale, what is read on the device."""
+        """Send the leaves of plans and batch that the device reads; they never become stale."""
         inputs = Inputs(planned.plans, planned.batch)
-        with self._lock:  # the first of several loaders traces the step, the others wait for what it finds
+        with self._lock:  # the first loader traces the step, the others wait for its result
             reads = self._device_step.reads(planned)
         read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
         sent = self._send_counted(tuple(read), "inputs")
-        # The rest is an argument of the step all the same, which drops it before anything is sent.
+        # The other leaves are still arguments of the step; `jit` drops them before any transfer.
         return jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, Inputs(*sent))
 
     def load(self, planned: Planned, watermark: int, scheduler: BatchScheduler) -> Loaded:
-        """Gathers the rows of a batch and sends them.
+        """Gather the rows of a batch and send them.
 
         Args:
           planned: the batch.
-          watermark: all batches before it are written.
-          scheduler: of the run, which is told when the tables have been read.
+          watermark: batch number; all earlier batches are written.
+          scheduler: scheduler of the run, notified when the tables have been read.
         """
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
-        floor = scheduler.floor  # what batches before it left in the ring is void
-        if self.options.skip_reads and number - window >= floor:  # before that, little is in the ring
+        floor = scheduler.floor  # ring entries of earlier batches are void
+        if self.options.skip_reads and number - window >= floor:  # else the ring lacks some of the window
             plans = self._without_gaps(plans, {name: where < 0 for name, where in source.items()})
         read = self.tables.read(plans)
-        # Before anything is sent: in semisync the write of the batch before waits for this gather.
+        # Before the transfer, as in semisync the previous batch's write waits for this gather.
         scheduler.mark_gathered(number)
-        # All that will rewrite rows of this batch are planned: with the rows it costs no wait of its own.
+        # Final once all batches that may rewrite these rows are planned: then sent with the rows, without another wait.
         keep = as_bits(planned.keep) if scheduler.planned > number + window else {}
         whole = self._rows_bytes(planned.plans) + nbytes(source)
         rows, source_there, keep_there = self._send_counted((read, source, keep), "rows", whole)
@@ -397,16 +391,16 @@ class Stages:
         return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
-        """Fetches the rows of a batch, or those of them that no later batch will write.
+        """Fetch the rows of a batch, or with `skip_writes` only those that no later batch will rewrite.
 
         Args:
-          item: a batch that is committed.
-          end: number after the last batch of the run, if it is known.
+          item: a committed batch.
+          end: number after the last batch of the run, or None if unknown.
         """
         planned, committed = item.planned, item.committed
         assert committed is not None
         plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
-        # Rows that no batch is known to rewrite: after the last batches of a run none is planned.
+        # The last W batches of a run are fetched whole, as not all batches of their window exist.
         if self.options.skip_writes and (end is None or planned.number + self.options.window < end):
             plans = self._without_gaps(plans, planned.keep)
             keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
@@ -417,13 +411,12 @@ class Stages:
         return Fetched(plans, rows, committed.read)
 
     def write(self, item: Item, shards: Sequence[int], scheduler: BatchScheduler) -> None:
-        """Writes the rows of a batch, which is fetched, into some shards; to those that are lost
-        goes nothing."""
+        """Write the rows of a fetched batch to the given shards, except lost ones."""
         fetched = item.fetched
         assert fetched is not None
         there = [shard for shard in shards if shard not in scheduler.lost_shards] if scheduler.lost_shards else shards
-        # What is lost is told before the write counts, or a batch that waits for it might be
-        # gathered without.
+        # Lost shards are marked before the write is counted; otherwise a batch admitted by it might be gathered
+        # without it.
         with telling_lost(scheduler):
             if self.options.adds:
                 self.tables.add(fetched.plans, fetched.rows, fetched.read, there)
@@ -431,27 +424,27 @@ class Stages:
                 self.tables.put(fetched.plans, fetched.rows, there)
 
     def write_rest(self, ring: Ring | None, scheduler: BatchScheduler) -> None:
-        """Writes what was not written back because a later batch would."""
+        """Write the newest rows of the ring, which earlier writes have skipped."""
         if not self.options.skip_writes or ring is None:
             return
         there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
-        step = int(self.tables.steps[:, 1].max())  # it is no step of its own
+        step = int(self.tables.steps[:, 1].max())  # this write is not a new step
         with self.tables.overwriting(there, step), telling_lost(scheduler):
             self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.floor), there)
 
     def _without_gaps(self, plans, keep):
-        """The plans of some rows alone, in sizes C of few, so that few programs are compiled."""
+        """Return plans of the rows in `keep` only, padded to one of few sizes C, so that few programs are compiled."""
         found = {}
         for name, p in plans.items():
             mask = keep[name] & in_use(p)
             size = bucket(int(mask.sum(axis=1).max()))
-            # Rows of a stack that travel all but some stay where they are.
+            # A stack that would not become smaller keeps its plan.
             packed = size < p.unique.shape[1]
             found[name] = without_gaps(p, mask, size, self.tables.spec.stacks[name].rows)[0] if packed else p
         return found
 
     def _rows_bytes(self, plans):
-        """The bytes of all rows of some plans, with padding and slots."""
+        """Return the bytes of all rows of some plans, with padding and slots."""
         widths = {name: sum(part.width for part in parts.values()) for name, parts in self.tables.layout.items()}
         return sum(4 * p.unique.size * widths[name] for name, p in plans.items())
 
@@ -460,15 +453,14 @@ class Stages:
         return self._send(tree, self._placement[kind])
 
     def _count_bytes(self, direction, number, whole=None):
-        """Counts what is handed over in one direction, and what it would be with both savings
-        off."""
+        """Count the bytes of a transfer, and what they would be without `skip_reads` and `skip_writes`."""
         with self._lock:
             self.counters[direction] += number
             self.counters["bytes_without_savings"] += number if whole is None else whole
 
     def _count(self, planned, committed):
         rows = sum(int(p.count.sum()) for p in planned.plans.values())
-        # Before the lock: they may be on the device.
+        # Outside the lock, as reading them from the device may block.
         stale, patched = int(committed.stale), int(committed.patched)
         with self._lock:
             self.counters.update(rows=rows, stale_rows=stale, patched_rows=patched, batches=1)
@@ -476,7 +468,7 @@ class Stages:
 
 @contextlib.contextmanager
 def telling_lost(scheduler: BatchScheduler) -> Iterator[None]:
-    """A write in which shards may be lost; what goes to the others is written all the same."""
+    """Mark shards that a write finds lost; the other shards are written all the same."""
     try:
         yield
     except ShardsLost as lost:
@@ -484,17 +476,17 @@ def telling_lost(scheduler: BatchScheduler) -> Iterator[None]:
 
 
 def fetch_whole(tree: Any) -> Any:
-    """Starts to copy all leaves of a tree, and waits for them."""
+    """Copy all leaves of a tree to the host in parallel, and wait for them."""
     for leaf in jax.tree.leaves(tree):
         leaf.copy_to_host_async()
     return jax.tree.map(np.asarray, tree)
 
 
 def in_use(plan: Plan) -> np.ndarray:
-    """Which places of a plan hold a row, bool[S, U]."""
+    """Return which places of a plan hold a row and not padding, bool[S, U]."""
     return np.arange(plan.unique.shape[1]) < np.asarray(plan.count)[:, None]
 
 
 def as_bits(masks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{stack: bool[S, U]} -> {stack: u8[S, U / 8]}."""
+    """Pack {stack: bool[S, U]} into {stack: u8[S, U / 8]}."""
     return {name: np.packbits(mask, axis=1) for name, mask in masks.items()}

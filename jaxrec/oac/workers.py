@@ -1,6 +1,7 @@
-"""The threads of one run: each asks `scheduler` for its next batch, has `stages` do its part, and says
-that it is done. Cuts, states that are announced for a step, are saved in a thread of their own
-while training goes on.
+"""The threads of one run, and the saves of cuts.
+
+Each thread claims its next batch from `scheduler`, runs its stage of `stages`, and reports completion to `scheduler`. A
+cut, a consistent state announced for a step, is saved in its own thread while training goes on.
 """
 
 import contextlib
@@ -25,14 +26,14 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
-    """One thread, and the batch that it is at.
+    """A thread of one stage.
 
     Args:
-      stage: its name.
-      number: of the first batch.
+      stage: name of the stage.
+      number: number of the first batch; the body sets the attribute to the batch in work.
       body: called with this thread.
-      fail: called with this thread and what the body raised.
-      leave: called when all is over, as the last thing that the thread does.
+      fail: called with this thread and the exception that the body raised.
+      leave: called with the stage, as the last action of the thread.
     """
 
     def __init__(self, stage: str, number: int, body: Callable, fail: Callable, leave: Callable):
@@ -41,7 +42,7 @@ class Worker(threading.Thread):
         self._body, self._fail, self._leave = body, fail, leave
 
     def run(self):
-        """What `start` starts."""
+        """Run the body; called by `start`."""
         try:
             self._body(self)
         except BaseException as error:
@@ -51,14 +52,14 @@ class Worker(threading.Thread):
 
 
 class Workers:
-    """All threads of a run, but for the one that commits.
+    """All threads of a run except the committing one.
 
     Args:
-      scheduler: of the run.
-      stages: of the pipeline.
-      stream: the batches of the run.
-      threads: how many of each kind.
-      progress: of the pipeline's tables, which are in a run as long as these threads live.
+      scheduler: scheduler of the run.
+      stages: stages of the pipeline.
+      stream: stream of the run's batches.
+      threads: number of threads of each kind.
+      progress: progress of the pipeline's tables; held so that the tables count as in use while the threads live.
     """
 
     def __init__(
@@ -69,11 +70,10 @@ class Workers:
         self.threads: list[Worker] = []
 
     def start_all(self) -> None:
-        """Starts all threads that a run has from its beginning.
+        """Start all threads that live throughout the run.
 
         Raises:
-          RuntimeError: the system gives no more threads; those that were started are ended by
-            `end`.
+          RuntimeError: the system cannot start more threads; `end` ends those already started.
         """
         self.stream.free.clear()
         self.start("plan", self._plan_all)
@@ -85,10 +85,10 @@ class Workers:
             self.start("write back", functools.partial(self._write_all, writer))
 
     def start(self, stage: str, body: Callable[[Worker], None]) -> None:
-        """Starts a thread of a stage; what the body raises is told to `scheduler`."""
+        """Start a thread of a stage; an exception of the body is reported to `scheduler`."""
         worker = Worker(stage, self.scheduler.first, body, self._fail, self.scheduler.leave)
         self.threads = [*self.threads[:1], *(t for t in self.threads[1:] if t.is_alive()), worker]
-        # It is in the list before it runs, and can ask whether it is one of these.
+        # Listed before it runs, as calls of its body may check whether they are on a thread of the list.
         try:
             self.scheduler.start(stage, worker)
         except BaseException:
@@ -96,7 +96,7 @@ class Workers:
             raise
 
     def where(self, stage: str, number: int) -> str:
-        """What an error says of where it came from."""
+        """Return the note that names the stage and batch of an error."""
         return f"in stage '{stage}' of the pipeline, batch {number - self.scheduler.first} of this run"
 
     def _fail(self, worker, error, epoch=None):
@@ -111,15 +111,14 @@ class Workers:
     # The end of a run.
 
     def end(self, asked: Sequence[int], patience_seconds: float) -> None:
-        """Waits until all threads have written what is committed, and ended; what was not trained
-        goes back.
+        """Wait until all committed rows are written and all threads have ended; return untrained batches to the stream.
 
         Args:
-          asked: signals that came meanwhile; it grows.
-          patience_seconds: how long before it says what it waits for.
+          asked: deferred signals; the list grows during the wait.
+          patience_seconds: time after which a warning lists the threads still awaited.
 
         Raises:
-          InterruptedError: a signal came after that was said; the run is not left.
+          InterruptedError: a signal arrived after the warning; the run is not left.
         """
         scheduler = self.scheduler
         scheduler.finish()
@@ -127,11 +126,10 @@ class Workers:
         for thread in self.threads:
             if not (scheduler.alive["plan"] and thread is self.threads[0]):  # the stream blocks it
                 thread.join()
-        # After the joins: no thread plans, and nothing of a batch is in any hand, when its batch
-        # is given back.
+        # After the joins: no thread plans, or holds any part of a batch, when the batches return to the stream.
         left = [self.stages.items[number].planned.batch for number in range(scheduler.committed, scheduler.planned)]
         self.stream.waiting.extendleft(reversed(left))
-        if not self.threads:  # no thread could be started, so none will say so
+        if not self.threads:  # no thread could be started, so no planner will set it
             self.stream.free.set()
         self.stages.items, self.threads = {}, []
 
@@ -142,7 +140,7 @@ class Workers:
             return
         alive = [thread for thread in self.threads if thread.is_alive()]
         awaited = ", ".join(f"{thread.name} at batch {thread.number - scheduler.first}" for thread in alive)
-        # Where warnings are errors the run is to be left all the same.
+        # The run must be left even where warnings are errors.
         with contextlib.suppress(UserWarning):
             warnings.warn(
                 f"leaving the run waits for threads that have not ended yet: {awaited}. Ctrl-C stops this wait, and "
@@ -154,7 +152,7 @@ class Workers:
         if not scheduler.over():
             raise InterruptedError(f"the run was not left, as these threads have not ended: {awaited}")
 
-    # The bodies. `worker.number` is the batch in work.
+    # Thread bodies. `worker.number` is the batch in work.
 
     def _plan_all(self, worker):
         scheduler, stream = self.scheduler, self.stream
@@ -162,7 +160,7 @@ class Workers:
             while scheduler.wait_to_plan():
                 worker.number = scheduler.planned
                 taken = caught(stream.take)
-                # A thread that was blocked in there may wake up in the middle of another run.
+                # A thread that was blocked in the stream may wake up during a later run.
                 if not scheduler.leave_stream():
                     stream.give_back(taken)
                     return
@@ -183,26 +181,26 @@ class Workers:
     def _load_all(self, worker):
         while (claim := self.scheduler.claim()) is not None:
             worker.number, epoch = claim
-            # None if the claim was void, and the batch is written by now.
+            # None if the claim has become void and the batch is written by now.
             item = self.stages.items.get(worker.number)
             try:
                 if item is not None:
                     self._load(item, worker.number, epoch)
-            except BaseException as error:  # the thread goes on: batches before this one are still to be loaded
+            except BaseException as error:  # go on: earlier batches must still be loaded
                 self._fail(worker, error, epoch)
-            # While this thread waits for its next batch this one's rows must not wait with it.
+            # Otherwise this batch's rows would stay alive while the thread waits for its next batch.
             del item
 
     def _load(self, item: Item, number: int, epoch: int):
         scheduler, stages = self.scheduler, self.stages
-        if item.inputs is None:  # they stay right when the rows are gathered anew
+        if item.inputs is None:  # inputs stay valid when rows are gathered again
             item.inputs = stages.send_inputs(item.planned)
         watermark = scheduler.admit(number, epoch)
         if watermark is None:
             return
         try:
             loaded = [stages.load(item.planned, watermark, scheduler)]
-        except ShardsLost as lost:  # parked: when the shards are back, it is claimed and gathered anew
+        except ShardsLost as lost:  # parked: claimed and gathered again after the recovery
             scheduler.mark_not_loaded(lost.shards)
             return
         except BaseException:
@@ -210,7 +208,7 @@ class Workers:
             raise
 
         def store():
-            # Nothing here holds the rows: the batch may be committed before this call ends.
+            # Popped, so that this frame holds no rows: the batch may be committed before `mark_loaded` returns.
             item.loaded = loaded.pop()
 
         scheduler.mark_loaded(number, epoch, store)
@@ -238,14 +236,14 @@ class Workers:
         self.stages.write(item, shards, self.scheduler)
 
         def forget():
-            # A thread that has it still in hand holds no rows.
+            # Cleared, so that a thread that still references the item holds no rows.
             self.stages.items.pop(number).fetched = None
 
         self.scheduler.mark_written(writer, number, forget)
 
 
 class Begun(NamedTuple):
-    """A cut that has begun: its step, its save, and the recoveries that it was missed at."""
+    """A cut that has begun: its step, its save function, and a counter of recoveries since it was missed."""
 
     step: int
     save: Callable[[TrainState], Any]
@@ -253,63 +251,65 @@ class Begun(NamedTuple):
 
 
 class CutSaver(CutSchedule):
-    """The cuts of a pipeline, each saved in a thread of its own.
+    """The cuts of a pipeline, each saved in its own thread.
 
     Args:
-      stages, device_step: of the pipeline.
+      stages, device_step: parts of the pipeline.
     """
 
     def __init__(self, stages: Stages, device_step: DeviceStep):
         super().__init__()
         self._stages, self._device_step = stages, device_step
-        # Those whose saves met lost shards, and come again when the shards are back.
+        # Cuts whose saves met lost shards; saved again after the recovery.
         self._missed: list[Begun] = []
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begins the cut of a step that was just committed, if there is one, and those that lost
-        shards have kept."""
+        """Begin the cuts missed because of lost shards, and the cut of the step just committed, if any."""
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
             self._begin(Begun(step, save, Tries()), workers, lambda: self.tell_begun(step))
 
     def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
-        """Counts a recovery for each cut that was missed, once no cut is being saved. While a save is tried again
-        training may go on, so that the tries at a step alone would never be too many.
+        """Count a recovery for each missed cut; must be called while no cut is being saved.
+
+        Training may go on while a save is tried again, so that a limit of recoveries per step would never be reached.
 
         Args:
-          shards: the lost ones.
-          remedy: what is said when it is one too many.
+          shards: lost shard numbers.
+          remedy: end of the error message.
 
         Raises:
-          ShardsLost: for one cut it is one too many.
+          ShardsLost: too many recoveries for one cut.
         """
         for cut in self._missed:
             cut.tries.count(f"the cut of step {cut.step}", shards, remedy)
 
     def save_missed(self, state: TrainState) -> None:
-        """Saves, on this thread, what lost shards have kept from being saved, when a run has ended;
-        what meets lost shards again stays, and raises ShardsLost."""
+        """Save the missed cuts on this thread, after the run has ended.
+
+        Raises:
+          ShardsLost: a save meets lost shards again; its cut stays missed.
+        """
         while self._missed:
             self._missed[0].save(state)
             self._missed.pop(0)
 
     def forget(self, now: int) -> None:
-        """No cut is to come any more."""
+        """Drop all cuts, missed ones included; warn of those that were not taken."""
         self._missed = []
         super().forget(now)
 
     def _begin(self, cut, workers, forget):
         scheduler = workers.scheduler
-        # Of the cut before; Ctrl-C may end it, and then this one is still to come.
+        # Waits for the previous cut; if Ctrl-C ends the wait, this cut stays pending.
         scheduler.wait_for_release()
-        with uninterrupted():  # what holds the writes has a thread that lets them go
-            # Before the copy: no later batch is written from here on, and what is copied fits what
-            # will be written.
+        with uninterrupted():  # a hold always gets the thread that releases it
+            # Before the copy: later batches are not written from here on, so that tables and copy match.
             number = scheduler.hold_writes()
             try:
                 ring = self._device_step.whole_ring() if self._stages.options.skip_writes else None
-                # Now, as the next step takes the dense state for good.
+                # Copied at once, as the next step donates the dense state.
                 dense, ring = jax.tree.map(jnp.copy, (self._device_step.dense, ring))
                 workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, cut))
                 forget()
@@ -322,7 +322,7 @@ class CutSaver(CutSchedule):
         try:
             if whole := scheduler.wait_for_hold():
                 self._stages.write_rest(ring, scheduler)
-            if scheduler.lost_shards:  # perhaps only since then
+            if scheduler.lost_shards:  # possibly lost since the wait
                 self._missed.append(cut)
             elif whole:
                 cut.save(TrainState(dense, self._stages.tables))

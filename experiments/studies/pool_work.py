@@ -1,9 +1,9 @@
 """Trainers in processes that train the reference work, each held to a core: what shadowsync_scaling.py measures with
 `--where processes`.
 
-Rows live at two servers, and trainers meet at a place, all of them processes of this machine that Ray starts. Only the
-trainers are held to cores: servers, places and Ray run wherever there is room, which on few cores is where a trainer
-runs. So a rate over that of one trainer says what a machine of so many cores gives, and not how the protocol scales.
+Rows live at two servers, and trainers synchronise at one sync server; all of them are processes of this machine that
+Ray starts. Only the trainers are pinned to cores: on few cores the servers and Ray share them. So a rate relative to
+that of one trainer says what a machine of so many cores gives, and not how the protocol scales.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cluster.crew import Crew
-from jaxrec.cluster.trainers import Work
+from jaxrec.cluster.pool import TrainerPool
+from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.shadowsync import Rule, easgd, model_averaging
 from studies.reference import Job, ratio, reference_work, synthetic
 from studies.server_kills import of_its_own
@@ -63,56 +63,56 @@ def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
     return (sum(end[1]) - sum(start[1])) / (end[0] - start[0])
 
 
-def turn(cluster: Cluster, servers: Supervisor, job: Job, way: str, trainers: int, steps: int, pace: float) -> dict:
-    """One crew: {steps_per_s, average_sync_gap}."""
+def turn(cluster: Cluster, servers: Supervisor, job: Job, arm: str, trainers: int, steps: int, pace: float) -> dict:
+    """One pool: {steps_per_s, average_sync_gap}."""
     spec, loss, params, optimizer, row_optimizer = reference_work(job)
-    cores, name = sorted(os.sched_getaffinity(0)), way.removesuffix("_paced")
-    rule = None if way == "none" else WAYS[name]()
-    work = Work(
+    cores, name = sorted(os.sched_getaffinity(0)), arm.removesuffix("_paced")
+    rule = None if arm == "none" else WAYS[name]()
+    work = TrainerWork(
         spec, loss, optimizer, row_optimizer, params, Cycled(job, WARM_STEPS + steps), rule,
-        pace_seconds=pace if way.endswith("_paced") else 0.0,
+        pace_seconds=pace if arm.endswith("_paced") else 0.0,
     )  # fmt: skip
     looks: list[tuple[float, list[int]]] = []
     mine = [[cores[number % len(cores)]] for number in range(trainers)]
-    with Crew(cluster, servers, work, trainers, cores=mine, timeout_s=TIMEOUT_S) as crew:
-        look = lambda crew: looks.append((time.perf_counter(), [one.steps for one in crew.reached]))
-        _, figures = crew.run(look)
-        look(crew)
+    with TrainerPool(cluster, servers, work, trainers, cores=mine, timeout_s=TIMEOUT_S) as pool:
+        look = lambda pool: looks.append((time.perf_counter(), [one.steps for one in pool.reached]))
+        _, figures = pool.run(look)
+        look(pool)
     return {"steps_per_s": rate(looks, WARM_STEPS), "average_sync_gap": float(np.mean(figures.average_sync_gap))}
 
 
-def measured_processes(job: Job, ways: tuple[str, ...], rounds: int, steps: int, pace: float) -> dict[str, Any]:
-    """All ways in turns, with one trainer and with one for each core.
+def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int, pace: float) -> dict[str, Any]:
+    """All arms in turns, with one trainer and with one for each core.
 
     Args:
       job: the reference work.
-      ways: beside none: s_easgd, s_ma, or one of them with _paced after it.
+      arms: beside none: s_easgd, s_ma, or one of them with _paced after it.
       rounds: turns of each.
       steps: of each trainer that count.
       pace: seconds, of what is _paced.
     """
     cores = len(os.sched_getaffinity(0))
-    turns = [(way, n) for way in ("none", *ways) for n in sorted({1, cores})]
+    turns = [(arm, n) for arm in ("none", *arms) for n in sorted({1, cores})]
     found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
     spec, _, _, _, row_optimizer = reference_work(job)
     with of_its_own(), tempfile.TemporaryDirectory() as directory, Cluster() as cluster:
         servers = Supervisor(cluster, spec, row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S)
         for number in range(rounds):
             first = number % len(turns)
-            for way, n in turns[first:] + turns[:first]:
-                found[way, n].append(turn(cluster, servers, job, way, n, steps, pace))
+            for arm, n in turns[first:] + turns[:first]:
+                found[arm, n].append(turn(cluster, servers, job, arm, n, steps, pace))
         servers.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
     results: dict[str, Any] = {"measured_processes_cores": cores, "measured_processes_servers": SERVERS}
     results["measured_processes_rounds"] = rounds
-    for way, n in turns:
-        end, rates = f"{way}_trainers_{n}", job.batch_size * of((way, n), "steps_per_s")
+    for arm, n in turns:
+        end, rates = f"{arm}_trainers_{n}", job.batch_size * of((arm, n), "steps_per_s")
         results[f"measured_processes_examples_per_s_{end}"] = float(np.median(rates))
         if n > 1:
-            base = job.batch_size * of((way, 1), "steps_per_s")
+            base = job.batch_size * of((arm, 1), "steps_per_s")
             results |= ratio(f"measured_processes_efficiency_{end}", rates / (n * base))
-        if way != "none":
+        if arm != "none":
             alone = job.batch_size * of(("none", n), "steps_per_s")
             results |= ratio(f"measured_processes_over_no_sync_{end}", rates / alone)
-            results[f"measured_processes_average_sync_gap_{end}"] = float(np.median(of((way, n), "average_sync_gap")))
+            results[f"measured_processes_average_sync_gap_{end}"] = float(np.median(of((arm, n), "average_sync_gap")))
     return results

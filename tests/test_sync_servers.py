@@ -1,4 +1,4 @@
-"""Places where trainers of other processes meet: the bits of threads, successors, and places that are gone."""
+"""Synchronisation servers for trainers in other processes: the bits of threads, successors, and lost servers."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxrec.cluster.places import MeetingPlace, Visit, deal_leaves
+from jaxrec.cluster.sync_servers import SyncClient, SyncServer, assign_leaves
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, bmuf, easgd, model_averaging
 from jaxrec.shadowsync.transport import PeerLeft
@@ -18,8 +18,8 @@ RULES = {"easgd": easgd(0.3), "ma": model_averaging(0.7), "lerp": model_averagin
 class InThread:
     """A way to an object of this process, whose methods run in threads; until it is killed."""
 
-    def __init__(self, place):
-        self.place, self.dead, self.pool = place, threading.Event(), ThreadPoolExecutor(16)
+    def __init__(self, server):
+        self.server, self.dead, self.pool = server, threading.Event(), ThreadPoolExecutor(16)
         self.waiting = set()
 
     def call(self, method, *args):
@@ -32,7 +32,7 @@ class InThread:
 
     def _run(self, answer, method, args):
         try:
-            found, error = getattr(self.place, method)(*args), None
+            found, error = getattr(self.server, method)(*args), None
         except Exception as raised:
             found, error = None, raised
         if not self.dead.is_set():
@@ -45,10 +45,10 @@ class InThread:
             answer.set_exception(ServerGone("the place has ended"))
 
 
-def places_of(rule, trainers, places=1, timeout_s=20.0):
+def sync_servers_of(rule, trainers, sync_servers=1, timeout_s=20.0):
     leaves = [PARAMS["a"], np.asarray(PARAMS["b"]), PARAMS["c"]]
-    dealt = deal_leaves([leaf.nbytes for leaf in leaves], rule, places)
-    return [InThread(MeetingPlace(rule, [leaves[leaf] for leaf in mine], trainers, timeout_s)) for mine in dealt]
+    dealt = assign_leaves([leaf.nbytes for leaf in leaves], rule, sync_servers)
+    return [InThread(SyncServer(rule, [leaves[leaf] for leaf in mine], trainers, timeout_s)) for mine in dealt]
 
 
 def brought(seed):
@@ -56,12 +56,12 @@ def brought(seed):
     return {name: rng.standard_normal((1, *np.shape(leaf))).astype(np.float32) for name, leaf in PARAMS.items()}
 
 
-def rounds(visits, script):
+def rounds(clients, script):
     """What each round of a script [(trainers that meet at once, done)] gives; of a centre one after the other."""
     found = []
-    with ThreadPoolExecutor(len(visits)) as pool:
+    with ThreadPoolExecutor(len(clients)) as pool:
         for number, (who, done) in enumerate(script):
-            meet = lambda i, number=number, done=done: visits[i].meet(i, brought(100 * number + i), done)
+            meet = lambda i, number=number, done=done: clients[i].meet(i, brought(100 * number + i), done)
             found += list(pool.map(meet, who)) if len(who) > 1 else [meet(who[0])]
     return found
 
@@ -70,134 +70,135 @@ def same(a, b):
     return all(np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in PARAMS)
 
 
-@pytest.mark.parametrize(("name", "places"), [*((name, 1) for name in RULES), ("easgd", 2), ("easgd", 3)])
-def test_scripted_rounds_have_the_bits_of_threads(name, places):
+@pytest.mark.parametrize(("name", "sync_servers"), [*((name, 1) for name in RULES), ("easgd", 2), ("easgd", 3)])
+def test_scripted_rounds_have_the_bits_of_threads(name, sync_servers):
     rule = RULES[name]
     one_by_one = [((i,), False) for _ in range(3) for i in (0, 2, 1)]
     script = one_by_one if rule.has_centre else [((0, 1, 2), False)] * 3
     transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 3, timeout_s=20)
     for trainer in range(3):
         transport.join(trainer)
-    ways = places_of(rule, 3, places)
-    visits = [Visit(rule, PARAMS, trainer, 1, ways, 20.0) for trainer in range(3)]
-    of_threads, of_places = rounds([transport] * 3, script), rounds(visits, script)
+    handles = sync_servers_of(rule, 3, sync_servers)
+    clients = [SyncClient(rule, PARAMS, trainer, 1, handles, 20.0) for trainer in range(3)]
+    of_threads, of_places = rounds([transport] * 3, script), rounds(clients, script)
     assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(of_threads, of_places, strict=True))
     assert not same(of_places[0][0], of_places[-1][0])
 
 
 def test_symmetric_easgd_keeps_the_sum_over_places_and_model_averaging_the_mean():
     rng = np.random.default_rng(0)
-    visits = [
-        Visit(RULES["easgd"], PARAMS, i, 1, ways, 20.0) for ways in [places_of(RULES["easgd"], 2, 2)] for i in (0, 1)
-    ]
+    handles = sync_servers_of(RULES["easgd"], 2, 2)
+    clients = [SyncClient(RULES["easgd"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
     live = [brought(i) for i in (0, 1)]
     centre = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
     wanted = {name: live[0][name][0] + live[1][name][0] + centre[name] for name in PARAMS}
     for _ in range(20):
         i = int(rng.integers(2))
-        target, _ = visits[i].meet(i, live[i], False)
+        target, _ = clients[i].meet(i, live[i], False)
         new = {n: RULES["easgd"].merge(live[i][n], live[i][n], target[n]) for n in PARAMS}
         centre = {n: centre[n] + (live[i][n] - new[n])[0] for n in PARAMS}  # what the trainer has given
         live[i] = new
     for name in PARAMS:
         np.testing.assert_allclose(live[0][name][0] + live[1][name][0] + centre[name], wanted[name], rtol=1e-5)
-    now = visits[0].meet(0, live[0], False)[0]
-    np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # it is at the places
-    ways = places_of(RULES["ma"], 2)
-    visits = [Visit(RULES["ma"], PARAMS, i, 1, ways, 20.0) for i in (0, 1)]
-    (one, _), (other, _) = rounds(visits, [((0, 1), False)])
+    now = clients[0].meet(0, live[0], False)[0]
+    np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # it is at the sync servers
+    handles = sync_servers_of(RULES["ma"], 2)
+    clients = [SyncClient(RULES["ma"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
+    (one, _), (other, _) = rounds(clients, [((0, 1), False)])
     assert same(one, other)
     np.testing.assert_allclose(one["c"], (brought(0)["c"] + brought(1)["c"]) / 2, rtol=1e-6)
 
 
 def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor():
     rule = RULES["ma"]
-    (way,) = places_of(rule, 2)
-    visits = [Visit(rule, PARAMS, i, 1, [way], 20.0) for i in (0, 1)]
-    rounds(visits, [((0, 1), False)])
-    way.call("leave", 1, 1, "killed").result(10)
-    alone, last = visits[0].meet(0, brought(7), False)
+    (handle,) = sync_servers_of(rule, 2)
+    clients = [SyncClient(rule, PARAMS, i, 1, [handle], 20.0) for i in (0, 1)]
+    rounds(clients, [((0, 1), False)])
+    handle.call("leave", 1, 1, "killed").result(10)
+    alone, last = clients[0].meet(0, brought(7), False)
     assert same(alone, {n: np.asarray(x, np.float32) for n, x in brought(7).items()}) and not last
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(visits[0].meet, 0, brought(8), True)
+        ended = pool.submit(clients[0].meet, 0, brought(8), True)
         with pytest.raises(TimeoutError):
             ended.result(0.5)
-        successor = Visit(rule, PARAMS, 1, 2, [way], 20.0)
+        successor = SyncClient(rule, PARAMS, 1, 2, [handle], 20.0)
         both, last = successor.meet(1, brought(9), True)
         assert last and ended.result(10)[1]
     np.testing.assert_allclose(both["c"], (brought(8)["c"] + brought(9)["c"]) / 2, rtol=1e-6)
     with pytest.raises(PeerLeft, match="has a successor"):  # that was stopped, and comes back
-        visits[1].meet(1, brought(3), False)
+        clients[1].meet(1, brought(3), False)
 
 
 @pytest.mark.parametrize("name", ["ma", "easgd"])
 def test_the_end_waits_no_longer_when_a_trainer_is_given_up(name):
-    (way,) = places_of(RULES[name], 2)
-    visits = [Visit(RULES[name], PARAMS, i, 1, [way], 20.0) for i in (0, 1)]
+    (handle,) = sync_servers_of(RULES[name], 2)
+    clients = [SyncClient(RULES[name], PARAMS, i, 1, [handle], 20.0) for i in (0, 1)]
     if name == "ma":
-        rounds(visits, [((0, 1), False)])
+        rounds(clients, [((0, 1), False)])
     else:
-        rounds(visits, [((0,), False), ((1,), False)])
-    way.call("leave", 1, 1, "killed").result(10)
+        rounds(clients, [((0,), False), ((1,), False)])
+    handle.call("leave", 1, 1, "killed").result(10)
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(visits[0].meet, 0, brought(8), True)
+        ended = pool.submit(clients[0].meet, 0, brought(8), True)
         with pytest.raises(TimeoutError):
             ended.result(0.5)
-        way.call("give_up", 1).result(10)
+        handle.call("give_up", 1).result(10)
         assert ended.result(10)[1]
 
 
 def test_a_round_goes_to_the_next_place_when_one_dies():
     rule = RULES["easgd"]
-    ways = places_of(rule, 1, 2)
-    visit = Visit(rule, PARAMS, 0, 1, ways, 20.0)
-    visit.meet(0, brought(0), False)
-    ways[1].kill()
+    handles = sync_servers_of(rule, 1, 2)
+    client = SyncClient(rule, PARAMS, 0, 1, handles, 20.0)
+    client.meet(0, brought(0), False)
+    handles[1].kill()
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(visit.meet, 0, brought(1), False)
+        waits = pool.submit(client.meet, 0, brought(1), False)
         with pytest.raises(TimeoutError):
             waits.result(0.5)
-        visit.replace(1, places_of(rule, 1, 2)[1])  # it begins with the initial parameters
+        client.replace(1, sync_servers_of(rule, 1, 2)[1])  # it begins with the initial parameters
         found, last = waits.result(20)
-    assert not last and visit.waited_s > 0.3
-    mine = deal_leaves([24, 4, 16], rule, 2)
-    for place, leaves in enumerate(mine):
+    assert not last and client.waited_s > 0.3
+    mine = assign_leaves([24, 4, 16], rule, 2)
+    for sync_server, leaves in enumerate(mine):
         for leaf in leaves:
             name = "abc"[leaf]
-            assert np.array_equal(found[name][0], PARAMS[name]) == (place == 1)
+            assert np.array_equal(found[name][0], PARAMS[name]) == (sync_server == 1)
 
 
 def test_a_trainer_that_leaves_ends_its_wait_and_a_place_refuses_the_past():
     rule = RULES["ma"]
-    (way,) = places_of(rule, 2)
-    visit = Visit(rule, PARAMS, 0, 2, [way], 20.0)
+    (handle,) = sync_servers_of(rule, 2)
+    client = SyncClient(rule, PARAMS, 0, 2, [handle], 20.0)
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(visit.meet, 0, brought(0), False)
+        waits = pool.submit(client.meet, 0, brought(0), False)
         with pytest.raises(TimeoutError):
             waits.result(0.5)
-        visit.leave(0)
+        client.leave(0)
         with pytest.raises(PeerLeft, match="trainer 0"):
             waits.result(20)
     with pytest.raises(PeerLeft, match="has a successor"):
-        way.call("join", 0, 1).result(10)
-    assert way.call("tell", 0, 1, 0.0).result(10) == "has a successor"
+        handle.call("join", 0, 1).result(10)
+    assert handle.call("tell", 0, 1, 0.0).result(10) == "has a successor"
 
 
-@pytest.mark.parametrize(("rule", "places", "words"), [("ma", 2, "takes at most 1"), ("easgd", 4, "takes at most 3")])
-def test_more_places_than_a_rule_can_have_are_refused(rule, places, words):
+@pytest.mark.parametrize(
+    ("rule", "sync_servers", "words"), [("ma", 2, "takes at most 1"), ("easgd", 4, "takes at most 3")]
+)
+def test_more_sync_servers_than_a_rule_can_have_are_refused(rule, sync_servers, words):
     with pytest.raises(ValueError, match=words):
-        places_of(RULES[rule], 2, places)
+        sync_servers_of(RULES[rule], 2, sync_servers)
 
 
-@pytest.mark.parametrize("kind", [Shadow, lambda visit, i: Foreground(visit, i, every_steps=2)], ids=["shadow", "FR"])
+@pytest.mark.parametrize("kind", [Shadow, lambda client, i: Foreground(client, i, every_steps=2)], ids=["shadow", "FR"])
 @pytest.mark.parametrize("name", ["ma", "easgd"])
 def test_synchronisers_train_through_places_to_one_end(kind, name):
     rule = {"ma": RULES["lerp"], "easgd": RULES["easgd"]}[name]
-    ways = places_of(rule, 2, 2 if rule.has_centre else 1)
+    handles = sync_servers_of(rule, 2, 2 if rule.has_centre else 1)
 
     def train(i):
         params = {key: np.array(leaf) for key, leaf in PARAMS.items()}
-        with kind(Visit(rule, PARAMS, i, 1, ways, 20.0), i) as sync:
+        with kind(SyncClient(rule, PARAMS, i, 1, handles, 20.0), i) as sync:
             for _ in range(40):
                 params = sync.exchange({key: leaf + np.float32(0.01 * (i + 1)) for key, leaf in params.items()})
             return sync.finish(params), sync.rounds

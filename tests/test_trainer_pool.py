@@ -1,4 +1,4 @@
-"""Crews on Ray, of whom everybody is killed: the run ends, every example is counted once, and nobody is left behind."""
+"""Trainer pools on Ray whose processes are all killed: the run ends, every example counts once, nothing is left."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from test_cluster import is_alive
 from test_trainers import CLICKS, OWN, SPEC, work
 
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
-from jaxrec.cluster.crew import Crew
+from jaxrec.cluster.pool import TrainerPool
 from jaxrec.shadowsync import easgd, model_averaging
 
 pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
@@ -49,12 +49,13 @@ def paced(trainer, trainers):
 
 
 @contextlib.contextmanager
-def crew_of(cluster, tmp_path=None, rule="ma", **options):
+def pool_of(cluster, tmp_path=None, rule="ma", **options):
     servers = Supervisor(cluster, SPEC, OWN[1], 2, directory=tmp_path, timeout_s=10)
     of_work = work(batches=paced, rule=RULES.get(rule), pace_seconds=0.05, workers=2)
-    options = {"trainers": 2, "timeout_s": 5, "places": 2 if rule == "easgd" else 1, "directory": tmp_path} | options
-    with contextlib.closing(servers), Crew(cluster, servers, of_work, **options) as crew:
-        yield servers, crew
+    servers_of_rule = 2 if rule == "easgd" else 1
+    options = {"trainers": 2, "timeout_s": 5, "sync_servers": servers_of_rule, "directory": tmp_path} | options
+    with contextlib.closing(servers), TrainerPool(cluster, servers, of_work, **options) as pool:
+        yield servers, pool
 
 
 class Killer:
@@ -64,10 +65,11 @@ class Killer:
         self.servers, self.number, self.kinds, self.at = servers, number, kinds, at
         self.sent, self.position = [], None
 
-    def __call__(self, crew):
-        positions = [one.position for one in crew.reached]
+    def __call__(self, pool):
+        positions = [one.position for one in pool.reached]
         if not self.sent and min(positions) >= self.at:
-            of = {"trainer": crew.processes, "place": crew.place_processes, "server": self.servers.processes}
+            of = {"trainer": pool.processes, "sync server": pool.sync_server_processes}
+            of["server"] = self.servers.processes
             self.sent, self.position = [of[kind][-1] for kind in self.kinds], positions[0]
             for process in self.sent:
                 os.kill(process, self.number)
@@ -84,59 +86,60 @@ def gone(processes, seconds=20):
     ("rule", "number", "kinds"),
     [
         ("ma", signal.SIGSTOP, ["trainer"]),
-        ("easgd", signal.SIGKILL, ["trainer", "place", "server"]),
+        ("easgd", signal.SIGKILL, ["trainer", "sync server", "server"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
 )
 def test_a_run_survives_whoever_dies_and_counts_every_example_once(cluster, tmp_path, rule, number, kinds):
-    with crew_of(cluster, tmp_path, rule, save_every_seconds=0.5) as (servers, crew):
+    with pool_of(cluster, tmp_path, rule, save_every_seconds=0.5) as (servers, pool):
         killer = Killer(servers, number, kinds)
-        params, figures = crew.run(killer)
-        processes = [*crew.processes, *crew.place_processes, *servers.processes, *killer.sent]
+        params, figures = pool.run(killer)
+        processes = [*pool.processes, *pool.sync_server_processes, *servers.processes, *killer.sent]
     assert figures.examples == 2 * STEPS * BATCH and figures.examples_lost == 0 and len(params) == 2
-    assert {fall.kind for fall in figures.falls} >= set(kinds), figures.falls  # on a slow machine more seem dead
+    # On a slow machine more seem dead.
+    assert {failure.kind for failure in figures.failures} >= set(kinds), figures.failures
     assert all(rounds > 0 for rounds in figures.rounds) and sum(figures.steps) <= 2 * STEPS
     assert gone(processes)
     if number == signal.SIGSTOP:  # the other one has trained on, long before anybody knew
-        assert figures.falls[0].at_s > 5 and "has said nothing for 5 s" in figures.falls[0].why
+        assert figures.failures[0].at_s > 5 and "has said nothing for 5 s" in figures.failures[0].why
 
 
 def test_a_successor_that_dies_before_it_trains_loses_and_repeats_nothing(cluster):
-    with crew_of(cluster, rule=None) as (servers, crew):
+    with pool_of(cluster, rule=None) as (servers, pool):
         first, seen = Killer(servers, signal.SIGKILL, ["trainer"]), []
 
-        def kill_again(crew):
-            first(crew)
-            successor = crew.processes[-1]
+        def kill_again(pool):
+            first(pool)
+            successor = pool.processes[-1]
             if first.sent and not seen and successor not in (None, *first.sent):
-                seen.append((successor, crew.reached[-1].position))
+                seen.append((successor, pool.reached[-1].position))
                 os.kill(successor, signal.SIGKILL)
 
-        _, figures = crew.run(kill_again)
-    assert len(figures.falls) >= 2 and seen[0][1] >= first.at
+        _, figures = pool.run(kill_again)
+    assert len(figures.failures) >= 2 and seen[0][1] >= first.at
     assert figures.examples == 2 * STEPS * BATCH and sum(figures.steps) <= 2 * STEPS
 
 
 def test_a_trainer_that_dies_too_often_is_given_up_and_what_it_lacks_is_lost(cluster):
-    with crew_of(cluster, most_deaths=0) as (servers, crew):
-        params, figures = crew.run(Killer(servers, signal.SIGKILL, ["trainer"]))
+    with pool_of(cluster, most_deaths=0) as (servers, pool):
+        params, figures = pool.run(Killer(servers, signal.SIGKILL, ["trainer"]))
     assert len(params) == 1 and figures.examples_lost > 0
     assert figures.examples + figures.examples_lost == 2 * STEPS * BATCH
     assert figures.pls == figures.examples_lost / (2 * STEPS * BATCH)
-    with crew_of(cluster, trainers=1, most_deaths=0) as (servers, crew), pytest.raises(GivenUp, match="all trainers"):
-        crew.run(Killer(servers, signal.SIGKILL, ["trainer"]))
+    with pool_of(cluster, trainers=1, most_deaths=0) as (servers, pool), pytest.raises(GivenUp, match="all trainers"):
+        pool.run(Killer(servers, signal.SIGKILL, ["trainer"]))
 
 
 def test_without_a_rule_nobody_meets_and_cores_are_kept(cluster):
-    with crew_of(cluster, rule=None, cores=[[0], [0]]) as (_, crew):
+    with pool_of(cluster, rule=None, cores=[[0], [0]]) as (_, pool):
         masks = []
 
-        def look(crew):
-            if all(one.steps for one in crew.reached):
-                threads = [int(t) for pid in crew.processes for t in os.listdir(f"/proc/{pid}/task")]
+        def look(pool):
+            if all(one.steps for one in pool.reached):
+                threads = [int(t) for pid in pool.processes for t in os.listdir(f"/proc/{pid}/task")]
                 masks.append([os.sched_getaffinity(thread) for thread in threads])
 
-        _, figures = crew.run(look)
+        _, figures = pool.run(look)
     assert figures.rounds == [0, 0] and figures.examples == 2 * STEPS * BATCH and figures.replica_spread > 0
     assert any({0} in mask for mask in masks)
 
@@ -146,7 +149,7 @@ def test_without_a_rule_nobody_meets_and_cores_are_kept(cluster):
     [
         ({"trainers": 0}, "trainers=0"),
         ({"cores": [[0]]}, "cores has 1 lists and there are 2"),
-        ({"places": 2}, "takes at most 1"),
+        ({"sync_servers": 2}, "takes at most 1"),
         ({"save_every_seconds": 1.0}, "needs the directory"),
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"most_deaths": -1}, "most_deaths=-1"),
@@ -154,13 +157,13 @@ def test_without_a_rule_nobody_meets_and_cores_are_kept(cluster):
 )
 def test_what_a_crew_cannot_be_is_refused_before_anybody_is_started(cluster, servers, options, words):
     with pytest.raises(ValueError, match=words):
-        Crew(cluster, servers, work(rule=RULES["ma"]), **options)
+        TrainerPool(cluster, servers, work(rule=RULES["ma"]), **options)
 
 
 def test_a_crew_that_was_not_entered_and_one_that_fails_say_so(cluster, servers):
-    crew = Crew(cluster, servers, work())
+    pool = TrainerPool(cluster, servers, work())
     with pytest.raises(ValueError, match="was not entered"):
-        crew.run()
+        pool.run()
     wrong = work(batches=lambda trainer, trainers: lambda start: iter([1 / trainer]))
-    with Crew(cluster, servers, wrong) as crew, pytest.raises(RuntimeError, match=r"trainer \d has failed: "):
-        crew.run()
+    with TrainerPool(cluster, servers, wrong) as pool, pytest.raises(RuntimeError, match=r"trainer \d has failed: "):
+        pool.run()
