@@ -1,29 +1,27 @@
-"""What failures of servers really cost: processes that are killed, CPR beside full recovery and beside no failure.
+"""Measure what server failures really cost: CPR compared with full recovery and with no failure, processes killed.
 
     python experiments/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
     python experiments/cluster_failures.py --preset smoke      small tables and one kill; two minutes
     python experiments/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
 
-DLRM over synthetic clicks, rows at servers in processes of their own on this machine, which Ray starts
-(`jaxrec.cluster`), four batches in flight (OAC). Arms: `none` has no recovery and no failure; `full`
-goes back to the newest whole image; `vanilla` saves whole images and brings back lost shards alone;
-`mfu` and `ssu` save the rows first that these schemes pick. All save at the same steps, and servers
-are killed by `os.kill(pid, 9)` when the same steps are committed, by a seeded gamma law or a trace
-(InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one machine**: network and
-disk of a cluster are others.
+DLRM on synthetic clicks, with rows at server processes on this machine, started by Ray (`jaxrec.cluster`), and four
+batches in flight (OAC). Arms: `none` has no recovery and no failure; `full` rolls back to the newest whole image;
+`vanilla` saves whole images and restores only lost shards; `mfu` and `ssu` save first the rows that these schemes pick.
+All arms save at the same steps. Servers are killed by `os.kill(pid, 9)` when the same steps are committed, drawn from a
+seeded gamma law or taken from a trace (InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one
+machine**: network and disks of a cluster differ.
 
-`seconds_kill_to_next_step` is the median over the kills of the partial arms, from the signal to the
-next step's hook. Its parts: noticing the death; starting the successor; restoring its shards; then
-resuming, as batches in flight are gathered anew; and, of full recovery, repeating what was lost.
-`saving` is how long saves held training or its writes. What is spent on comparing the rows of
-survivors before and after a recovery (`survivors_bit_identical`) is left out. An overhead is the
-time of an arm over that of `none`, less one, from the first step to the last write; `cpr_overhead_percent`
-is that of mfu. `equal_to_serial`: rows, slots and dense state of each partial arm are bitwise those
-of `Serial` over tables in this process that loses the same shards at the same steps, and full
-recovery ends with the bits of `none`. `auc_lost` is of one seed: it says little.
+`seconds_kill_to_next_step` is the median, over the kills of the partial arms, from the signal to the hook of the next
+step. Its parts: noticing the death; starting the successor; restoring its shards; resuming, as batches in flight are
+gathered anew; with full recovery, repeating the lost steps. `saving` is the time for which saves blocked training or
+its writes. Time spent on comparing the rows of surviving servers before and after a recovery
+(`survivors_bit_identical`) is excluded. An overhead is the time of an arm divided by that of `none`, minus 1, from the
+first step to the last write; `cpr_overhead_percent` is that of mfu. `equal_to_serial`: rows, slots and dense state of
+each partial arm are bitwise those of `Serial` over tables in this process that loses the same shards at the same steps,
+and full recovery ends with the bits of `none`. `auc_lost` comes from one seed, so it is hardly significant.
 
-`*_modelled` is by equations (1) to (6) of jaxrec/cpr/schedule.py with these measured costs in the
-place of the assumed ones, and N_emb servers of which a failure takes one.
+`*_modelled` follows from equations (1) to (6) of jaxrec/cpr/schedule.py, with these measured costs instead of assumed
+ones, and N_emb servers of which one fails at a time.
 """
 
 import dataclasses
@@ -42,7 +40,7 @@ from jaxrec.cluster import Cluster
 from jaxrec.cpr import schedule
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
-SMOOTHED = 8  # steps of a point in the picture
+SMOOTHED = 8  # steps per point of a picture
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "steps": 64, "batch_size": 256, "kills": 1},
     "default": {"rows": 14_700_000, "steps": 400, "batch_size": 2048, "kills": 3},
@@ -52,42 +50,44 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of the experiment; what is not given follows from the preset."""
+    """Flags of the experiment; the preset decides those that are not given."""
 
     rows: int | None = None
-    """Of all tables together; each has 68 bytes with its slot."""
+    """Rows of all tables together; each takes 68 bytes with its slot."""
     steps: int | None = None
     batch_size: int | None = None
     kills: int | None = None
+    """Servers killed in each arm but none."""
     servers: int = 2
     spares: int = 1
-    """Processes that wait to take the place of one that is killed; without one a successor is started first."""
+    """Standby processes, in which a successor begins without waiting for a start."""
     save_every_steps: float | None = None
-    """T_save of all arms; a fifth of the steps unless given."""
+    """T_save of all arms; by default a fifth of the steps."""
     fail_shape: float = 0.5
-    """Of the gamma law of the gaps; below 1 failures come in bursts."""
+    """Shape of the gamma law of the gaps; below 1 failures come in bursts."""
     trace: Path | None = None
-    """Gaps and servers are those of InfiniteHBD's fault trace (.json) or LANL's records (.csv), packed or not."""
+    """Take gaps and servers from InfiniteHBD's fault trace (.json) or LANL's records (.csv), compressed or not."""
     lanl_system: int = 20
+    """Number of the system in LANL's records."""
     target_pls: float = 0.1
-    """Of equation (6)."""
+    """Portion of lost samples for which equation (6) chooses the modelled save interval."""
 
 
 def sized(config: Config) -> Config:
-    """The flags with what follows from the preset."""
+    """Return the flags with the values of the preset filled in."""
     known = {name: value for name, value in SIZES[config.preset].items() if getattr(config, name) is None}
     config = dataclasses.replace(config, **known)
     return config if config.save_every_steps else dataclasses.replace(config, save_every_steps=(config.steps or 0) / 5)
 
 
 def kills_of(config: Config) -> dict[int, int]:
-    """{step: server} of the kills of all arms, by the seed.
+    """Draw the kills of all arms by the seed; return {step: server}.
 
-    The gaps between them, and before the first and after the last, are drawn or taken from the trace from a place on
-    that the seed draws; then they are scaled so that all of them fill the run after its first eighth.
+    The gaps before, between and after the kills are drawn, or taken from a random position of the trace, and scaled to
+    fill the run after its first eighth.
 
     Args:
-      config: sized.
+      config: flags returned by `sized`.
     """
     rng, number, steps = np.random.default_rng(config.seed), config.kills or 0, config.steps or 0
     if config.trace is None:
@@ -107,17 +107,17 @@ def kills_of(config: Config) -> dict[int, int]:
     found: dict[int, int] = {}
     for place, server in zip(share, servers, strict=True):
         step = begin + int(place * (end - begin))
-        while step in found:  # two in one step: one of them in the step before
+        while step in found:  # one kill per step: the other one goes to the step before
             step -= 1
         found[step] = int(server)
     return found
 
 
 def check(config: Config) -> None:
-    """Refuses flags that do not go together.
+    """Refuse flags that do not go together.
 
     Raises:
-      ValueError: with the first rule that is broken.
+      ValueError: states the first broken rule.
     """
     steps, kills = config.steps or 0, config.kills or 0
     refuse({
@@ -134,7 +134,7 @@ def check(config: Config) -> None:
 
 
 def of_kills(killers: dict[str, Killer]) -> dict[str, Any]:
-    """Seconds of the parts of recoveries: sums of each arm, medians of the partial ones."""
+    """Return the seconds of each part of recovery: sums per arm, and medians over the partial arms."""
     results: dict[str, Any] = {}
     seconds = {arm: [kill.seconds() for kill in killer.kills if kill.next_step] for arm, killer in killers.items()}
     for arm, each in seconds.items():
@@ -149,7 +149,7 @@ def of_kills(killers: dict[str, Killer]) -> dict[str, Any]:
 
 
 def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[str, Any]:
-    """The overhead of each arm over none, and its parts, in percent of the time of none."""
+    """Return the overhead of each arm and its parts, in percent of the time of arm none."""
     useful, results = rows["none"]["seconds"], dict[str, Any]()
     for arm, row in rows.items():
         if arm == "none":
@@ -162,12 +162,12 @@ def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[st
 
 
 def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
-    """Equations (1) to (6) with measured costs.
+    """Evaluate equations (1) to (6) with measured costs.
 
     Args:
-      config: sized.
-      rows: of the arms.
-      found: what `of_kills` gives.
+      config: flags returned by `sized`.
+      rows: figures of each arm.
+      found: figures returned by `of_kills`.
     """
     useful, steps = rows["none"]["seconds"], config.steps or 1
     every = (config.save_every_steps or 1) / steps * useful / 3600
@@ -190,7 +190,7 @@ def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, A
 
 
 def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool]:
-    """Whether each arm has the bits that it must have."""
+    """Return whether each arm ended with the required bits."""
     same = {f"{arm}_equal_to_serial": known[arm]["digests"] == job.serially(arm, known[arm]["losses"], above)
             for arm in SCHEMES}  # fmt: skip
     same["full_equal_to_none"] = known["full"]["digests"] == known["none"]["digests"]
@@ -199,7 +199,7 @@ def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool
 
 
 def table(results: dict[str, Any]) -> str:
-    """Overheads and their parts, what a kill takes, then the equations beside."""
+    """Format overheads and their parts, then the times of a kill and the equations."""
     columns: dict[str, Any] = {"overhead, %": "{}_overhead_percent"}
     columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in (*PARTS, "saving")}
     columns |= {"PLS": "{}_pls", "AUC lost": "auc_lost_{}", "steps repeated": "{}_lost_steps"}
@@ -210,7 +210,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def finding(results: Mapping[str, Any], arm: str) -> str:
-    """What the picture of an arm shows."""
+    """Return the caption of the picture of an arm."""
     to_next = sum(results[f"{arm}_{part}_s_median"] for part in PARTS if part != "repeating")
     again = f", after which it repeats {results[f'{arm}_lost_steps']} steps" if results[f"{arm}_lost_steps"] else ""
     kills = results[f"{arm}_kills"]
@@ -222,18 +222,17 @@ def finding(results: Mapping[str, Any], arm: str) -> str:
 
 
 def finding_overheads(results: Mapping[str, Any]) -> str:
-    """What the picture of all arms shows, favourable or not."""
+    """Return the caption of the picture of all arms."""
     percent = {arm: results[f"{arm}_overhead_percent"] for arm in ARMS if arm != "none"}
     each = ", ".join(f"{arm} {number(value, 3)} %" for arm, value in sorted(percent.items(), key=lambda one: one[1]))
     return f"Measured overhead, kills in each arm: {results['full_kills']}. {each}"
 
 
 def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[str, Any]) -> None:
-    """New examples per second over wall time, a picture for each arm beside none, with its kills marked; and what
-    the overheads are made of."""
+    """Draw the rate of new examples over time, each arm beside none, with kills marked; and the parts of overheads."""
     lines = {arm: rates(killer.times, config.batch_size or 0) for arm, killer in killers.items()}
     for arm, killer in killers.items():
-        marks = [(kill.killed - killer.times[0][0], "") for kill in killer.kills]  # words would lie on each other
+        marks = [(kill.killed - killer.times[0][0], "") for kill in killer.kills]  # labels would overlap
         panels = {"new examples/s": {name: lines[name] for name in dict.fromkeys(("none", arm))}}
         if arm != "none":
             plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
@@ -247,7 +246,12 @@ def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[
 
 
 def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:
-    """Seconds since the first step, and examples per second until then that were not trained before.
+    """Return seconds since the first step, and the rate of examples that were not trained before.
+
+    Args:
+      times: (seconds, step) of each committed step.
+      batch_size: examples per step.
+      every: steps per point.
 
     >>> rates([(0.0, 1), (8.0, 9), (16.0, 5), (24.0, 13)], batch_size=2, every=1)
     ([8.0, 16.0, 24.0], [2.0, 0.0, 1.0])
@@ -259,7 +263,7 @@ def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED
 
 
 def main(config: Config) -> dict:
-    """Trains all arms, then looks at their bits; returns what results.json holds."""
+    """Train all arms and compare their bits; return the contents of results.json."""
     config = sized(config)
     check(config)
     run, plan = Run("cluster_failures", config, config.workdir), kills_of(config)

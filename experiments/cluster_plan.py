@@ -1,23 +1,24 @@
-"""What tables at many servers would cost, and where that saturates: a plan on paper from measured costs.
+"""Plan tables at many servers on paper: step time, failures and limits, from measured costs.
 
     python experiments/cluster_plan.py                              1 TB at 64 servers, with the costs below
     python experiments/cluster_plan.py --servers 16 --terabytes .2  another plan
-    python experiments/cluster_plan.py --measure                    with costs that are measured here first; two minutes
-    python experiments/cluster_plan.py --read-row-us 0.4 ...        with costs of your own
+    python experiments/cluster_plan.py --measure                    measures the costs here first; two minutes
+    python experiments/cluster_plan.py --read-row-us 0.4 ...        with your own costs
 
-The costs are **measured**, by `--measure` on one machine: servers in processes of their own, which Ray starts, share
-its cores and its memory with the driver, and no network lies between. Whoever plans for machines of their own measures
-there. The defaults of the flags were measured on two cores beside other work, so they are rather too high. Everything
-else is **modelled**, and nothing of that size was run:
+The costs are **measured**, by `--measure` on one machine: the servers, processes that Ray starts, share its cores and
+memory with the driver, and there is no network between them. To plan for your machines, measure there. The defaults of
+the flags were measured on two cores under other load, so they are rather too high. Everything else is **modelled**;
+nothing of that size was run:
 
 - A read or a put takes base + servers x message + rows x row, fitted to measured times by least squares with no term
-  below 0; to that comes the time of its bytes on the driver's link.
-- `sync` is compute + read + put. `oac` is the longer one of compute and of read + put: batches overlap, but what the
-  driver copies counts as if one core did it all.
-- Servers save and bring back at once, each at its own rate, together at most at that of the shared file system.
-  Training counts as if it stood still meanwhile, which it does not (`copy="shards"`).
-- Overheads are equations (1), (2), (3) and (6) of jaxrec/cpr/schedule.py; the mean time between failures is that of one
-  server over the number of servers.
+  below 0, plus the time of its bytes on the driver's link.
+- `sync` is compute + read + put. `oac` is the larger of compute and read + put: batches overlap, but the driver copies
+  rows as if with a single core.
+- Servers save and restore at the same time, each at its own rate, all together at most at the rate of the shared file
+  system. A save blocks training in this model, which it does not in reality (`copy="shards"`).
+- Overheads are equations (1), (2), (3) and (6) of jaxrec/cpr/schedule.py; the MTBF is that of one server divided by the
+  number of servers.
+- Access counts of MFU lie at the servers, 4 bytes for each row; only picked rows and their numbers travel.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from studies.cluster_costs import Costs, Size, measure
 
 from jaxrec.cpr import schedule
 
-MOST_ROWS = 2**31  # of all tables of one width: row numbers are int32
-ID_BYTES, COUNT_BYTES = 4, 4  # of a row number in a message; of a row's access count in the driver
+MOST_ROWS = 2**31  # rows in all tables of one width: row numbers are int32
+ID_BYTES, COUNT_BYTES = 4, 4  # a row number in a message; the access count of a row at its server
 SIZES = {
     "smoke": Size(10_000, (500, 2000), (1, 2), 3),
     "default": Size(200_000, (500, 4000, 16_000), (1, 2, 4), 15),
@@ -42,43 +43,52 @@ class Config(Flags):
     """Flags of the experiment."""
 
     measure: bool = False
-    """Measure the costs here first; else they are those of the flags."""
+    """Measure the costs here first, instead of taking them from the flags."""
     terabytes: float = 1.0
-    """Of rows and slots."""
+    """Size of all rows with their slots, in TB."""
     servers: int = 64
     width: int = 128
-    """Of a row, in floats; one more is the slot of row-wise Adagrad."""
+    """Floats in a row, besides the one for the slot of row-wise Adagrad."""
     rows_per_step: int = 50_000
-    """Unique rows of a batch."""
+    """Unique rows in a batch."""
     compute_ms: float = 100.0
-    """Of a step whose rows are there."""
+    """Computation of a step, without reading and writing rows."""
     link_gbit_per_s: float = 25.0
-    """The driver's, each way."""
+    """Bandwidth of the driver's network link in each direction."""
     files_mb_per_s: float = 2000.0
-    """Of the shared file system, all servers together."""
+    """Rate of the shared file system for all servers together."""
     server_mtbf_hours: float = 5000.0
-    """Of one server."""
+    """Mean time between failures of one server."""
     total_hours: float = 56.0
+    """Length of the job without failures."""
     target_pls: float = 0.1
+    """Portion of lost samples for which partial recovery chooses its save interval, equation (6)."""
     read_base_ms: float = 0.0
+    """Time of a read that depends neither on servers nor on rows."""
     read_message_ms: float = 1.43
-    """For each server."""
+    """Time of a read per server."""
     read_row_us: float = 1.59
+    """Time of a read per row."""
     put_base_ms: float = 0.56
+    """Time of a put that depends neither on servers nor on rows."""
     put_message_ms: float = 1.07
+    """Time of a put per server."""
     put_row_us: float = 1.44
+    """Time of a put per row."""
     server_row_us: float = 0.25
-    """Of a server, to gather a row and to scatter it."""
+    """Time in which a server gathers and scatters one row."""
     save_mb_per_s: float = 103.0
-    """Of one server."""
+    """Rate at which one server writes its image."""
     restore_mb_per_s: float = 321.0
+    """Rate at which one server restores its rows."""
     initial_rows_per_s: float = 331_000.0
+    """Rate at which one server draws initial rows."""
     start_s: float = 4.4
-    """Of a process, without its rows."""
+    """Start of a server process, without its rows."""
 
 
 class Job(NamedTuple):
-    """What is planned; the flags of the same names say what they are."""
+    """The planned job; its fields are the flags of the same names."""
 
     terabytes: float
     servers: int
@@ -93,28 +103,30 @@ class Job(NamedTuple):
 
 
 def of_tables(job: Job) -> dict[str, float]:
-    """How many rows there are, and where they lie.
+    """Return the number of rows and the memory at each server.
 
     >>> job = Job(1.0, 64, 124, 50_000, 100.0, 25.0, 2000.0, 5000.0, 56.0, 0.1)
     >>> of_tables(job)["rows_millions_modelled"], of_tables(job)["server_gb_modelled"]
     (2000.0, 15.625)
+    >>> of_tables(job)["server_access_counts_gb_modelled"]
+    0.125
     """
     rows = job.terabytes * 1e12 / row_bytes(job)
     return {
         "rows_millions_modelled": rows / 1e6,
         "server_gb_modelled": job.terabytes * 1000 / job.servers,
         "rows_of_the_most_of_a_width_percent_modelled": 100 * rows / MOST_ROWS,
-        "driver_access_counts_gb_modelled": rows * COUNT_BYTES / 1e9,
+        "server_access_counts_gb_modelled": rows / job.servers * COUNT_BYTES / 1e9,
     }
 
 
 def row_bytes(job: Job) -> int:
-    """A row with the slot of row-wise Adagrad."""
+    """Return the bytes of a row with the slot of row-wise Adagrad."""
     return 4 * (job.width + 1)
 
 
 def of_step(job: Job, costs: Costs) -> dict[str, float]:
-    """How long a step takes, and who is busy meanwhile.
+    """Return the times of a step and of its parts, and how busy a server is.
 
     >>> job = Job(1.0, 10, 124, 1000, 12.0, 4.0, 2000.0, 5000.0, 56.0, 0.1)  # 500 bytes a row: 1 us on the link
     >>> costs = Costs(0.0, 0.1, 2.0, 1.0, 0.2, 3.0, 0.5, 500.0, 500.0, 1e6, 3.0)
@@ -140,12 +152,12 @@ def of_step(job: Job, costs: Costs) -> dict[str, float]:
 
 
 def of_limits(job: Job, costs: Costs) -> dict[str, float]:
-    """Where a step becomes longer than its computation.
+    """Return the limits beyond which a step takes longer than its computation.
 
     Returns:
-      Rows per second that the driver can read and put, and its link; rows of a step at which OAC hides the link no
-      more; servers at which their messages cost as much as the rows, and at which the messages alone take as long as
-      the computation, both left out where messages cost nothing.
+      Rows per second that the driver can read and put, and that its link can carry; rows per step up to which OAC hides
+      reads and puts. Where messages have a cost, also the numbers of servers at which messages cost as much as the
+      rows, and at which messages alone take as long as the computation.
     """
     row_us, message_ms = costs.read_row_us + costs.put_row_us, costs.read_message_ms + costs.put_message_ms
     base, wire_us = costs.read_base_ms + costs.put_base_ms, 2 * (row_bytes(job) + ID_BYTES) * 8 / 1e3
@@ -162,7 +174,7 @@ def of_limits(job: Job, costs: Costs) -> dict[str, float]:
 
 
 def of_failures(job: Job, costs: Costs) -> dict[str, float]:
-    """How long images take, and what failures cost by the equations of CPR.
+    """Return the times of saves and restores, and the overheads of failures by the equations of CPR.
 
     >>> job = Job(1.0, 64, 124, 50_000, 100.0, 25.0, 2000.0, 6400.0, 56.0, 0.1)
     >>> costs = Costs(0.0, 0.1, 2.0, 1.0, 0.2, 3.0, 0.5, 125.0, 250.0, 1e6, 3.0)
@@ -199,20 +211,15 @@ def of_failures(job: Job, costs: Costs) -> dict[str, float]:
 
 
 def planned(job: Job, costs: Costs) -> dict[str, float]:
-    """The whole plan, flat.
-
-    Args:
-      job: what is planned.
-      costs: measured, or assumed by whoever gives them.
-    """
+    """Return all figures of the plan in one dictionary."""
     return of_tables(job) | of_step(job, costs) | of_limits(job, costs) | of_failures(job, costs)
 
 
 def check(config: Config) -> None:
-    """Refuses flags of which no plan can be made.
+    """Refuse flags that no plan can be made from.
 
     Raises:
-      ValueError: with the first rule that is broken.
+      ValueError: names the first flag that is out of range.
     """
     zero_too = {name for name in Costs._fields if name.endswith(("_ms", "start_s"))} | {"compute_ms"}
     for name in dict.fromkeys((*Job._fields, *Costs._fields)):
@@ -226,23 +233,23 @@ def check(config: Config) -> None:
 
 
 def taken(kind: type, config: Config) -> Any:
-    """A Job or the Costs of the flags."""
+    """Return the Job or the Costs that the flags give."""
     return kind(*(getattr(config, name) for name in kind._fields))  # type: ignore[attr-defined]
 
 
 def main(config: Config) -> dict:
-    """Measures if it is told to, and plans; returns what results.json holds."""
+    """Measure the costs if --measure is given, and plan; return the contents of results.json."""
     check(config)
     with Run("cluster_plan", config, config.workdir) as run:
-        costs, word = taken(Costs, config), "given"
+        costs, origin = taken(Costs, config), "given"
         if config.measure:
-            (costs, times), word = measure(config.width, SIZES[config.preset], config.seed), "measured"
+            (costs, times), origin = measure(config.width, SIZES[config.preset], config.seed), "measured"
             for row in times:
                 run.log(row)
-        paid: dict[str, Any] = {f"{name}_{word}": value for name, value in costs._asdict().items()}
+        paid: dict[str, Any] = {f"{name}_{origin}": value for name, value in costs._asdict().items()}
         found = planned(taken(Job, config), costs)
         results = paid | found
-        groups = {f"Costs, {word}": list(paid), "The plan, modelled": list(found)}
+        groups = {f"Costs, {origin}": list(paid), "The plan, modelled": list(found)}
         run.close(results, listing(results, groups))
     return results
 

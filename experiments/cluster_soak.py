@@ -1,17 +1,16 @@
-"""Servers on Ray that are killed at random instants: no run hangs, none ends wrong, nothing is left behind.
+"""Kill servers on Ray at random instants: no run may hang, end wrong, or leave processes or files.
 
     python experiments/cluster_soak.py --kills 50  what `make soak` runs; about ten minutes
 
-Small trainings over two servers, one batch after the other or with batches in flight, with whole saves,
-MFU, SSU and full recovery in turns; rows are looked at every few steps and at the end, after which all are
-saved once more, as in `train.py`. `os.kill(pid, 9)` meets a random message of a random server: in a
-read, a write, a look, a save or a restore, among them a successor that dies while it restores, and after
-the last step. Each run must end after all its steps, each of them committed, and with the bits of `Serial`
-over tables in this process that loses the same shards at the same steps; with full recovery, with those of
-a run without failures. After each no process of a server may live, and after all no process and no
-directory of Ray may be left. `wrong` counts what was otherwise, and metrics.jsonl says it. `uncompared` are
-runs where at one step more shards were lost when the first were back: no run that is told of failures can
-do that; their ends are looked at, not their bits.
+Small trainings over two servers, one batch after the other or with batches in flight, with whole saves, MFU, SSU and
+full recovery in turn; rows are read every few steps and at the end, when everything is saved once more, as in
+`train.py`. `os.kill(pid, 9)` hits a random message of a random server: in a read, a put, a save or a restore, also of a
+successor while it restores, and after the last step. Each run must commit all its steps and end with the bits of
+`Serial` over tables in this process that loses the same shards at the same steps; with full recovery, with the bits of
+a run without failures. After each run no server process may be alive, and at the end no process and no directory of Ray
+may be left. `wrong` counts violations; metrics.jsonl describes them. `uncompared` counts runs in which further shards
+were lost at a step after the first ones had been restored. `failures=` cannot reproduce that, so the bits of these runs
+are not compared.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ from jaxrec.loop import every, train
 from jaxrec.types import RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
-# Where a message of a verb comes up to so often in a run, on each server.
+# Upper limit of the random number of the message that a kill hits: about as many as each server gets in a run.
 VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 1}
 
 
@@ -45,17 +44,17 @@ class Config(Flags):
     """Flags of the soak."""
 
     kills: int | None = None
-    """At least so many; by the preset unless given."""
+    """Minimum number of kills; by default that of the preset."""
 
 
 class Trial(NamedTuple):
-    """One run and who dies in it.
+    """One run and its kills.
 
     Attributes:
       arm: vanilla, mfu, ssu or full.
       window: batches in flight; 0 for one after the other.
-      deaths: (verb, number of the message, incarnation, place) of each.
-      spares: processes that wait.
+      deaths: (verb, number of the message, incarnation, server) of each kill.
+      spares: standby processes.
     """
 
     arm: str
@@ -65,30 +64,30 @@ class Trial(NamedTuple):
 
 
 def drawn(rng: np.random.Generator, number: int) -> Trial:
-    """A random trial; every fourth one kills a successor while it restores."""
+    """Draw a random trial; every fourth one kills a successor while it restores."""
     arm = ("full", *SCHEMES)[number % 4]
-    saving = "take" if arm in ("mfu", "ssu") else "on_shards"  # of rows that are picked, or of whole images
+    saving = "take" if arm in ("mfu", "ssu") else "on_shards"  # saves of picked rows, or of whole images
     verbs = ["read", "put", saving]
     deaths = []
     for _ in range(int(rng.integers(1, 3))):
-        verb, place = str(rng.choice(verbs)), int(rng.integers(SERVERS))
-        deaths.append((verb, int(rng.integers(VERBS[verb])), 1, place))
+        verb, server = str(rng.choice(verbs)), int(rng.integers(SERVERS))
+        deaths.append((verb, int(rng.integers(VERBS[verb])), 1, server))
     if number % 4 == 3:
-        place = int(rng.integers(SERVERS))
-        deaths = [("put", int(rng.integers(4, 30)), 1, place), ("change", int(rng.integers(VERBS["change"])), 2, place)]
+        server, change = int(rng.integers(SERVERS)), VERBS["change"]
+        deaths = [("put", int(rng.integers(4, 30)), 1, server), ("change", int(rng.integers(change)), 2, server)]
     return Trial(arm, int(rng.integers(0, 6)), tuple(deaths), int(rng.integers(2)))
 
 
 class Soak:
-    """Runs of one job on one Ray, and what they must end with."""
+    """Runs trials of one job on one Ray, and compares their ends with the required ones."""
 
     def __init__(self, cluster: Cluster, above: Path, seed: int):
         self.cluster, self.above = cluster, above
         self.job = ClusterJob(2_000, STEPS, 64, EVERY, SERVERS, seed)
-        self.wanted: dict | None = None  # of a run without failures
+        self.wanted: dict | None = None  # digests of a run without failures
 
     def run(self, trial: Trial) -> dict[str, Any]:
-        """One trial: {kills, wrong: [what], uncompared}."""
+        """Run a trial; return {kills, wrong: descriptions of violations, uncompared}."""
         with tempfile.TemporaryDirectory(dir=self.above) as directory, contextlib.ExitStack() as opened:
             job = self.job
             servers = opened.enter_context(contextlib.closing(Supervisor(
@@ -127,7 +126,7 @@ class Soak:
 
 
 def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: Recovery) -> None:
-    """Trains, looks at rows on the way and at the end, and saves all; again where full recovery has gone back."""
+    """Train, read rows on the way and at the end, and save everything; again wherever full recovery rolls back."""
     seen: dict[str, Any] = {}
 
     def rows(plans, tables):
@@ -150,7 +149,7 @@ def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: R
 
 
 def noting(steps: list[int]) -> Callable:
-    """A hook that notes the steps that are committed."""
+    """Return a hook that records committed steps in `steps`."""
 
     def hook(state, step, plans, metrics):
         steps.append(step)
@@ -160,11 +159,11 @@ def noting(steps: list[int]) -> Callable:
 
 
 def main(config: Config) -> dict:
-    """Runs trials until enough servers have died; returns what results.json holds."""
+    """Run trials until enough servers have been killed; return the contents of results.json."""
     refuse(rule_of_ray())
     wanted = config.kills or {"smoke": 2, "default": 50, "paper": 500}[config.preset]
     rng, rows = np.random.default_rng(config.seed), list[dict[str, Any]]()
-    with Run("cluster_soak", config, config.workdir) as run, of_its_own() as place, warnings.catch_warnings():
+    with Run("cluster_soak", config, config.workdir) as run, of_its_own() as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "shards .* has taken its place")
         with Cluster() as cluster, tqdm(total=wanted, unit="kill", disable=None) as bar:
             soak = Soak(cluster, run.directory, config.seed)
@@ -177,7 +176,7 @@ def main(config: Config) -> dict:
             "runs": len(rows), "kills": sum(row["kills"] for row in rows),
             "wrong": sum(bool(row["wrong"]) for row in rows), "uncompared": sum(row["uncompared"] for row in rows),
             "killed_while_restoring": sum(row["kills"] > 1 for row in rows[3::4]),
-            "directories_left": len(list(place.glob("jaxrec-*"))),
+            "directories_left": len(list(temporary.glob("jaxrec-*"))),
         }  # fmt: skip
         run.close(results)
     return results

@@ -1,14 +1,14 @@
-"""Kill or stop trainers, servers and sync servers on Ray at random: nothing hangs, every example counts once.
+"""Kill or stop trainers, servers and sync servers on Ray at random: nothing may hang, every example counts once.
 
     python experiments/cluster_trainers_soak.py --minutes 10    what `make soak` runs
     python experiments/cluster_trainers_soak.py --preset smoke  two trainers and three deaths; two minutes
 
-Four trainers of two workers each run freely over two servers (`jaxrec.cluster.pool`), synchronised in the background
-by EASGD over two sync servers. Every 20 seconds a process is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP):
-in turns a random trainer, server and sync server. The stream is so long that the run takes about the time given.
-`accounting_exact`: what was trained, each example once, and what was lost is the stream. `processes_left`: of the pool
-and of the servers when all is over. `longest_step_over_median` is of each trainer's newest incarnation, without what
-waited for rows of a dead server; all share the cores of this machine. Regime: free-running, all **measured**.
+Four trainers of two workers each run freely over two servers (`jaxrec.cluster.pool`), synchronised in the background by
+EASGD over two sync servers. Every 20 seconds a process is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP): a
+random trainer, server and sync server in turn. The stream is long enough for the given time. `accounting_exact`:
+examples trained, each counted once, and examples lost add up to the stream. `processes_left`: processes of the pool and
+of the servers that are alive at the end. `longest_step_over_median` is of each trainer's newest incarnation, without
+waits for rows of dead servers; all processes share the cores of this machine. Regime: free-running, all **measured**.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from jaxrec.shadowsync import easgd
 
 KINDS = ("trainer", "server", "sync server")
 BATCH, SERVERS, SYNC_SERVERS, TIMEOUT_S = 64, 2, 2, 15.0
-PACE_S = 0.1  # of the batches of a trainer: the run takes as long as it is asked to
+PACE_S = 0.1  # seconds per batch of a trainer, so that the run takes the given time
 ROWS = {"user": 3000, "item": 2000, "shop": 500}
 SPEC = EmbeddingSpec({name: Table(rows, 8) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
 CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=4)
@@ -43,16 +43,16 @@ SIZES = {"smoke": (0.5, 2, 12.0), "default": (10.0, 4, 20.0), "paper": (60.0, 8,
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
-    """Flags of the soak; what is not given follows from the preset."""
+    """Flags of the soak; the preset decides those that are not given."""
 
     minutes: float | None = None
     trainers: int | None = None
     every_seconds: float | None = None
-    """Somebody dies."""
+    """Seconds from one kill to the next."""
 
 
 def loss(params, activations, batch):
-    """A factorisation machine."""
+    """Return the losses of a factorisation machine."""
     vectors = activations["sparse"]
     pairs = jnp.sum(jnp.sum(vectors, axis=1) ** 2 - jnp.sum(vectors**2, axis=1), axis=1)
     return optax.sigmoid_binary_cross_entropy(batch.dense @ params["dense"] + pairs + params["bias"], batch.label)
@@ -60,7 +60,7 @@ def loss(params, activations, batch):
 
 @dataclasses.dataclass(frozen=True)
 class Paced:
-    """The batches of each trainer, of which one comes every `PACE_S` seconds."""
+    """Batches of each trainer, one every `PACE_S` seconds."""
 
     steps: int
 
@@ -74,20 +74,20 @@ class Paced:
 
 
 class Killer:
-    """Kills or stops somebody every so often, for some time from the first step on."""
+    """Kills or stops a process every `every_s` seconds, for `minutes` minutes from the first step on."""
 
     def __init__(self, servers: Supervisor, seed: int, every_s: float, minutes: float, run: Run):
         self.servers, self.every_s, self.end_s, self.run = servers, every_s, 60 * minutes, run
         self.rng, self.begun, self.next_at = np.random.default_rng(seed), 0.0, every_s / 2
         self.done: list[dict[str, Any]] = []
-        self.seen: set[int] = set()  # processes
+        self.seen: set[int] = set()  # process ids
 
     def __call__(self, pool: Any) -> None:
-        """Looks whether it is time."""
+        """Kill or stop a process if one is due; called by the pool some times a second."""
         of = {"trainer": pool.processes, "server": self.servers.processes, "sync server": pool.sync_server_processes}
         processes = {kind: [number for number in each if number is not None] for kind, each in of.items()}
         self.seen |= {number for each in processes.values() for number in each}
-        if not self.begun and any(one.steps for one in pool.reached):
+        if not self.begun and any(one.steps for one in pool.progress):
             self.begun = time.monotonic()
         now = time.monotonic() - self.begun if self.begun else 0.0
         if not self.next_at <= now <= self.end_s:
@@ -98,14 +98,14 @@ class Killer:
             return
         victim = int(self.rng.choice(processes[kind]))
         how = signal.SIGSTOP if self.rng.random() < 0.3 else signal.SIGKILL
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.kill(victim, how)
             self.done.append({"at_s": now, "kind": kind, "signal": how.name, "process": victim})
             self.run.log(self.done[-1])
 
 
 def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float) -> dict[str, Any]:
-    """One run; what results.json holds."""
+    """Run the pool under kills; return the contents of results.json."""
     row_optimizer, steps = adagrad(0.05), int(60 * minutes / PACE_S)
     params = {"dense": np.zeros(4, np.float32), "bias": np.float32(0)}
     work = TrainerWork(
@@ -120,33 +120,33 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
             cluster, servers, work, trainers, directory=run.directory / "images", save_every_seconds=10.0, **options
         ) as pool:
             killer = Killer(servers, config.seed, every_s, minutes, run)
-            models, figures = pool.run(killer)
+            models, stats = pool.run(killer)
         servers.close()
         left = alive_after([*killer.seen], END_S)
     stream = trainers * steps * BATCH
-    failures = [failure.kind for failure in figures.failures]
+    failures = [failure.kind for failure in stats.failures]
     return {
         "trainers": trainers, "workers": 2, "servers": SERVERS, "sync_servers": SYNC_SERVERS,
         "signals": len(killer.done), "stopped": sum(one["signal"] == "SIGSTOP" for one in killer.done),
         **{f"{kind.replace(' ', '_')}s_replaced": failures.count(kind) for kind in KINDS},
-        "examples_of_the_stream": stream, "examples": figures.examples, "examples_lost": figures.examples_lost,
-        "accounting_exact": figures.examples + figures.examples_lost == stream,
-        "trainers_done": len(models), "processes_left": len(left), "seconds": figures.seconds,
-        "rows_lost": figures.rows_lost, "waited_for_rows_s": sum(figures.waited_for_rows_s),
-        "average_sync_gap": float(np.mean(figures.average_sync_gap)), "replica_spread": figures.replica_spread,
-        "longest_step_over_median": max(figures.longest_step_over_median),
+        "examples_of_the_stream": stream, "examples": stats.examples, "examples_lost": stats.examples_lost,
+        "accounting_exact": stats.examples + stats.examples_lost == stream,
+        "trainers_done": len(models), "processes_left": len(left), "seconds": stats.seconds,
+        "rows_lost": stats.rows_lost, "waited_for_rows_s": sum(stats.waited_for_rows_s),
+        "average_sync_gap": float(np.mean(stats.average_sync_gap)), "replica_spread": stats.replica_spread,
+        "longest_step_over_median": max(stats.longest_step_over_median),
     }  # fmt: skip
 
 
 def main(config: Config) -> dict:
-    """Runs it; returns what results.json holds."""
+    """Run the soak; return the contents of results.json."""
     refuse(rule_of_ray())
     minutes, trainers, every_s = SIZES[config.preset]
     sizes = config.minutes or minutes, config.trainers or trainers, config.every_seconds or every_s
-    with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as own, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of each death; metrics.jsonl has them
+    with Run("cluster_trainers_soak", config, config.workdir) as run, of_its_own() as above, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one for each death; metrics.jsonl has them
         results = soak(config, run, *sizes)
-        results["directories_left"] = len(list(own.glob("jaxrec-*")))
+        results["directories_left"] = len(list(above.glob("jaxrec-*")))
         run.close(results)
     return results
 

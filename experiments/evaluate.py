@@ -35,7 +35,7 @@ from jaxrec.checkpoint import restore_for_prediction
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
 from jaxrec.data.tabular import raw
-from jaxrec.files import aside, local_path
+from jaxrec.files import atomic_write, local_path
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
@@ -265,7 +265,7 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
         of_parts = subsets.figures(found.logit, found.label, found.fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
-    with aside(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
+    with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
     if found.label is not None:
         draw(run.directory / "calibration.png", results)

@@ -28,12 +28,12 @@ from main.signals import stop_on_signals
 from main.trained import images_directory
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
-from jaxrec.checkpoint.format import is_whole, leaves_of, load_arrays
+from jaxrec.checkpoint.format import is_intact, leaves_of, load_arrays
 from jaxrec.checkpoint.restore import tables_of_chain, with_chain
 from jaxrec.checkpoint.state import dense_name, leaf_name
 from jaxrec.embedding import Layout
 from jaxrec.embedding.tables import initial_parts, range_of
-from jaxrec.files import PARTIAL, aside, local_path, make_directory
+from jaxrec.files import PARTIAL, atomic_write, local_path, make_directory
 
 AT_ONCE_BYTES = 1 << 26  # limit for tables read together, or the size of the largest table
 MANIFEST = "manifest"  # name of the image's manifest in the file, as JSON
@@ -76,7 +76,7 @@ def export_table(config: Config, found: list[Image], to: Path) -> str:
             {f"--ids {wrong[:3].tolist()} are no rows of {config.table}, whose ids run from 0 to {last}.": len(wrong)}
         )
         rows = {"ids": ids, **{part: array[ids] for part, array in rows.items()}}
-    with aside(to) as partial, open(partial, "wb") as file:
+    with atomic_write(to) as partial, open(partial, "wb") as file:
         np.savez(file, allow_pickle=False, **rows)
     return f"{len(rows['value'])} rows of {config.table}: {', '.join(rows)}"
 
@@ -91,7 +91,7 @@ def export_all(config: Config, found: list[Image], to: Path) -> str:
     """Write tables as `table.NAME.PART`, dense weights as `dense.PATH`, and the manifest; return a description."""
     image = found[-1]
     manifest = manifest_of(image, config.optimizer)
-    with aside(to) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+    with atomic_write(to) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
         write_array(archive, MANIFEST, np.array(json.dumps(manifest)))
         dense = load_arrays(image, leaves_of(image, "dense."))
         for number, (path, *_) in enumerate(image.dense):
@@ -261,7 +261,7 @@ def bring_back(path: Path, into: Path) -> Image:
         # Named so that the directory's next saver removes it if this process is killed.
         with tempfile.TemporaryDirectory(dir=directory, prefix="step_", suffix=PARTIAL) as unpacked:
             arrays = Unpacked(path, Path(unpacked))
-            refuse_newer(saver, arrays.image.step)
+            check_no_newer_image(saver, arrays.image.step)
             return write_image(saver.path_of(arrays.image.step), image_of(arrays))
 
 
@@ -278,11 +278,11 @@ def run_of(path: Path) -> str | None:
         raise ValueError(f"{path} is no file of `export.py --all`, or damaged: {error!s:.200}") from None
 
 
-def refuse_newer(saver: Checkpointer, step: int) -> None:
+def check_no_newer_image(saver: Checkpointer, step: int) -> None:
     """Refuse a directory with images of this step, or with images that would pass for newer ones."""
-    saver.refuse_newer(step)
+    saver.check_no_newer_image(step)
     there = saver.path_of(step)
-    refuse({f"{there} is there already: give another --into, or remove it.": is_whole(there)})
+    refuse({f"{there} is there already: give another --into, or remove it.": is_intact(there)})
     for path in deltas(saver.directory):
         try:
             newer = read_manifest(path).step >= step

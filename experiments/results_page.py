@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrec.files import aside
+from jaxrec.files import atomic_write
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
@@ -154,6 +154,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit("error: results_page.py takes no flags: it writes docs/results.md and docs/results.html.")
     for name, text in pages(ROOT).items():
-        with aside(ROOT / "docs" / name) as partial:
+        with atomic_write(ROOT / "docs" / name) as partial:
             partial.write_text(text)
         print(f"docs/{name}")

@@ -117,7 +117,7 @@ class Checked:
     def __getattr__(self, name):
         return getattr(self.transport, name)
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         """Check and delay, then join the round."""
         with self.lock:
             delay = self.rng.choice([0.0, 0.001, 0.02]) * self.rng.random()
@@ -127,7 +127,7 @@ class Checked:
                 self.ended[trainer] = float(before[-1].flat[0])
         time.sleep(delay)
         self._fail(trainer, self.rounds[trainer])
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
     def _fail(self, trainer, number):
         if self.injection.is_time("meet_raises", trainer, number):

@@ -146,8 +146,8 @@ def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image,
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
-        cut = None if config.free else engine.cut  # free-running trainers are at rest in a hook
-        return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), cut=cut)
+        snapshot = None if config.free else engine.snapshot_at  # free-running trainers are at rest in a hook
+        return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), snapshot=snapshot)
     every = saves_every(config, engine, run, steps, first_steps)
     recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra, home.copy))
     if image is None:

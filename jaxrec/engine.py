@@ -1,9 +1,9 @@
 """Engines, which train a state over a stream of batches: the protocol, a common base class and the serial engine.
 
 `Engine` is the interface that hooks and techniques use. `EngineBase` implements what all engines share: one run at a
-time, the `with` block and its watchers (context managers such as `cpr.Recovery`). `CutSchedule` holds the cuts, the
-steps at which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline` overlaps several,
-with bitwise the same results.
+time, the `with` block and its watchers (context managers such as `cpr.Recovery`). `SnapshotSchedule` holds the
+snapshots, the steps at which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline`
+overlaps several, with bitwise the same results.
 
 Legend: B batch, U padded unique rows per shard.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import EmbeddingSpec, Tables
 from jaxrec.embedding.tables import check_shard
-from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Streams, in_pairs
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, ShardsLost, TrainState
@@ -31,10 +31,10 @@ from jaxrec.validate import check_not_donated
 class Engine(Protocol):
     """Interface of engines: `Serial`; `oac.Pipeline`, with bitwise the same results; `shadowsync.FreeTrainers`.
 
-    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the cut of the step if
-    one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its cut even if
-    one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its cuts, and then leaves
-    the watchers. Leaving a run never waits for the stream.
+    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the snapshot of the step
+    if one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its snapshot
+    even if one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its snapshots,
+    and then leaves the watchers. Leaving a run never waits for the stream.
 
     Attributes:
       tables: the current tables.
@@ -63,14 +63,16 @@ class Engine(Protocol):
     def exclusive(self, change: Callable[[Any], Any]) -> None:
         """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
 
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announce a cut: after the given step, which is not committed yet, call save(state)."""
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
+    ) -> None:
+        """Announce a snapshot: after the given step, which is not committed yet, call save(state)."""
 
-    def withdraw(self, step: int) -> None:
-        """Cancel the cut of a step."""
+    def cancel_snapshot(self, step: int) -> None:
+        """Cancel the snapshot of a step."""
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Mark shards as lost; watchers that have `recover` restore them after the step and its cut."""
+        """Mark shards as lost; watchers that have `recover` restore them after the step and its snapshot."""
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, between two runs; watchers that have `restarted(state)` are notified before."""
@@ -82,7 +84,7 @@ class Engine(Protocol):
         """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows."""
 
 
-def caught(function: Callable):
+def result_or_error(function: Callable):
     """Return the result of a function, or the exception it raises."""
     try:
         return function()
@@ -90,13 +92,13 @@ def caught(function: Callable):
         return error
 
 
-def first(failures: Sequence[BaseException]) -> BaseException:
+def first_failure(failures: Sequence[BaseException]) -> BaseException:
     """Return the first of several failures, with the others noted on it."""
-    note(failures[0], failures[1:])
+    add_failures(failures[0], failures[1:])
     return failures[0]
 
 
-def note(error: BaseException, failures: Sequence[BaseException]) -> None:
+def add_failures(error: BaseException, failures: Sequence[BaseException]) -> None:
     """Attach failures of the engine to an error, each as a note and as the end of its chain of contexts."""
     for failure in failures:
         known = _chain(error)
@@ -116,73 +118,75 @@ def _chain(error):
     return found
 
 
-class Cut(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """The save function of a step, and whether to warn if a run ends before the step."""
 
     save: Callable[[TrainState], Any]
     unreached: Literal["warn", "ignore"]
 
 
-class CutSchedule:
-    """The pending cuts of an engine."""
+class SnapshotSchedule:
+    """The pending snapshots of an engine."""
 
     def __init__(self):
-        self._to_come: dict[int, Cut] = {}
+        self._to_come: dict[int, SnapshotRequest] = {}
 
-    def announce(self, step: int, now: int, cut: Cut) -> None:
-        """Add a cut for a step after `now`, the current step.
+    def announce(self, step: int, now: int, snapshot: SnapshotRequest) -> None:
+        """Add a snapshot for a step after `now`, the current step.
 
         Raises:
-          ValueError: the step is committed, or has a cut already.
+          ValueError: the step is committed, or has a snapshot already.
         """
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
-            raise ValueError(f"a cut of step {step} is announced already: let one function save all that is wanted.")
-        self._to_come[step] = cut
+            raise ValueError(
+                f"a snapshot of step {step} is announced already: let one function save all that is wanted."
+            )
+        self._to_come[step] = snapshot
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """Return the save function of a step, or None; the cut stays pending until `tell_begun`."""
+        """Return the save function of a step, or None; the snapshot stays pending until `mark_begun`."""
         return self._to_come[step].save if step in self._to_come else None
 
-    def tell_begun(self, step: int) -> None:
-        """Remove the cut of a step, which has begun."""
+    def mark_begun(self, step: int) -> None:
+        """Remove the snapshot of a step, which has begun."""
         self._to_come.pop(step)
 
-    def withdraw(self, step: int) -> None:
-        """Cancel the cut of a step; does nothing if it was taken or never announced."""
+    def cancel_snapshot(self, step: int) -> None:
+        """Cancel the snapshot of a step; does nothing if it was taken or never announced."""
         self._to_come.pop(step, None)
 
     def _wanted(self):
-        """Return the sorted steps of pending cuts with unreached="warn"."""
-        return sorted(step for step, cut in self._to_come.items() if cut.unreached == "warn")
+        """Return the sorted steps of pending snapshots with unreached="warn"."""
+        return sorted(step for step, snapshot in self._to_come.items() if snapshot.unreached == "warn")
 
     def forget(self, now: int) -> None:
-        """Drop all cuts, as the state of step `now` is replaced; warn of those that were not taken."""
+        """Drop all snapshots, as the state of step `now` is replaced; warn of those that were not taken."""
         steps = self._wanted()
         self._to_come = {}
         if steps:
             warnings.warn(
-                f"cuts announced for steps {steps} were not taken, and are forgotten: the engine was reset at "
+                f"snapshots announced for steps {steps} were not taken, and are forgotten: the engine was reset at "
                 f"step {now}.",
                 stacklevel=3,
             )
 
     def warn(self, now: int) -> None:
-        """Warn once of cuts that a run ending at step `now` has not taken; drop those of past steps."""
+        """Warn once of snapshots that a run ending at step `now` has not taken; drop those of past steps."""
         steps = self._wanted()
-        later = {step: cut for step, cut in self._to_come.items() if step > now}
-        self._to_come = {step: cut._replace(unreached="ignore") for step, cut in later.items()}
+        later = {step: snapshot for step, snapshot in self._to_come.items() if step > now}
+        self._to_come = {step: snapshot._replace(unreached="ignore") for step, snapshot in later.items()}
         if steps:
             warnings.warn(
-                f"cuts announced for steps {steps} were not taken: the run was left at step {now}. Those of "
+                f"snapshots announced for steps {steps} were not taken: the run was left at step {now}. Those of "
                 "later steps stay announced for the next run.",
                 stacklevel=4,
             )
 
 
-# Limit of successive recoveries without a further committed step, or without the save of the cut they delay.
-MOST_TRIES = 8
+# Limit of successive recoveries without a further committed step, or without the save of the snapshot they delay.
+MAX_RECOVERIES = 8
 
 
 def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) -> set[int]:
@@ -235,7 +239,7 @@ class Losses:
                 )
 
 
-class Tries:
+class RecoveryCounter:
     """Counter of successive recoveries at one place, to end a run whose shards are lost again and again."""
 
     def __init__(self):
@@ -250,12 +254,12 @@ class Tries:
           remedy: end of the error message.
 
         Raises:
-          ShardsLost: this is more than MOST_TRIES recoveries at the place.
+          ShardsLost: this is more than MAX_RECOVERIES recoveries at the place.
         """
         self._tries = self._tries + 1 if self._place == place else 1
         self._place = place
-        if self._tries > MOST_TRIES:
-            raise ShardsLost(shards, f"again, after {MOST_TRIES} recoveries at {place}: {remedy}")
+        if self._tries > MAX_RECOVERIES:
+            raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {remedy}")
 
 
 Entered = TypeVar("Entered")
@@ -265,14 +269,14 @@ class EngineBase:
     """Base class of engines: the lifetime of a run, the `with` block and the watchers."""
 
     _name = "engine"  # in error messages
-    _cuts: CutSchedule
+    _snapshots: SnapshotSchedule
     step: int
 
     def __init__(self):
         # Weak, so that dropping the iterator of a run ends the run.
         self._generator: Callable = lambda: None
-        self._untold: list[BaseException] = []  # failures of a run that were not raised yet
-        self._tries = Tries()
+        self._unraised: list[BaseException] = []  # failures of a run that were not raised yet
+        self._tries = RecoveryCounter()
         self._watchers: list[Any] = []  # in order of `enter`
         self._entered = contextlib.ExitStack()  # leaves the watchers
         self._within = 0  # depth of callers that will raise failures of the run: `with` blocks, `close`
@@ -288,9 +292,9 @@ class EngineBase:
         self._generator = weakref.ref(generator)
         return generator
 
-    def _take_untold(self) -> list[BaseException]:
+    def _pop_unraised(self) -> list[BaseException]:
         # Cleared, so that the next call does not raise the same failures again.
-        failures, self._untold = self._untold, []
+        failures, self._unraised = self._unraised, []
         return failures
 
     def _end(self) -> list[BaseException]:
@@ -304,25 +308,25 @@ class EngineBase:
           Failures of the run that were not raised before; FloatingPointError if an unchecked loss is not finite.
         """
         if failures := self._end():
-            raise first(failures)
-        self._cuts.warn(self.step)
+            raise first_failure(failures)
+        self._snapshots.warn(self.step)
 
     def _close_within(self, error):
         try:
             failures = self._end()
         except KeyboardInterrupt as interrupt:
-            note(interrupt, self._take_untold())
+            add_failures(interrupt, self._pop_unraised())
             raise
         if error is not None:
-            note(error, failures)
+            add_failures(error, failures)
         elif failures:
-            raise first(failures)
+            raise first_failure(failures)
         else:
-            self._cuts.warn(self.step)
+            self._snapshots.warn(self.step)
 
-    def withdraw(self, step: int) -> None:
-        """Cancel the cut of a step; does nothing if there is none or it was taken."""
-        self._cuts.withdraw(step)
+    def cancel_snapshot(self, step: int) -> None:
+        """Cancel the snapshot of a step; does nothing if there is none or it was taken."""
+        self._snapshots.cancel_snapshot(step)
 
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enter a context manager, which is left when the `with` block of this engine ends.
@@ -330,7 +334,7 @@ class EngineBase:
             with engine:
                 recovery = engine.enter(Recovery(engine, ...))
 
-        Watchers are left after the run is closed and its cuts are saved, the last one first. If a watcher has
+        Watchers are left after the run is closed and its snapshots are saved, the last one first. If a watcher has
         `recover(shards)`, that is called when shards are lost: see `lose`.
 
         Args:
@@ -360,30 +364,30 @@ class EngineBase:
         try:
             self._close_within(error)
         except BaseException as failure:
-            # Watchers are left last, as a cut may be saving for them until the run is closed. They get the error that
-            # ends the block.
+            # Watchers are left last, as a snapshot may be saving for them until the run is closed. They get the error
+            # that ends the block.
             if not entered.__exit__(type(failure), failure, failure.__traceback__):
                 raise
             return False
         return bool(entered.__exit__(kind, error, trace))
 
-    def _changed_when_whole(self, change: Callable) -> Any:
+    def _change_with_recovery(self, change: Callable) -> Any:
         """Return change(tables), calling it again after recovery if it raises ShardsLost."""
         while True:
             changed, lost = self._changed(change)
             if not lost:
                 return changed
-            self._recover_met(lost)
+            self._recover_during_change(lost)
 
     def _changed(self, change: Callable) -> tuple[Any, Collection[int]]:
-        """Return the result of `_or_lost`, called with exclusive access to the tables."""
+        """Return the result of `_try_change`, called with exclusive access to the tables."""
         raise NotImplementedError
 
-    def _recover_met(self, shards: Collection[int]) -> None:
+    def _recover_during_change(self, shards: Collection[int]) -> None:
         """Have watchers recover lost shards that a change of the tables has met."""
         raise NotImplementedError
 
-    def _or_lost(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
+    def _try_change(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
         """Return (change(tables), ()), or (None, lost shards) if it meets lost shards that a watcher can recover."""
         try:
             return change(tables), ()
@@ -393,7 +397,7 @@ class EngineBase:
                 raise
             return None, lost.shards
 
-    def _bring_back(self, watchers: Iterable[Any], shards: Iterable[int]) -> None:
+    def _run_recovery(self, watchers: Iterable[Any], shards: Iterable[int]) -> None:
         """Call `recover` of watchers in order."""
         before, self._recovering = self._recovering, True
         try:
@@ -402,7 +406,7 @@ class EngineBase:
         finally:
             self._recovering = before
 
-    def _who_recovers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
+    def _recovering_watchers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
         """Return the watchers that have `recover`, and count the recovery.
 
         Args:
@@ -434,7 +438,7 @@ class EngineBase:
         Raises:
           ShardsLost: no watcher was entered before `but`, or shards were lost too often at this step.
         """
-        watchers = self._who_recovers(self.step, shards, "the servers that restore them die")
+        watchers = self._recovering_watchers(self.step, shards, "the servers that restore them die")
         before = watchers[: watchers.index(but)] if but in watchers else watchers
         if not before:
             raise ShardsLost(shards, f"while all were restored: {self._name}.enter(...) what replaces them first")
@@ -475,17 +479,17 @@ class Serial(EngineBase):
         super().__init__()
         check_not_donated(state)
         self._state, self._train_step, self._capacity = state, train_step, capacity
-        self._streams, self._cuts = Streams(), CutSchedule()
+        self._streams, self._snapshots = Streams(), SnapshotSchedule()
         self._losses, self._in_hook, self._alone = Losses(), False, False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
-        self._to_lose = set[int]()  # marked by a hook with `lose`, to be recovered after the cut
+        self._marked_lost = set[int]()  # marked by a hook with `lose`, to be recovered after the snapshot
         self.step = int(state.dense.step)
 
     @property
     def state(self) -> TrainState:
         """The state between two steps; hooks may not read it, as they get the state as an argument."""
         if self._in_hook:
-            raise ValueError("engine.state was read in a hook: take the state that it was given; this may be older.")
+            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
         return self._state
 
     @property
@@ -538,12 +542,12 @@ class Serial(EngineBase):
                 yield self._state, metrics
                 self._losses.check(check_every_steps)
         finally:
-            # A committed step keeps its cut even if its hooks failed or were interrupted.
+            # A committed step keeps its snapshot even if its hooks failed or were interrupted.
             if not self._lost_shards:
                 with uninterrupted():
-                    self._save_cut()
+                    self._save_snapshot()
         self._losses.check()
-        self._cuts.warn(self.step)
+        self._snapshots.warn(self.step)
 
     def _train(self, plans, batch, hooks, forget):
         while True:
@@ -556,7 +560,7 @@ class Serial(EngineBase):
                         self._run_hook(hook, plans, metrics)
                 self._finish_step()
             finally:
-                raise_again(asked)
+                raise_deferred(asked)
             if metrics is not None:
                 return metrics
 
@@ -579,19 +583,19 @@ class Serial(EngineBase):
         return metrics
 
     def _finish_step(self):
-        """Complete a step after its hooks: recover lost shards, save its cut, recover shards that hooks have marked."""
+        """Complete a step after its hooks: recover lost shards, save its snapshot, recover shards marked by hooks."""
         self._recover(self._lost_shards)
-        self._save_cut()
-        # After the cut, so that the recovery can use what it saved.
-        wanted, self._to_lose = self._to_lose, set()
+        self._save_snapshot()
+        # After the snapshot, so that the recovery can use what it saved.
+        wanted, self._marked_lost = self._marked_lost, set()
         self._recover(wanted)
 
     def _recover(self, shards):
         if not shards:
             return
-        watchers = self._who_recovers(self.step, shards, "what brings them back does not")
+        watchers = self._recovering_watchers(self.step, shards, "what brings them back does not")
         try:
-            self._bring_back(watchers, shards)
+            self._run_recovery(watchers, shards)
         except ShardsLost as lost:  # during the recovery: recover all once more
             self._lost_shards.update(lost.shards)
             self._recover({*shards, *lost.shards})
@@ -599,8 +603,8 @@ class Serial(EngineBase):
         # Only after success: otherwise the next run starts by recovering them.
         self._lost_shards = self._lost_shards.difference(shards)
 
-    def _save_cut(self):
-        while save := self._cuts.at(self.step):
+    def _save_snapshot(self):
+        while save := self._snapshots.at(self.step):
             self._recover(self._lost_shards)
             try:
                 save(self._state)
@@ -608,9 +612,9 @@ class Serial(EngineBase):
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
-                    self._cuts.tell_begun(self.step)
+                    self._snapshots.mark_begun(self.step)
 
-    def _recover_met(self, shards):
+    def _recover_during_change(self, shards):
         self._lost_shards.update(shards)
         in_hook, self._in_hook = self._in_hook, False  # watchers read the state
         try:
@@ -641,7 +645,7 @@ class Serial(EngineBase):
         """
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        changed = self._changed_when_whole(change)
+        changed = self._change_with_recovery(change)
         if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
@@ -651,33 +655,36 @@ class Serial(EngineBase):
     def _changed(self, change):
         self._alone = True
         try:
-            return self._or_lost(change, self._state.tables)
+            return self._try_change(change, self._state.tables)
         finally:
             self._alone = False
 
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
+    ) -> None:
         """Announce that save(state) will be called after a step; training waits for it.
 
         Args:
           step: number of a step that is not committed yet.
           save: (TrainState) -> anything.
-          unreached: whether to warn if a run ends before the step; the cut stays announced for the next run.
+          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
 
         Raises:
-          ValueError: the step is committed, or has a cut already.
+          ValueError: the step is committed, or has a snapshot already.
         """
-        self._cuts.announce(step, self.step, Cut(save, unreached))
+        self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
 
     def lose(self, shards: Sequence[int]) -> None:
-        """Mark shards as lost, in a hook; they are recovered after the step and its cut.
+        """Mark shards as lost, in a hook; they are recovered after the step and its snapshot.
 
         Raises:
           ValueError: there is no such shard, or no run is active.
         """
-        self._to_lose |= checked_shards(self.tables.spec, shards, self.running)
+        self._marked_lost |= checked_shards(self.tables.spec, shards, self.running)
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, whose step is that of its dense half; pending cuts and lost shards are dropped.
+        """Continue from another state, whose step is that of its dense half; pending snapshots and lost shards are
+        dropped.
 
         Watchers that have `restarted(state)` are notified before, and may refuse by raising.
 
@@ -691,8 +698,8 @@ class Serial(EngineBase):
             raise ValueError("reset to tables of another spec: make a new engine for them.")
         notify_restarted(self._watchers, state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
-        self._losses, self._lost_shards, self._to_lose = Losses(), set(), set()
-        self._cuts.forget(before)  # last, as it may warn
+        self._losses, self._lost_shards, self._marked_lost = Losses(), set(), set()
+        self._snapshots.forget(before)  # last, as it may warn
 
     def _end(self):
         generator = self._generator()
@@ -700,5 +707,5 @@ class Serial(EngineBase):
             try:
                 end()
             except Exception as failure:
-                self._untold.append(failure)
-        return self._take_untold()
+                self._unraised.append(failure)
+        return self._pop_unraised()

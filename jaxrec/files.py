@@ -46,7 +46,7 @@ def new_run_id() -> str:
 
 
 @contextlib.contextmanager
-def aside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same directory, whose file atomically replaces `path` when the block ends.
 
     Args:
@@ -67,13 +67,13 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; raises as `aside`."""
-    with aside(path) as partial:
+    """Write a file atomically; raises as `atomic_write`."""
+    with atomic_write(path) as partial:
         partial.write_text(text)
 
 
 def write_json(path: Path, content) -> None:
-    """Write a JSON file atomically; raises as `aside`."""
+    """Write a JSON file atomically; raises as `atomic_write`."""
     write_text(path, json.dumps(content))
 
 

@@ -23,7 +23,7 @@ def uninterrupted(again: bool = True) -> Iterator[list[int]]:
     not deferred: they raise nothing between two instructions.
 
     Args:
-      again: whether to raise the signals when the block ends. If False, the caller calls `raise_again`; if the block
+      again: whether to raise the signals when the block ends. If False, the caller calls `raise_deferred`; if the block
         raises, they are raised all the same.
     """
     asked: list[int] = []
@@ -37,7 +37,7 @@ def uninterrupted(again: bool = True) -> Iterator[list[int]]:
         whole = True
     finally:
         if asked and (again or not whole):
-            raise_again(asked)
+            raise_deferred(asked)
 
 
 class _put_off:
@@ -55,14 +55,14 @@ class _put_off:
             signal.signal(self.number, self.handler)
 
 
-def raise_again(asked: Sequence[int]) -> None:
+def raise_deferred(asked: Sequence[int]) -> None:
     """Run the handlers of deferred signals, SIGINT first."""
     if asked:
         number = min(asked)
         try:
             signal.raise_signal(number)
         finally:
-            raise_again([other for other in asked if other != number])
+            raise_deferred([other for other in asked if other != number])
 
 
 def wait(

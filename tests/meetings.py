@@ -43,7 +43,8 @@ def of(*values):
 
 
 def waits(transport, *trainers):
-    """A condition that holds once each of them has looked at the clock, as who waits in `meet` does again and again.
+    """A condition that holds once each of them has looked at the clock, as who waits in `sync_round` does again and
+    again.
 
     Made before they come, it says that they wait there.
     """
@@ -58,8 +59,8 @@ def joined(transport, *trainers):
 
 
 def in_meet(transport):
-    """The names of the threads that wait for others in `meet` of an AllToAll or a Centre."""
-    meeting = [thread for thread in threading.enumerate() if is_inside(type(transport).meet, thread)]
+    """The names of the threads that wait for others in `sync_round` of an AllToAll or a Centre."""
+    meeting = [thread for thread in threading.enumerate() if is_inside(type(transport).sync_round, thread)]
     return [thread.name for thread in meeting if is_inside(wait, thread)]
 
 
@@ -81,7 +82,7 @@ class Clock:
         return self.now + 1e-9 * next(self.looks)
 
     def goes_on(self, seconds, transport=None, *trainers, unless=lambda: False):
-        """So many seconds pass at once; returns when these trainers, who wait in `meet`, have seen it, or need not."""
+        """Let seconds pass at once; return when these trainers, waiting in `sync_round`, have seen it or need not."""
         self.now += seconds
         if trainers:
             seen = waits(transport, *trainers)
@@ -115,12 +116,12 @@ class Gate(Around):
         super().__init__(transport)
         self.error, self.entered, self.open = error, threading.Event(), threading.Event()
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         self.entered.set()
         assert self.open.wait(60)
         if self.error:
             raise self.error
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
 
 class Once(Around):
@@ -133,12 +134,12 @@ class Once(Around):
     def join(self, trainer):
         pass
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         if self.met:
             assert self.left.wait(60)
             raise PeerLeft
         self.met = True
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
     def leave(self, trainer, error=None):
         self.left.set()
@@ -151,12 +152,12 @@ class Steps(Around):
         super().__init__(transport)
         self.begin, self.brought, self.left = threading.Semaphore(0), [], False
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         assert self.begin.acquire(timeout=60)
         if self.left:
             raise PeerLeft("the test is over")
         self.brought.append([np.array(leaf) for leaf in before])
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
     def leave(self, trainer, error=None):
         self.left = True
@@ -171,14 +172,14 @@ class InOrder(Around):
         super().__init__(transport)
         self.ordered, self.next, self.changed = False, 0, threading.Condition()
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         if done or not self.ordered:
-            return self.transport.meet(trainer, before, done)
+            return self.transport.sync_round(trainer, before, done)
         with self.changed:
             assert self.changed.wait_for(lambda: self.next == trainer, 60)
             self.next += 1
             self.changed.notify_all()
-            return self.transport.meet(trainer, before, done)
+            return self.transport.sync_round(trainer, before, done)
 
 
 class Ends(Around):
@@ -188,20 +189,20 @@ class Ends(Around):
         super().__init__(transport)
         self.ends = {}
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         if done:
             self.ends[trainer] = float(before[-1].flat[0])
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
 
 class Stuck(Around):
-    """A transport whose `meet` returns when the test lets it, whoever leaves."""
+    """A transport whose `sync_round` returns when the test lets it, whoever leaves."""
 
     def __init__(self, transport):
         super().__init__(transport)
         self.entered, self.returns, self.met = threading.Event(), threading.Event(), 0
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         self.met += 1
         self.entered.set()
         assert self.returns.wait(60)

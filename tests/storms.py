@@ -48,7 +48,7 @@ def train(pipeline, stream):
     with pipeline:
         if pipeline.step < 12:
             with contextlib.suppress(ValueError):  # announced before the signal
-                pipeline.cut(12, lambda state: None, unreached="ignore")
+                pipeline.snapshot_at(12, lambda state: None, unreached="ignore")
         for _ in pipeline.run(stream, [hook]):
             pass
 

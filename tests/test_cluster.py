@@ -194,7 +194,7 @@ def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_th
         list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
         found = bits(engine.state)
     (death,) = servers.deaths
-    assert death.why == f"its process {first} on {servers.addresses[1]} has ended" and recovery.failed == 2
+    assert death.reason == f"its process {first} on {servers.addresses[1]} has ended" and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", "vanilla", {10: ((1, 3), ())}))
 
 
@@ -227,8 +227,8 @@ def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, t
     engine = ENGINES["pipeline"](fresh("host")._replace(tables=servers.tables))
     found, log, _ = run(engine, tmp_path / "found", "mfu", servers, gate)
     assert [death.server for death in servers.deaths] == [0]
-    said = r"server 0 \(incarnation 1\) has not answered (read|put|take|on_shards) within 2 s"
-    assert re.search(said, servers.deaths[0].why)
+    said = r"server 0 \(incarnation 1\) has not answered (read|put|take|track|on_shards) within 2 s"
+    assert re.search(said, servers.deaths[0].reason)
     until(lambda: not is_alive(first), 10)
     assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
 
@@ -254,7 +254,7 @@ def test_one_death_too_many_ends_the_run_and_says_so(start, tmp_path):
             kill(servers, 1)
             until_killed[:] = [one for one in [next(killed, None)] if one]
 
-    with pytest.raises(GivenUp, match=r"2 deaths of servers within 10 minutes, and 1 are borne; .* of server 1 \(inca"):
+    with pytest.raises(GivenUp, match=r"2 deaths of servers within 10 minutes, above most_deaths=1; .* of server 1 "):
         run(ENGINES["serial"](fresh("host")._replace(tables=servers.tables)), tmp_path, "mfu", servers, gate)
     assert len(servers.deaths) == 2
 
@@ -354,7 +354,7 @@ def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand,
     driver.communicate()
     until(lambda: not any(is_alive(int(process)) for process in processes), 3)
     for address, given, error in (
-        (closed, {}, "ValueError the cluster at .* wants a token that this process does not have"),
+        (closed, {}, "ValueError the cluster at .* requires a token that this process does not have"),
         (open_to_all, token, "ServerGone server 0 .* has not begun: .*RAY_AUTH_MODE=token"),
     ):
         driver, said = driver_of(address, HOME=str(short), **given)

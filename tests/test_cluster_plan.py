@@ -36,7 +36,8 @@ def test_a_step_is_its_parts_and_batches_in_flight_hide_the_shorter_one(job, pai
 @given(jobs, costs)
 def test_twice_the_servers_hold_half_each_and_cost_their_messages_more(job, paid):
     twice = job._replace(servers=2 * job.servers)
-    assert of_tables(twice)["server_gb_modelled"] == pytest.approx(of_tables(job)["server_gb_modelled"] / 2)
+    for key in ("server_gb_modelled", "server_access_counts_gb_modelled"):
+        assert of_tables(twice)[key] == pytest.approx(of_tables(job)[key] / 2)
     more = of_step(twice, paid)["read_ms_modelled"] - of_step(job, paid)["read_ms_modelled"]
     assert more == pytest.approx(job.servers * paid.read_message_ms, rel=1e-6, abs=1e-6)
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxrec import Batch, init_state, make_train_step, plan
-from jaxrec.checkpoint import Checkpointer, is_whole
+from jaxrec.checkpoint import Checkpointer, is_intact
 from jaxrec.cpr import Recovery, measure, plan_recovery
 from jaxrec.cpr.schedule import SETTING_A
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad
@@ -39,7 +39,7 @@ class NotedTables(HostTables):
     """Tables that note what is written into them, and which images are whole by then."""
 
     def with_shard(self, stack, shard, parts):
-        self.seen.append((shard, [is_whole(path) for path in self.place.rglob("step_*") if path.is_dir()]))
+        self.seen.append((shard, [is_intact(path) for path in self.place.rglob("step_*") if path.is_dir()]))
         return super().with_shard(stack, shard, parts)
 
 

@@ -128,7 +128,7 @@ def test_a_hook_that_fails_leaves_what_the_last_whole_hook_returned(make):
 def test_the_state_is_refused_inside_a_hook_and_a_hook_that_forgets_it_too(make):
     with make() as engine:
         for hook, message in (
-            (lambda *given: engine.state, "was read in a hook.*take the state that it was given"),
+            (lambda *given: engine.state, "was read in a hook.*use the state passed to it"),
             (lambda *given: None, "returned None"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -187,7 +187,7 @@ class Watcher:
 
     def recover(self, shards):
         assert threading.current_thread() is self.thread
-        self.engine.exclusive(emptied)  # which waits for the cut
+        self.engine.exclusive(emptied)  # which waits for the snapshot
         self.events.append(("recover", self.engine.step, list(shards)))
 
 
@@ -196,7 +196,7 @@ def test_the_order_is_commit_hooks_cut_and_recovery(make):
     events = []
     with make() as engine:
         watcher = engine.enter(Watcher(engine, events))
-        engine.cut(3, watcher.save)
+        engine.snapshot_at(3, watcher.save)
         list(engine.run(stream_from(0, 5), [watcher.hook]))
     (at, saved), *none = [(i, event) for i, event in enumerate(events) if event[0] == "save"]
     assert not none and same(saved[2], plain(3)[0])
@@ -224,10 +224,10 @@ def test_watchers_are_left_behind_the_run_and_its_cuts_with_the_error(make):
     events = []
     with pytest.raises(KeyError), make() as engine:
         first, second = engine.enter(Watcher(engine, events)), engine.enter(Watcher(engine, events))
-        engine.cut(2, second.save)
+        engine.snapshot_at(2, second.save)
         for _ in engine.run(stream_from(0)):
             if engine.step == 2:
-                raise KeyError("in the body, right after a step whose cut may still be saved")
+                raise KeyError("in the body, right after a step whose snapshot may still be saved")
     assert first is not second
     assert [event[0] for event in events[2:]] == ["save", "exit", "exit"]
     assert events[-1] == events[-2] == ("exit", KeyError, False)
@@ -264,11 +264,11 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
         with pytest.raises(ValueError, match="running"):
             next(engine.run(stream_from(0)))
         with pytest.raises(ValueError, match="committed already"):
-            engine.cut(1, print)
-        engine.cut(40, print)
+            engine.snapshot_at(1, print)
+        engine.snapshot_at(40, print)
         with pytest.raises(ValueError, match="announced already"):
-            engine.cut(40, print)
-        with pytest.warns(UserWarning, match=r"cuts announced for steps \[40\] were not taken: .* left at step 1"):
+            engine.snapshot_at(40, print)
+        with pytest.warns(UserWarning, match=r"snapshots announced for steps \[40\] were not taken: .* left at step 1"):
             engine.close()
 
 

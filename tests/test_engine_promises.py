@@ -46,7 +46,7 @@ def failing_at(step, act=lambda: None):
 def test_the_cut_of_a_step_is_saved_though_a_hook_of_it_failed(make):
     saved, stream = [], stream_from(0)
     with make() as engine:
-        engine.cut(3, lambda state: saved.append(bits(state)))
+        engine.snapshot_at(3, lambda state: saved.append(bits(state)))
         with pytest.raises(KeyError, match="of the hook"):
             list(engine.run(stream, [failing_at(3)]))
         assert len(saved) == 1 and same(saved[0], plain(3)[0])
@@ -195,7 +195,7 @@ def test_watchers_are_entered_within_a_block_whose_end_leaves_them_once_whatever
     del events[:]
     with pytest.raises(UserWarning, match="not taken"), engine:  # warnings are errors here
         engine.enter(Watcher(engine, events))
-        engine.cut(40, print)
+        engine.snapshot_at(40, print)
     assert events == ["enter", ("exit", UserWarning, False)]
 
 
@@ -227,7 +227,7 @@ def test_only_a_state_over_tables_of_the_same_spec_takes_the_place_of_another(ma
 def test_reset_forgets_the_cuts_to_come_and_says_so(make):
     with make() as engine:
         list(engine.run(stream_from(0, 3)))
-        engine.cut(5, print)
+        engine.snapshot_at(5, print)
         kept = make().state
         with pytest.warns(UserWarning, match=r"steps \[5\] were not taken.* at step 3") as warned:
             engine.reset(kept)
@@ -278,7 +278,7 @@ def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of
     tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at(kind, 5)
     with engine_of(state._replace(tables=tables)) as engine:
         engine.enter(Watcher(engine, events))
-        engine.cut(6, lambda state: saved.append(int(state.dense.step)))
+        engine.snapshot_at(6, lambda state: saved.append(int(state.dense.step)))
         losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0))]
     ((at, shards),) = [event[1:] for event in events if event[0] == "recover"]
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == at else state

@@ -117,8 +117,8 @@ def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained)
 class Far(AllToAll):
     """Rounds whose result lies 1000 beyond the mean, until a trainer is done."""
 
-    def meet(self, trainer, before, done):
-        target, last = super().meet(trainer, before, done)
+    def sync_round(self, trainer, before, done):
+        target, last = super().sync_round(trainer, before, done)
         return (target if done else jax.tree.map(lambda x: x + 1000, target)), last
 
 
@@ -167,8 +167,8 @@ class Gated(AllToAll):
         super().__init__(*given, **more)
         self.entered, self.open = threading.Event(), threading.Event()
 
-    def meet(self, trainer, before, done):
-        target, last = super().meet(trainer, before, done)
+    def sync_round(self, trainer, before, done):
+        target, last = super().sync_round(trainer, before, done)
         if done:
             return target, last
         self.entered.set()
@@ -427,7 +427,7 @@ def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
     replicas = [{"w": np.asarray(state.dense.params["w"][i])} for i in range(2)]
     group = SyncGroup(rule, PARAMS, 2, every_steps=2, memory=state.dense.opt_state.group)
     syncs, done, first = [group.trainer(i) for i in range(2)], {}, threading.Event()
-    meet = group.transport.meet
+    meet = group.transport.sync_round
 
     def in_order(trainer, before, is_done):
         assert trainer == 0 or not rule.has_centre or first.wait(60)
@@ -436,7 +436,7 @@ def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
         finally:
             first.set()
 
-    monkeypatch.setattr(group.transport, "meet", in_order)
+    monkeypatch.setattr(group.transport, "sync_round", in_order)
 
     def finish(number):
         with syncs[number] as sync:

@@ -58,14 +58,14 @@ def test_who_is_overdue_was_last_seen_at_a_round(clock):
 
     def seven_rounds():
         for _ in range(7):
-            transport.meet(1, of(0.0), False)
+            transport.sync_round(1, of(0.0), False)
         until(lambda: len(begun) == 8 and in_meet(transport))
         clock.goes_on(0.3)
 
     def without_end():
         while True:
             begun.append(1)
-            transport.meet(0, of(0.0), False)
+            transport.sync_round(0, of(0.0), False)
 
     error, _ = in_threads(without_end, seven_rounds)
     assert isinstance(error, PeerLeft)
@@ -100,7 +100,7 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
 
     def leaves_while_it_waits():
         try:
-            return transport.meet(0, of(1000.0), False)
+            return transport.sync_round(0, of(1000.0), False)
         finally:
             late.set()
 
@@ -108,17 +108,17 @@ def test_with_drop_the_others_go_on_without_what_it_had_brought():
         until(brought)
         transport.leave(0, KeyboardInterrupt())
         assert late.wait(60)
-        return transport.meet(1, of(2.0), False)
+        return transport.sync_round(1, of(2.0), False)
 
     gone, one, two = in_threads(
-        leaves_while_it_waits, second, lambda: late.wait(60) and transport.meet(2, of(4.0), False)
+        leaves_while_it_waits, second, lambda: late.wait(60) and transport.sync_round(2, of(4.0), False)
     )
     assert isinstance(gone, PeerLeft) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
     for target, last in (one, two):
         np.testing.assert_array_equal(target["w"], of(3.0)["w"])
         assert not last
     with pytest.raises(PeerLeft, match="trainer 0 left"):
-        transport.meet(0, of(0.0), False)
+        transport.sync_round(0, of(0.0), False)
 
 
 def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
@@ -129,10 +129,12 @@ def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
     def leaves_and_meets():
         until(both_have_brought)
         transport.leave(0)
-        return transport.meet(2, of(4.0), False)
+        return transport.sync_round(2, of(4.0), False)
 
     gone, one, two = in_threads(
-        lambda: transport.meet(0, of(1000.0), False), lambda: transport.meet(1, of(2.0), False), leaves_and_meets
+        lambda: transport.sync_round(0, of(1000.0), False),
+        lambda: transport.sync_round(1, of(2.0), False),
+        leaves_and_meets,
     )
     assert isinstance(gone, PeerLeft)
     assert [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
@@ -145,13 +147,13 @@ def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(clock):
         until(lambda: len(in_meet(transport)) == 2)
         clock.goes_on(0.3)
 
-    meets = [lambda: transport.meet(0, of(2.0), True), lambda: transport.meet(1, of(4.0), True)]
+    meets = [lambda: transport.sync_round(0, of(2.0), True), lambda: transport.sync_round(1, of(4.0), True)]
     targets = in_threads(*meets, time_passes)[:2]
     assert [(target["w"][0, 0], last) for target, last in targets] == [(3.0, True), (3.0, True)]
     with pytest.raises(ValueError, match="trainer=2 never joined within timeout_s=0.2.*no trainer comes back"):
         transport.join(2)
     with pytest.raises(ValueError, match="trainer=0 has finished"):
-        transport.meet(0, of(2.0), False)
+        transport.sync_round(0, of(2.0), False)
 
 
 def test_a_trainer_that_waits_is_dropped_with_nobody_left_to_wait_for():
@@ -162,7 +164,7 @@ def test_a_trainer_that_waits_is_dropped_with_nobody_left_to_wait_for():
         until(brought)
         transport.leave(1)
 
-    (target, last), _ = in_threads(lambda: transport.meet(0, of(5.0), False), leave)
+    (target, last), _ = in_threads(lambda: transport.sync_round(0, of(5.0), False), leave)
     assert target["w"][0, 0] == 5.0 and not last
 
 
@@ -172,22 +174,22 @@ def test_a_trainer_that_is_done_waits_longer_than_the_time_out_for_who_still_com
 
     def late():
         for _ in range(10):
-            clock.goes_on(0.06, centre, 0, unless=lambda: centre.why_gone(1))
-            centre.meet(1, of(8.0), False)
-        return centre.meet(1, of(8.0), True)[1]
+            clock.goes_on(0.06, centre, 0, unless=lambda: centre.exit_reason(1))
+            centre.sync_round(1, of(8.0), False)
+        return centre.sync_round(1, of(8.0), True)[1]
 
-    (_, early), last = in_threads(lambda: centre.meet(0, of(0.0), True), late)
+    (_, early), last = in_threads(lambda: centre.sync_round(0, of(0.0), True), late)
     assert early and last
 
 
 def test_a_trainer_on_a_slow_server_can_leave():
     centre, began = joined(Centre(easgd(), PARAMS, bytes_per_s=0.001), 0), threading.Event()
 
-    def meet():
+    def sync_round():
         began.set()
-        return centre.meet(0, of(1.0), False)
+        return centre.sync_round(0, of(1.0), False)
 
-    found, _ = in_threads(meet, lambda: began.wait(60) and centre.leave(0))  # 24,000 s
+    found, _ = in_threads(sync_round, lambda: began.wait(60) and centre.leave(0))  # 24,000 s
     assert isinstance(found, PeerLeft)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
@@ -199,11 +201,11 @@ class Interrupting(Around):
         super().__init__(transport)
         self.met = []
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         self.met.append(trainer)
         if len(self.met) == 1:
             interrupt_when(waits(self.transport, trainer))
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
 
 @pytest.mark.parametrize("where", ["Shadow.finish", "Foreground.finish", "Foreground.exchange"])
@@ -221,7 +223,7 @@ def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
                         again(params)
     assert told.met == [0] and no_threads_left()
     with pytest.raises(PeerLeft, match="trainer 0 left after its round 0 with KeyboardInterrupt"):
-        transport.meet(1, of(0.0), False)
+        transport.sync_round(1, of(0.0), False)
 
 
 @pytest.mark.parametrize("rule", [MEAN, easgd(0.5)], ids=lambda rule: rule.name)
@@ -238,7 +240,7 @@ def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule, clock):
         with Foreground(transport, 1, every_steps=10**9) as foreground:
             state = {"w": jnp.ones(3)}
             for _ in range(10):
-                clock.goes_on(0.06, transport, 0, unless=lambda: transport.why_gone(1))
+                clock.goes_on(0.06, transport, 0, unless=lambda: transport.exit_reason(1))
                 state = foreground.exchange(state)
             return foreground.finish(state)
 
@@ -251,8 +253,8 @@ def test_a_transfer_longer_than_the_time_out_loses_nobody(clock):
     both_wait = waits(centre, 0, 1)
 
     def late():
-        target, _ = centre.meet(1, of(8.0), False)
-        return target, centre.meet(1, of(8.0), True)
+        target, _ = centre.sync_round(1, of(8.0), False)
+        return target, centre.sync_round(1, of(8.0), True)
 
     def time_passes():
         until(both_wait)
@@ -260,7 +262,7 @@ def test_a_transfer_longer_than_the_time_out_loses_nobody(clock):
             clock.goes_on(0.06, centre, 0, 1)
         clock.goes_on(0.06)
 
-    early, both, _ = in_threads(lambda: centre.meet(0, of(0.0), True), late, time_passes)
+    early, both, _ = in_threads(lambda: centre.sync_round(0, of(0.0), True), late, time_passes)
     assert isinstance(early, tuple) and isinstance(both, tuple), (early, both)
     np.testing.assert_array_equal(centre.parameters["w"], [4.0] * 3)
 
@@ -273,7 +275,7 @@ def test_a_trainer_on_a_slow_server_hears_that_another_fails():
         until(in_the_transfer)
         centre.leave(1, OSError("the disk is gone"))
 
-    found, _ = in_threads(lambda: centre.meet(0, of(1.0), False), fails)
+    found, _ = in_threads(lambda: centre.sync_round(0, of(1.0), False), fails)
     assert isinstance(found, PeerLeft) and "OSError: the disk is gone" in str(found)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 

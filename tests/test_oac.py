@@ -290,27 +290,27 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
-    """Going on from the cut gives the same bits; meanwhile exactly a window of batches is committed."""
+    """Going on from the snapshot gives the same bits; meanwhile exactly a window of batches is committed."""
     window, at = 3, 7
-    batches, cuts, expected = make_batches(20), [], {}
+    batches, snapshots, expected = make_batches(20), [], {}
     plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
         # Training fills the window, no more, while this save lasts.
         assert pipeline.scheduler.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
-        cuts.append(frozen(state))
+        snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
 
     skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
     with Pipeline(make_state(), update_of(SPEC), window=window, **skips) as pipeline:
-        pipeline.cut(at, save)
+        pipeline.snapshot_at(at, save)
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
         with pytest.raises(ValueError, match="step=20 is committed already"):
-            pipeline.cut(20, save)
+            pipeline.snapshot_at(20, save)
     assert same((pipeline.state, losses), plain)
-    assert same((cuts[0], []), (expected[at], []))
-    dense = jax.tree.map(jnp.asarray, cuts[0].dense)
-    _, (state, losses) = train(batches[at:], state=TrainState(dense, cuts[0].tables), window=window)
+    assert same((snapshots[0], []), (expected[at], []))
+    dense = jax.tree.map(jnp.asarray, snapshots[0].dense)
+    _, (state, losses) = train(batches[at:], state=TrainState(dense, snapshots[0].tables), window=window)
     assert same((state, plain[1][:at] + losses), plain)
 
 
@@ -346,8 +346,8 @@ def broken_pipeline(stage, **options):
     write = raise_at(7) if stage == "write back" else lambda shards: None
     kind = pipeline_with(lambda update: raise_at(7, update)) if stage == "commit" else Pipeline
     pipeline = kind(watched(make_state(), before_write=write), update_of(SPEC), window=3, **options)
-    if stage == "cut":
-        pipeline.cut(7, raise_at(0))
+    if stage == "snapshot":
+        pipeline.snapshot_at(7, raise_at(0))
     return pipeline
 
 
@@ -368,7 +368,9 @@ def check_named(stage, notes):
 
 
 @pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("stage", ["plan", "ids", "load", "commit", "hook", "consumer", "fetch", "write back", "cut"])
+@pytest.mark.parametrize(
+    "stage", ["plan", "ids", "load", "commit", "hook", "consumer", "fetch", "write back", "snapshot"]
+)
 def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_batch(stage, skip):
     batches, expected = make_batches(16), {0: make_state()}
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))

@@ -229,7 +229,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
 def test_what_a_hook_loses_comes_back_behind_the_cut_of_its_step():
     events, views = [], []
     pipeline = Pipeline(mortal(), update_of(SPEC), window=3)
-    pipeline.cut(5, lambda state: events.append(("cut", equal(frozen(state), frozen_at[5]))))
+    pipeline.snapshot_at(5, lambda state: events.append(("snapshot", equal(frozen(state), frozen_at[5]))))
     frozen_at = {step: serial_loop([], BATCHES[:step])[0] for step in (5,)}
     hooks = [at_step(5, lambda state: pipeline.lose([2])), at_step(5, lambda state: events.append("hook"))]
     with pipeline:
@@ -238,7 +238,7 @@ def test_what_a_hook_loses_comes_back_behind_the_cut_of_its_step():
         for number, (state, _) in enumerate(pipeline.run(BATCHES, hooks), 1):
             if number == 5:
                 views.append(frozen(state))  # they are whole, and those of the state
-    assert events == ["hook", ("cut", True), (5, (2,))]
+    assert events == ["hook", ("snapshot", True), (5, (2,))]
     assert equal(views[0], serial_loop([(5, (2,))], BATCHES[:5])[0])
     assert equal(pipeline.state, serial_loop([(5, (2,))])[0])
 
@@ -295,7 +295,7 @@ def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how, skips):
             raise ShardsLost([1])
         saved.append(frozen(state))
 
-    pipeline.cut(step, save)
+    pipeline.snapshot_at(step, save)
     with pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -352,16 +352,16 @@ def test_the_state_is_refused_in_hooks_and_saves_and_is_what_the_last_whole_hook
         return state._replace(dense=state.dense._replace(params=params))
 
     def look(state):
-        with pytest.raises(ValueError, match="take the state that it was given"):
+        with pytest.raises(ValueError, match="use the state passed to it"):
             _ = pipeline.state
-        looked.append(frozen(state) if threading.current_thread().name == "oac-cut" else state.dense)
+        looked.append(frozen(state) if threading.current_thread().name == "oac-snapshot" else state.dense)
         if len(looked) == 2:
             raise Broken
 
     looked: list = []
     halved: list = []
     pipeline = Pipeline(make_state(), update_of(SPEC), window=3)
-    pipeline.cut(1, look)
+    pipeline.snapshot_at(1, look)
     with pytest.raises(Broken), pipeline:
         for state, _ in pipeline.run(BATCHES, [halve, at_step(3, look)]):
             if pipeline.step == 1:
@@ -392,7 +392,7 @@ def test_after_reset_a_pipeline_goes_on_from_the_other_state(broken, skips):
         return jax.tree.map(np.asarray, tree)
 
     pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch, **skips)
-    pipeline.cut(STEPS, lambda state: None, unreached="ignore")
+    pipeline.snapshot_at(STEPS, lambda state: None, unreached="ignore")
     with pipeline:
         with pytest.raises(Broken):
             for _ in pipeline.run(BATCHES, [at_step(9, lambda state: broken or raise_broken())]):
@@ -402,7 +402,7 @@ def test_after_reset_a_pipeline_goes_on_from_the_other_state(broken, skips):
                 pipeline.drain()
         pipeline.reset(image_of(5))
         assert pipeline.step == 5 == int(pipeline.state.dense.step)
-        pipeline.cut(STEPS, lambda state: None)  # nothing is left of what was announced
+        pipeline.snapshot_at(STEPS, lambda state: None)  # nothing is left of what was announced
         list(pipeline.run(BATCHES[5:]))
     assert equal(pipeline.state, serial_loop([])[0])
 
@@ -439,7 +439,7 @@ def test_watchers_leave_in_reverse_when_the_run_is_closed_and_the_cut_that_is_du
         saving.set()
         events.append(("saved", equal(frozen(state), serial_loop([], BATCHES[:6])[0])))
 
-    pipeline.cut(6, save)
+    pipeline.snapshot_at(6, save)
     with pytest.raises(error) if error else contextlib.nullcontext(), pipeline:
         assert pipeline.enter(Watcher("first", events)) == "first"
         pipeline.enter(Watcher("second", events))

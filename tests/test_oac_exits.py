@@ -147,7 +147,7 @@ def refuses_everything(pipeline, dense_step, table_steps):
         "run": lambda: pipeline.run(make_batches(2)),
         "drain": pipeline.drain,
         "exclusive": lambda: pipeline.exclusive(unchanged),
-        "cut": lambda: pipeline.cut(100, print),
+        "snapshot": lambda: pipeline.snapshot_at(100, print),
         "read": lambda: pipeline.state.tables.read({}),
         "shards": lambda: pipeline.state.tables.shards,
         "save": lambda: snapshot(pipeline.state),
@@ -587,11 +587,11 @@ def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
     assert len(list(second.run(batches))) == 6
 
 
-# ---- cuts
+# ---- snapshots
 
 
 class BrokenSave:
-    """A save of a cut that fails, and what is asked of the pipeline afterwards."""
+    """A save of a snapshot that fails, and what is asked of the pipeline afterwards."""
 
     def __init__(self):
         self.began, self.thread = threading.Event(), None
@@ -602,28 +602,28 @@ class BrokenSave:
         raise Broken
 
     def wait(self):
-        """It tells the failure after it has raised it, and a cut before that is a good one."""
+        """It tells the failure after it has raised it, and a snapshot before that is a good one."""
         assert self.began.wait(60)
         self.thread.join(60)
 
 
-@pytest.mark.parametrize("what", ["leave", "cut", "exclusive", "drain"])
+@pytest.mark.parametrize("what", ["leave", "snapshot", "exclusive", "drain"])
 def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(what):
     batches, save = make_batches(16), BrokenSave()
     stream = iter(batches)
 
     def ask(state):
         save.wait()
-        given = {"cut": (9, save), "drain": (), "exclusive": (unchanged,)}[what]
+        given = {"snapshot": (9, save), "drain": (), "exclusive": (unchanged,)}[what]
         getattr(pipeline, what)(*given)
         pytest.fail("the call says nothing of the save")
 
     with pytest.raises(Broken) as raised, Pipeline(make_state(), update_of(SPEC), window=8) as pipeline:
-        pipeline.cut(4, save)
+        pipeline.snapshot_at(4, save)
         for number, _ in enumerate(pipeline.run(stream, [at_step(6, ask)] if what != "leave" else []), 1):
             if number == 6:
                 break
-    assert "in stage 'cut' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
+    assert "in stage 'snapshot' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
     assert equal(pipeline.state, states_of(batches)[pipeline.step]) and pipeline.step <= 6
     with pipeline:
         assert goes_on(pipeline, stream, batches)
@@ -632,10 +632,10 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
 def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
     batches, saved = make_batches(12), []
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
-    pipeline.cut(9, lambda state: saved.append(int(state.dense.step)))
-    pipeline.cut(98, saved.append)
-    pipeline.cut(99, saved.append, unreached="ignore")
-    with pytest.warns(UserWarning, match=r"cuts announced for steps \[9, 98\] were not taken: .* left at step 5"):
+    pipeline.snapshot_at(9, lambda state: saved.append(int(state.dense.step)))
+    pipeline.snapshot_at(98, saved.append)
+    pipeline.snapshot_at(99, saved.append, unreached="ignore")
+    with pytest.warns(UserWarning, match=r"snapshots announced for steps \[9, 98\] were not taken: .* left at step 5"):
         list(pipeline.run(batches[:5]))
     assert not saved
     list(pipeline.run(batches[5:]))  # warnings are errors here: it is said once
@@ -720,7 +720,7 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
 WAITS = {
     "drain": BatchScheduler.drain,
     "exclusive": BatchScheduler.drain,
-    "cut": BatchScheduler.wait_for_release,
+    "snapshot": BatchScheduler.wait_for_release,
     "commit": BatchScheduler.wait_to_commit,
     "leave": BatchScheduler.wait_for_threads,
 }
@@ -736,9 +736,9 @@ def waiting_pipeline(place, go):
         return to_host(tree)
 
     pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, window=0 if place == "commit" else WINDOW)
-    if place == "cut":
-        pipeline.cut(4, lambda state: go.wait(60))
-        pipeline.cut(5, print, unreached="ignore")
+    if place == "snapshot":
+        pipeline.snapshot_at(4, lambda state: go.wait(60))
+        pipeline.snapshot_at(5, print, unreached="ignore")
     return pipeline
 
 
@@ -772,7 +772,7 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
     batches = make_batches(12)
     pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
     pipeline.scheduler_type = Telling
-    pipeline.cut(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
+    pipeline.snapshot_at(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(batches):
             pass
@@ -802,7 +802,7 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
 
     kind = interrupted_in_the_commit(5) if way == "commit" else Pipeline
     pipeline, stream = pipeline_of(kind=kind), iter(batches)
-    pipeline.cut(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
+    pipeline.snapshot_at(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
     with pytest.raises(KeyboardInterrupt), pipeline:
         for _ in pipeline.run(stream, [hook]):
             pass
@@ -855,7 +855,7 @@ def test_what_leaving_by_break_has_found_is_raised_by_the_next_call(ask):
         failed.set()
         raise Broken
 
-    pipeline.cut(4, save)
+    pipeline.snapshot_at(4, save)
     for number, _ in enumerate(pipeline.run(batches), 1):
         if number == 4:
             assert failed.wait(60)
@@ -871,9 +871,9 @@ def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches
     saving, drained, go = threading.Event(), threading.Event(), threading.Event()
 
     class Telling(BatchScheduler):
-        def wait_for_cut(self):
+        def wait_for_snapshot(self):
             go.set()
-            super().wait_for_cut()
+            super().wait_for_snapshot()
 
     def save(state):
         saving.set()
@@ -881,7 +881,7 @@ def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches
         seen.append((state.tables.step, drained.is_set()))
 
     pipeline.scheduler_type = Telling
-    pipeline.cut(6, save)
+    pipeline.snapshot_at(6, save)
     with pipeline:
         for number, _ in enumerate(pipeline.run(batches), 1):
             if number == 6:

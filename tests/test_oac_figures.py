@@ -387,7 +387,7 @@ def buffer_of(array):
 
 
 class Measured:
-    """A run whose device is slow at one step, and whose cut holds all writing at another; what it holds then.
+    """A run whose device is slow at one step, and whose snapshot holds all writing at another; what it holds then.
 
     Attributes:
       most: live bytes on devices after every transfer and update. filled: when all is gathered that may be.
@@ -401,7 +401,7 @@ class Measured:
         self.dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
         kind = pipeline_with(lambda update: functools.partial(self.update, update))
         with kind(state, update_of(spec), send=self.send, fetch=self.fetch, **options) as self.pipeline:
-            self.pipeline.cut(cut_at, self.save)
+            self.pipeline.snapshot_at(cut_at, self.save)
             for _ in self.pipeline.run(batches, [self.hook]):
                 pass
 
@@ -450,7 +450,7 @@ PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "none", "device")
 
 @pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "none"))
 def test_memory_is_what_the_formula_says(way, shape):
-    """Live arrays when the device is slow and all is gathered; host arrays when a cut holds all writing."""
+    """Live arrays when the device is slow and all is gathered; host arrays when a snapshot holds all writing."""
     options, (spec, batches) = WAYS[way], shaped(shape)
     window = {"sync": 0, "semisync": 1}.get(way, 3)
     found = Measured(spec, batches, **options)

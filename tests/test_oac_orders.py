@@ -82,7 +82,7 @@ def test_of_two_writers_each_adds_its_own_shards(mode, window, delay):
 
 
 def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
-    batches, cuts = make_batches(12), []
+    batches, snapshots = make_batches(12), []
 
     def halve(state, step, plan, metrics):
         if step != 7:
@@ -93,35 +93,35 @@ def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
 
     halved: list = []
     with Pipeline(make_state(), update_of(SPEC), window=3) as pipeline:
-        pipeline.cut(7, lambda state: cuts.append(frozen(state)))
+        pipeline.snapshot_at(7, lambda state: snapshots.append(frozen(state)))
         for _ in pipeline.run(batches, [halve]):
             pass
-    assert int(cuts[0].dense.step) == 7
-    np.testing.assert_array_equal(cuts[0].dense.params["scale"], halved[0])
+    assert int(snapshots[0].dense.step) == 7
+    np.testing.assert_array_equal(snapshots[0].dense.params["scale"], halved[0])
 
 
 @pytest.mark.parametrize("skips", [{}, BOTH])
 def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
-    """Between the commit of the cut's step and the next one nothing else holds `exclusive` back."""
-    batches, cuts, expected, inside = make_batches(12), [], {}, threading.Event()
+    """Between the commit of the snapshot's step and the next one nothing else holds `exclusive` back."""
+    batches, snapshots, expected, inside = make_batches(12), [], {}, threading.Event()
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        # An `exclusive` that does not wait is inside while the cut is not there yet.
-        until(lambda: inside.is_set() or (is_inside(BatchScheduler.wait_for_cut) and is_inside(wait)))
-        cuts.append(frozen(state))
+        # An `exclusive` that does not wait is inside while the snapshot is not there yet.
+        until(lambda: inside.is_set() or (is_inside(BatchScheduler.wait_for_snapshot) and is_inside(wait)))
+        snapshots.append(frozen(state))
 
     def change(tables):
         inside.set()
-        assert len(cuts) == 1
+        assert len(snapshots) == 1
         return reset(tables)
 
     with Pipeline(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
-        pipeline.cut(7, save)
+        pipeline.snapshot_at(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
                 pipeline.exclusive(change)
-    assert same((cuts[0], []), (expected[7], []))
+    assert same((snapshots[0], []), (expected[7], []))
 
 
 class Looked(set):

@@ -23,13 +23,13 @@ from world import pair_batch, pair_loss, pair_predict
 import jaxrec
 from jaxrec.checkpoint import (
     Checkpointer,
-    copy_rows,
     deltas,
     images,
     read_tables,
     restore,
     restore_for_prediction,
     snapshot,
+    snapshot_rows,
     write_image,
 )
 from jaxrec.cpr import Recovery, mfu
@@ -237,7 +237,7 @@ def test_a_chain_gives_the_newest_of_each_row(tmp_path):
     write_image(tmp_path / "a" / "step_00000012", snapshot(base))
     below = {"step_00000012": read_digest(tmp_path / "a" / "step_00000012")}
     rows = {("width_8", 1): np.array([1, 5, 41, 45], np.int32)}
-    write_image(tmp_path / "a" / "delta_000001", copy_rows(over.tables, rows, 13, below))
+    write_image(tmp_path / "a" / "delta_000001", snapshot_rows(over.tables, rows, 13, below))
     read, ids = read_tables(tmp_path / "a", ["item"], ["value", "accumulator"])["item"], np.arange(9)
     newer = np.isin(ids + 40, [41, 45])
     equal(read["value"][newer], embedding_matrix(over.tables, "item", ids[newer]))

@@ -535,7 +535,7 @@ def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
 
 
 def test_a_hook_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_ever(tmp_path):
-    """A cut that was announced and never taken kept the thread that picks ahead waiting, and the next save for it."""
+    """A snapshot announced and never taken kept the thread that picks ahead waiting, and the next save for it."""
 
     def fail(state, step, plans, metrics):
         if step == 8:

@@ -23,7 +23,7 @@ from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
 from world import loss, until
 
-from jaxrec.checkpoint import Checkpointer, images, is_whole, restore, restore_shards
+from jaxrec.checkpoint import Checkpointer, images, is_intact, restore, restore_shards
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
@@ -422,7 +422,7 @@ def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize(
-    "at", [10, EVERY, LENGTH, None], ids=["a hook", "a cut's hook", "the last hook", "after the run"]
+    "at", [10, EVERY, LENGTH, None], ids=["a hook", "a snapshot's hook", "the last hook", "after the run"]
 )
 def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(make, at, tmp_path):
     """In `exclusive`, as an evaluation does it; what it sees in the end is what `Serial` has by then."""
@@ -466,7 +466,7 @@ def test_a_cut_holds_what_hooks_have_made_after_one_of_its_step_has_met_a_death(
     with Fleet(SPEC, ROWS, 2) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
         engine.enter(fleet)
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
-        engine.cut(5, lambda state: saved.append(jax.device_get(state.dense.params)))
+        engine.snapshot_at(5, lambda state: saved.append(jax.device_get(state.dense.params)))
         for _ in engine.run(map(batch_at, range(8)), [recovery.hook, dies, doubles]):
             made[:] = jax.device_get(made)
         assert fleet.died == [1] and recovery.failed == 2
@@ -688,7 +688,7 @@ def test_the_servers_write_their_shards_into_the_image_themselves_and_no_row_tra
         checkpointer.save(state)
     assert sorted(asked) == [(0, "on_shards"), (1, "on_shards")]
     (path,) = images(tmp_path)
-    assert is_whole(path) and len(list(path.glob("arrays.*.width_4.*"))) == 4 and not (path / "probe").exists()
+    assert is_intact(path) and len(list(path.glob("arrays.*.width_4.*"))) == 4 and not (path / "probe").exists()
     assert same(bits(restore(path, fresh("host"))[0]), wanted)
     template = fresh("host")._replace(
         tables=remote(SPEC, ROWS, 2, fate=lambda server, _, verb, n: asked.append((server, verb)) or "")

@@ -181,11 +181,11 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
     rule, entered = model_averaging(0.5, "lerp"), threading.Event()
 
     class Late(Steps):
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             entered.set()
             if not done:
                 until(lambda: is_inside(wait))  # `finish` was called, and waits for the end
-            return super().meet(trainer, before, done)
+            return super().sync_round(trainer, before, done)
 
     steps = Late(AllToAll(rule, PARAMS))
     steps.begin.release(10)
@@ -227,9 +227,9 @@ def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
     rule = plain._replace(merge=merge)
 
     class Logged(Steps):
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             log.append("met")
-            return super().meet(trainer, before, done)
+            return super().sync_round(trainer, before, done)
 
     steps = Logged(AllToAll(rule, PARAMS))
     with Shadow(steps) as shadow:
@@ -276,7 +276,7 @@ def exchanged_while_a_round_ends(form, number):
     with Shadow(steps) as shadow:
         (thread,) = workers("shadow-")
         params = shadow.exchange({"w": jnp.full(3, 8.0)})
-        until(lambda: is_inside(steps.meet, thread))
+        until(lambda: is_inside(steps.sync_round, thread))
 
         def end_round(number):
             """It does not end here where the exchange holds the lock, or where it has not begun."""

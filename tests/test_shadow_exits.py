@@ -28,7 +28,9 @@ def test_what_a_round_raises_surfaces_at_the_next_exchange_and_on_leaving():
 def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
     rule = model_averaging()
     stuck = Stuck(AllToAll(rule, PARAMS, timeout_s=0.2))
-    with pytest.raises(TimeoutError, match=r"trainer 0: `meet` of Stuck .* timeout_s=0\.2, and the thread is left"):
+    with pytest.raises(
+        TimeoutError, match=r"trainer 0: `sync_round` of Stuck .* timeout_s=0\.2, and the thread is left"
+    ):
         with Shadow(stuck) as shadow:
             shadow.exchange(state_of(1.0))
             assert stuck.entered.wait(60)

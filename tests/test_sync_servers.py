@@ -16,7 +16,7 @@ RULES = {"easgd": easgd(0.3), "ma": model_averaging(0.7), "lerp": model_averagin
 
 
 class InThread:
-    """A way to an object of this process, whose methods run in threads; until it is killed."""
+    """Handle to an object of this process whose methods run in threads, until `kill`."""
 
     def __init__(self, server):
         self.server, self.dead, self.pool = server, threading.Event(), ThreadPoolExecutor(16)
@@ -24,7 +24,7 @@ class InThread:
 
     def call(self, method, *args):
         if self.dead.is_set():
-            raise ServerGone("the place has ended")
+            raise ServerGone("the sync server has ended")
         answer = Future()
         self.waiting.add(answer)
         self.pool.submit(self._run, answer, method, args)
@@ -42,13 +42,13 @@ class InThread:
     def kill(self):
         self.dead.set()
         for answer in list(self.waiting):
-            answer.set_exception(ServerGone("the place has ended"))
+            answer.set_exception(ServerGone("the sync server has ended"))
 
 
 def sync_servers_of(rule, trainers, sync_servers=1, timeout_s=20.0):
     leaves = [PARAMS["a"], np.asarray(PARAMS["b"]), PARAMS["c"]]
-    dealt = assign_leaves([leaf.nbytes for leaf in leaves], rule, sync_servers)
-    return [InThread(SyncServer(rule, [leaves[leaf] for leaf in mine], trainers, timeout_s)) for mine in dealt]
+    assigned = assign_leaves([leaf.nbytes for leaf in leaves], rule, sync_servers)
+    return [InThread(SyncServer(rule, [leaves[leaf] for leaf in mine], trainers, timeout_s)) for mine in assigned]
 
 
 def brought(seed):
@@ -57,11 +57,11 @@ def brought(seed):
 
 
 def rounds(clients, script):
-    """What each round of a script [(trainers that meet at once, done)] gives; of a centre one after the other."""
+    """Run a script [(trainers that meet at once, done)]; return what each `sync_round` has returned."""
     found = []
     with ThreadPoolExecutor(len(clients)) as pool:
         for number, (who, done) in enumerate(script):
-            meet = lambda i, number=number, done=done: clients[i].meet(i, brought(100 * number + i), done)
+            meet = lambda i, number=number, done=done: clients[i].sync_round(i, brought(100 * number + i), done)
             found += list(pool.map(meet, who)) if len(who) > 1 else [meet(who[0])]
     return found
 
@@ -80,12 +80,12 @@ def test_scripted_rounds_have_the_bits_of_threads(name, sync_servers):
         transport.join(trainer)
     handles = sync_servers_of(rule, 3, sync_servers)
     clients = [SyncClient(rule, PARAMS, trainer, 1, handles, 20.0) for trainer in range(3)]
-    of_threads, of_places = rounds([transport] * 3, script), rounds(clients, script)
-    assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(of_threads, of_places, strict=True))
-    assert not same(of_places[0][0], of_places[-1][0])
+    of_threads, of_servers = rounds([transport] * 3, script), rounds(clients, script)
+    assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(of_threads, of_servers, strict=True))
+    assert not same(of_servers[0][0], of_servers[-1][0])
 
 
-def test_symmetric_easgd_keeps_the_sum_over_places_and_model_averaging_the_mean():
+def test_symmetric_easgd_keeps_the_sum_over_trainers_and_centre_and_model_averaging_the_mean():
     rng = np.random.default_rng(0)
     handles = sync_servers_of(RULES["easgd"], 2, 2)
     clients = [SyncClient(RULES["easgd"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
@@ -94,13 +94,13 @@ def test_symmetric_easgd_keeps_the_sum_over_places_and_model_averaging_the_mean(
     wanted = {name: live[0][name][0] + live[1][name][0] + centre[name] for name in PARAMS}
     for _ in range(20):
         i = int(rng.integers(2))
-        target, _ = clients[i].meet(i, live[i], False)
+        target, _ = clients[i].sync_round(i, live[i], False)
         new = {n: RULES["easgd"].merge(live[i][n], live[i][n], target[n]) for n in PARAMS}
         centre = {n: centre[n] + (live[i][n] - new[n])[0] for n in PARAMS}  # what the trainer has given
         live[i] = new
     for name in PARAMS:
         np.testing.assert_allclose(live[0][name][0] + live[1][name][0] + centre[name], wanted[name], rtol=1e-5)
-    now = clients[0].meet(0, live[0], False)[0]
+    now = clients[0].sync_round(0, live[0], False)[0]
     np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # it is at the sync servers
     handles = sync_servers_of(RULES["ma"], 2)
     clients = [SyncClient(RULES["ma"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
@@ -115,18 +115,18 @@ def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor
     clients = [SyncClient(rule, PARAMS, i, 1, [handle], 20.0) for i in (0, 1)]
     rounds(clients, [((0, 1), False)])
     handle.call("leave", 1, 1, "killed").result(10)
-    alone, last = clients[0].meet(0, brought(7), False)
+    alone, last = clients[0].sync_round(0, brought(7), False)
     assert same(alone, {n: np.asarray(x, np.float32) for n, x in brought(7).items()}) and not last
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(clients[0].meet, 0, brought(8), True)
+        ended = pool.submit(clients[0].sync_round, 0, brought(8), True)
         with pytest.raises(TimeoutError):
             ended.result(0.5)
         successor = SyncClient(rule, PARAMS, 1, 2, [handle], 20.0)
-        both, last = successor.meet(1, brought(9), True)
+        both, last = successor.sync_round(1, brought(9), True)
         assert last and ended.result(10)[1]
     np.testing.assert_allclose(both["c"], (brought(8)["c"] + brought(9)["c"]) / 2, rtol=1e-6)
     with pytest.raises(PeerLeft, match="has a successor"):  # that was stopped, and comes back
-        clients[1].meet(1, brought(3), False)
+        clients[1].sync_round(1, brought(3), False)
 
 
 @pytest.mark.parametrize("name", ["ma", "easgd"])
@@ -139,21 +139,21 @@ def test_the_end_waits_no_longer_when_a_trainer_is_given_up(name):
         rounds(clients, [((0,), False), ((1,), False)])
     handle.call("leave", 1, 1, "killed").result(10)
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(clients[0].meet, 0, brought(8), True)
+        ended = pool.submit(clients[0].sync_round, 0, brought(8), True)
         with pytest.raises(TimeoutError):
             ended.result(0.5)
         handle.call("give_up", 1).result(10)
         assert ended.result(10)[1]
 
 
-def test_a_round_goes_to_the_next_place_when_one_dies():
+def test_a_round_continues_at_the_successor_of_a_dead_sync_server():
     rule = RULES["easgd"]
     handles = sync_servers_of(rule, 1, 2)
     client = SyncClient(rule, PARAMS, 0, 1, handles, 20.0)
-    client.meet(0, brought(0), False)
+    client.sync_round(0, brought(0), False)
     handles[1].kill()
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(client.meet, 0, brought(1), False)
+        waits = pool.submit(client.sync_round, 0, brought(1), False)
         with pytest.raises(TimeoutError):
             waits.result(0.5)
         client.replace(1, sync_servers_of(rule, 1, 2)[1])  # it begins with the initial parameters
@@ -166,12 +166,12 @@ def test_a_round_goes_to_the_next_place_when_one_dies():
             assert np.array_equal(found[name][0], PARAMS[name]) == (sync_server == 1)
 
 
-def test_a_trainer_that_leaves_ends_its_wait_and_a_place_refuses_the_past():
+def test_a_trainer_that_leaves_ends_its_wait_and_a_sync_server_refuses_an_earlier_incarnation():
     rule = RULES["ma"]
     (handle,) = sync_servers_of(rule, 2)
     client = SyncClient(rule, PARAMS, 0, 2, [handle], 20.0)
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(client.meet, 0, brought(0), False)
+        waits = pool.submit(client.sync_round, 0, brought(0), False)
         with pytest.raises(TimeoutError):
             waits.result(0.5)
         client.leave(0)
@@ -179,7 +179,7 @@ def test_a_trainer_that_leaves_ends_its_wait_and_a_place_refuses_the_past():
             waits.result(20)
     with pytest.raises(PeerLeft, match="has a successor"):
         handle.call("join", 0, 1).result(10)
-    assert handle.call("tell", 0, 1, 0.0).result(10) == "has a successor"
+    assert handle.call("heartbeat", 0, 1).result(10) == "has a successor"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_more_sync_servers_than_a_rule_can_have_are_refused(rule, sync_servers, 
 
 @pytest.mark.parametrize("kind", [Shadow, lambda client, i: Foreground(client, i, every_steps=2)], ids=["shadow", "FR"])
 @pytest.mark.parametrize("name", ["ma", "easgd"])
-def test_synchronisers_train_through_places_to_one_end(kind, name):
+def test_synchronisers_at_sync_servers_end_with_equal_parameters(kind, name):
     rule = {"ma": RULES["lerp"], "easgd": RULES["easgd"]}[name]
     handles = sync_servers_of(rule, 2, 2 if rule.has_centre else 1)
 

@@ -229,10 +229,10 @@ def test_numpy_parameters_may_be_changed_in_place_while_a_round_is_made():
     mine, seen = {"w": aligned((100,))}, []
 
     class Changed(AllToAll):
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             mine["w"] += 1
             seen.append(float(before[0].max()))
-            return super().meet(trainer, before, done)
+            return super().sync_round(trainer, before, done)
 
     rule = model_averaging()
     with Foreground(Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:

@@ -135,11 +135,11 @@ class Broken(AllToAll):
 
     rounds_of_1 = 0
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         if trainer == 1 and self.rounds_of_1 == 2:
             raise ConnectionError("the cable is cut")
         self.rounds_of_1 += trainer == 1
-        return super().meet(trainer, before, done)
+        return super().sync_round(trainer, before, done)
 
 
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
@@ -164,10 +164,10 @@ def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
     entered, wake = threading.Event(), threading.Event()
 
     class Stuck(AllToAll):
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             entered.set()
             assert wake.wait(60)
-            return super().meet(trainer, before, done)
+            return super().sync_round(trainer, before, done)
 
     def broken():
         for batch in stream(0, 20_000):
@@ -202,7 +202,7 @@ def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, 
 
     def time_passes():
         until(lambda: blocked.is_set() and {"trainer-0", "shadow-0"} & {*in_meet(transport)})
-        gone = lambda: transport.why_gone(1)
+        gone = lambda: transport.exit_reason(1)
         while not gone():
             clock.goes_on(0.3, transport, 0, unless=gone)
 
@@ -227,10 +227,10 @@ def train_for_ever(way):
     kind, rule, more = WAYS[way] if way != "none" else (None, None, {})
 
     class Telling(Centre if rule and rule.has_centre else AllToAll):
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             if done:
                 print("finishing", flush=True)
-            return super().meet(trainer, before, done)
+            return super().sync_round(trainer, before, done)
 
     make = kind and synchronisers(kind, rule, 2, of=Telling, **more)
     streams = [stream(0, 5), stream(1, 10**9)]

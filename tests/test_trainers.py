@@ -1,4 +1,4 @@
-"""A trainer of a pool without its process: what counts as trained, rows that are gone, and how it begins and ends."""
+"""A trainer of a pool, without its process: accounting, waits for lost rows, start and end."""
 
 import queue
 import threading
@@ -26,7 +26,7 @@ SPEC = EmbeddingSpec({name: Table(rows, 4) for name, rows in ROWS.items()}, {"sp
 CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=3)
 PARAMS = {"dense": np.zeros(3, np.float32), "bias": np.float32(0)}
 OWN = optax.adam(0.01), adagrad(0.1)
-PATIENCE_S = 60.0
+RETRY_TIMEOUT_S = 60.0
 
 
 def loss(params, activations, batch):
@@ -46,7 +46,7 @@ def servers_of(incarnation=1):
     return [InProcess(ShardServer(SPEC, SPEC.layout(OWN[1]), shards, incarnation)) for shards in deal(SPEC.shards, 2)]
 
 
-def patient(servers, **more):
+def retrying(servers, **more):
     return RetryingTables(SPEC, OWN[1], servers, 20.0, **more)
 
 
@@ -94,7 +94,7 @@ def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
     assert (progress.position, progress.examples, progress.steps) == (12, 12 * 16, 12)
     params, _ = trainer.result()
     assert all(np.array_equal(params[name], wanted.params[name]) for name in PARAMS)
-    found, of_host = parts(patient(servers, client="b")), parts(host)
+    found, of_host = parts(retrying(servers, client="b")), parts(host)
     assert all(np.array_equal(found[key], of_host[key]) for key in of_host)
 
 
@@ -108,7 +108,7 @@ def test_a_successor_goes_on_at_the_position_with_the_parameters_given():
 
 
 def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():
-    assert TrainerProcess().progress().state == "waits"
+    assert TrainerProcess().progress().state == "waiting"
     released = threading.Event()
 
     def slow(trainer, trainers):
@@ -116,14 +116,14 @@ def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():
         return batches(trainer, trainers)
 
     trainer = begun(work(batches=slow), servers_of(), start=9)
-    assert trainer.progress().state == "begins" and trainer.progress().position == 9
+    assert trainer.progress().state == "starting" and trainer.progress().position == 9
     released.set()
     assert wait(trainer, "done").position == 12
 
 
 def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_counted():
     servers = servers_of()
-    tables = patient(servers, retry_timeout_s=PATIENCE_S)
+    tables = retrying(servers, retry_timeout_s=RETRY_TIMEOUT_S)
     plans = plan(SPEC, CLICKS.batch(0, 16).ids)
     rows = tables.read(plans)
     more = {name: rows[name]._replace(value=rows[name].value + 1) for name in rows}
@@ -147,21 +147,21 @@ def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_cou
     assert tables.waited_s > 0.1
 
 
-def test_patience_ends():
+def test_a_read_waits_no_longer_than_the_retry_timeout():
     servers = servers_of()
-    tables = patient(servers, retry_timeout_s=0.2)
+    tables = retrying(servers, retry_timeout_s=0.2)
     servers[0].kill()
     with pytest.raises(ShardsLost):
         tables.read(plan(SPEC, CLICKS.batch(0, 16).ids))
 
 
-def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
+def test_successors_of_a_server_and_a_sync_server_announced_while_a_trainer_starts_are_not_missed():
     rule, entered, released = model_averaging(), threading.Event(), threading.Event()
     leaves = [np.asarray(PARAMS["bias"]), PARAMS["dense"]]
     old, new = (InThread(SyncServer(rule, leaves, 1, 20.0)) for _ in range(2))
     servers = servers_of()
 
-    def slow(trainer, trainers):  # called when the servers have been greeted, and the sync_servers have not
+    def slow(trainer, trainers):  # called after the hello to the shard servers, before any call of a sync server
         entered.set()
         assert released.wait(60)
         return batches(trainer, trainers)
@@ -185,6 +185,6 @@ def test_a_server_and_a_place_that_come_while_a_trainer_begins_are_not_missed():
         ({"every_steps": 0, "rule": model_averaging()}, "every_steps=0"),
     ],
 )
-def test_what_a_trainer_fails_by_is_told(changes, words):
-    place = InThread(SyncServer(model_averaging(), [np.zeros(3, np.float32), np.float32(0)], 1, 20.0))
-    assert words in wait(begun(work(**changes), servers_of(), [place]), "failed").why
+def test_progress_reports_why_a_trainer_has_failed(changes, words):
+    server = InThread(SyncServer(model_averaging(), [np.zeros(3, np.float32), np.float32(0)], 1, 20.0))
+    assert words in wait(begun(work(**changes), servers_of(), [server]), "failed").reason

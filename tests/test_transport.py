@@ -25,7 +25,9 @@ MEAN = model_averaging(1.0)
 def test_trainers_of_different_precision_are_averaged_in_float32():
     transport = joined(AllToAll(MEAN, PARAMS, 2), 0, 1)
     low = {"w": np.asarray(jnp.full((1, 3), 256.0, jnp.bfloat16))}
-    for target, _ in in_threads(lambda: transport.meet(0, low, False), lambda: transport.meet(1, of(257.0), False)):
+    for target, _ in in_threads(
+        lambda: transport.sync_round(0, low, False), lambda: transport.sync_round(1, of(257.0), False)
+    ):
         assert target["w"].dtype == np.float32 and target["w"][0, 0] == 256.5
 
 
@@ -40,10 +42,10 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
         def __getattr__(self, name):
             return getattr(centre, name)
 
-        def meet(self, trainer, before, done):
+        def sync_round(self, trainer, before, done):
             if done and trainer == 0:
                 early_waits.set()
-            return centre.meet(trainer, before, done)
+            return centre.sync_round(trainer, before, done)
 
     def train(trainer):
         with kind(Told(), trainer, **more) as synchroniser:
@@ -66,7 +68,7 @@ def test_what_does_not_fit_is_seen_without_a_copy_of_the_centre():
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"\['w'\]: it has \(1, 4\), wanted \(1, 5000000\)"):
-            centre.meet(0, {"w": np.zeros((1, 4), np.float32)}, False)
+            centre.sync_round(0, {"w": np.zeros((1, 4), np.float32)}, False)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -75,7 +77,7 @@ def test_what_does_not_fit_is_seen_without_a_copy_of_the_centre():
 def test_two_trainers_at_one_server_take_turns():
     """Both read the centre and write it: the second may not begin before the first is through."""
     threads, first, second = [], [], threading.Event()
-    both_meet = lambda: [is_inside(Centre.meet, thread) for thread in threads] == [True, True]
+    both_meet = lambda: [is_inside(Centre.sync_round, thread) for thread in threads] == [True, True]
 
     def act(brought):
         if first:
@@ -85,12 +87,12 @@ def test_two_trainers_at_one_server_take_turns():
         until(lambda: second.is_set() or both_meet())
         second.wait(0.3)  # without turns the other one is here at once
 
-    def meet(trainer):
+    def sync_round(trainer):
         threads.append(threading.current_thread())
-        centre.meet(trainer, of(1.0 + trainer), False)
+        centre.sync_round(trainer, of(1.0 + trainer), False)
 
     centre = joined(Centre(summing(act), PARAMS, 2), 0, 1)
-    in_threads(lambda: meet(0), lambda: meet(1))
+    in_threads(lambda: sync_round(0), lambda: sync_round(1))
     np.testing.assert_array_equal(centre.parameters["w"], [3.0, 3.0, 3.0])
 
 
@@ -105,7 +107,7 @@ def test_servers_share_the_tensors_and_their_bandwidth():
         initial = jax.tree.map(lambda x: x[0], tree)
         centre = joined(Centre(easgd(), initial, 2, servers=servers, bytes_per_s=8000.0), 0, 1)
         start = time.monotonic()
-        in_threads(*[lambda i=i: centre.meet(i, tree, False) for i in range(2)])
+        in_threads(*[lambda i=i: centre.sync_round(i, tree, False) for i in range(2)])
         return time.monotonic() - start
 
     assert seconds(servers=1) >= 0.4 and seconds(servers=2) >= 0.2
@@ -173,9 +175,9 @@ def test_a_combine_that_raises_between_two_leaves_leaves_the_centre_as_it_was():
 
     centre = joined(Centre(summing(act), {"a": np.zeros(1), "b": np.zeros(1)}, servers=2), 0)
     with pytest.raises(MemoryError, match="no room"):
-        centre.meet(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 5.0)}, False)
+        centre.sync_round(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 5.0)}, False)
     assert centre.parameters["a"][0] == centre.parameters["b"][0] == 0
-    centre.meet(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 2.0)}, False)
+    centre.sync_round(0, {"a": np.full((1, 1), 1.0), "b": np.full((1, 1), 2.0)}, False)
     assert (centre.parameters["a"][0], centre.parameters["b"][0]) == (1, 2)
 
 
@@ -183,7 +185,7 @@ def test_who_is_dropped_while_it_combines_does_not_move_the_centre():
     centre = Centre(summing(lambda brought: centre.leave(0)), PARAMS, 2, on_failure="drop")
     joined(centre, 0, 1)
     with pytest.raises(PeerLeft, match="trainer 0 left"):
-        centre.meet(0, of(1.0), False)
+        centre.sync_round(0, of(1.0), False)
     np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
@@ -204,11 +206,11 @@ def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
     def comes_last():
         until(both_have_brought)
         with pytest.raises(MemoryError):
-            transport.meet(2, of(6.0), False)
+            transport.sync_round(2, of(6.0), False)
         transport.leave(0)
-        return transport.meet(2, of(4.0), False)
+        return transport.sync_round(2, of(4.0), False)
 
-    meets = [lambda i=i: transport.meet(i, of(2.0), False) for i in (0, 1)]
+    meets = [lambda i=i: transport.sync_round(i, of(2.0), False) for i in (0, 1)]
     gone, one, two = in_threads(*meets, comes_last)
     assert isinstance(gone, PeerLeft) and [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
     assert calls == pytest.approx([10 / 3, 3.0])
@@ -229,9 +231,9 @@ def test_the_bits_of_a_mean_do_not_depend_on_who_comes_first(order):
     at = [transport.last_seen(trainer) for trainer in order]
 
     def come(place):
-        if place:  # the one before waits in `meet`
+        if place:  # the one before waits in `sync_round`
             until(lambda: transport.last_seen(order[place - 1]) > at[place - 1])
-        return transport.meet(order[place], of((1e8, 1.0, -1e8)[order[place]]), False)
+        return transport.sync_round(order[place], of((1e8, 1.0, -1e8)[order[place]]), False)
 
     for target, _ in in_threads(*[lambda place=place: come(place) for place in range(3)]):
         np.testing.assert_array_equal(target["w"], np.zeros((1, 3)))

@@ -79,5 +79,5 @@ def test_a_host_that_loses_its_power_ends_as_serial_that_loses_the_shards_of_all
 
 
 def test_a_run_whose_servers_have_no_host_any_more_ends_and_says_so(found):
-    said = r"3 deaths of servers .*, and 2 are borne; the last one of server \d \(incarnation 2\)"
+    said = r"3 deaths of servers .*, above most_deaths=2; the last one of server \d \(incarnation 2\)"
     assert re.match(said, found["given_up"])

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrec.files import aside
+from jaxrec.files import atomic_write
 from main.report import Figure, Line, number
 from main.signals import say
 
@@ -330,7 +330,7 @@ def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title
     for axis, labels in to_spread:
         _spread(axis, labels)
     try:
-        with aside(path) as partial:
+        with atomic_write(path) as partial:
             picture.savefig(partial, format="png", pil_kwargs={"optimize": True})
     except OSError as error:
         say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results

@@ -49,7 +49,7 @@ class PeriodicSaves:
       extra: step -> JSON values to save with the state.
       past: `totals` of the process that this one resumes.
       clock: returns seconds.
-      cut: the engine's `cut`, which calls back with a state at rest; None to save in the hook.
+      snapshot: the engine's `snapshot_at`, which calls back with a state at rest; None to save in the hook.
     """
 
     def __init__(
@@ -59,14 +59,17 @@ class PeriodicSaves:
         extra: Callable[[int], Mapping[str, Any]] = lambda step: {},
         past: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        cut: Callable | None = None,
+        snapshot: Callable | None = None,
     ):
         self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
         self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
         self._cores = cores()
         self._image = past is not None  # whether an image is known to be committed
         self._began = self._last = clock()
-        self._cut, self._announced = cut, False  # whether a save is pending, or running in a thread of the engine
+        self._snapshot, self._announced = (
+            snapshot,
+            False,
+        )  # whether a save is pending, or running in a thread of the engine
         self._begun = self._told = 0
         self._first: int | None = None  # step of the first hook
         self._looked = 0  # the last step that was checked
@@ -75,18 +78,18 @@ class PeriodicSaves:
         self._failed_before = 0  # failures before it began
 
     def hook(self, state, step: int, plans, metrics):
-        """Save if due; with `cut`, at a cut of the engine in the next step."""
+        """Save if due; with `snapshot_at`, at a snapshot of the engine in the next step."""
         self._first = step if self._first is None else self._first
         if self._announced:
             return state
         idle = self._look()
-        ahead = 0 if self._cut is None else 1
+        ahead = 0 if self._snapshot is None else 1
         if self._is_due(step + ahead, idle):
-            if self._cut is None:
+            if self._snapshot is None:
                 self.save(state)
             else:
                 self._announced = True
-                self._cut(step + 1, self._at_cut, unreached="ignore")
+                self._snapshot(step + 1, self._at_cut, unreached="ignore")
         return state
 
     def _at_cut(self, state):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.data.tabular import Progress, Schema, ready
-from jaxrec.files import aside
+from jaxrec.files import atomic_write
 from main.plots import FILLS
 
 READY = {
@@ -159,6 +159,6 @@ def draw(path: Path, metadata: Mapping[str, Any]) -> bool:
         each.tick_params(labelsize=8)
         each.spines[["top", "right"]].set_visible(False)
     figure.suptitle(textwrap.fill(finding(metadata), 88), x=0.01, ha="left", fontsize=10)
-    with aside(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
     return True

@@ -1,4 +1,4 @@
-"""What rows at servers cost on this machine, for each message and each row: cluster_plan.py plans with it."""
+"""Measures what rows at servers cost on this machine, per message and per row, for cluster_plan.py."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ _OPTIMIZER = optax.sgd(0.1)
 
 
 class Costs(NamedTuple):
-    """What is measured; `cluster_plan.Config` says of the same names what they are."""
+    """Measured costs; `cluster_plan.Config` describes the fields of the same names."""
 
     read_base_ms: float
     read_message_ms: float
@@ -42,16 +42,16 @@ class Costs(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of the measurement."""
+    """Size of the measurement."""
 
     table_rows: int
-    rows: tuple[int, ...]  # of messages
+    rows: tuple[int, ...]  # rows per message
     servers: tuple[int, ...]
-    rounds: int
+    rounds: int  # repetitions, of which the median counts
 
 
 class Timed(NamedTuple):
-    """A verb's median time."""
+    """Median time of a verb."""
 
     servers: int
     rows: int
@@ -59,7 +59,7 @@ class Timed(NamedTuple):
 
 
 def fitted(times: Sequence[Timed]) -> tuple[float, float, float]:
-    """Base in ms, ms for each server and us for each row: least squares of relative errors, no term below 0.
+    """Fit base in ms, ms per server and us per row by least squares of relative errors, with no term below 0.
 
     >>> times = [Timed(p, n, 1.0 + 0.5 * p + 2e-3 * n) for p in (1, 2) for n in (100, 1000)]
     >>> [round(term, 6) for term in fitted(times)]
@@ -72,23 +72,23 @@ def fitted(times: Sequence[Timed]) -> tuple[float, float, float]:
 
 
 def measure(width: int, size: Size, seed: int) -> tuple[Costs, list[dict[str, float]]]:
-    """Costs on this machine, and the times that they are fitted to.
+    """Measure the costs on this machine; return them and the times that they are fitted to.
 
     Args:
-      width: of a row, in floats.
-      size: of the measurement.
-      seed: of the rows that are read.
+      width: floats in a row.
+      size: size of the measurement.
+      seed: seed of the choice of rows.
     """
     spec = EmbeddingSpec({"item": Table(size.table_rows, width)}, {"item": Lookup("item")}, shards=SHARDS)
     began = time.monotonic()
     host = HostTables.create(spec, ROWS)
     initial = size.table_rows / (time.monotonic() - began)
     reads, puts = list[Timed](), list[Timed]()
-    own = [sum(verbs_ms(host, rows, size.rounds, seed)) for rows in size.rows]
-    server_us = fitted([Timed(0, rows, ms) for rows, ms in zip(size.rows, own, strict=True)])[2]
+    local = [sum(verbs_ms(host, rows, size.rounds, seed)) for rows in size.rows]
+    server_us = fitted([Timed(0, rows, ms) for rows, ms in zip(size.rows, local, strict=True)])[2]
     starts, files = list[float](), list[tuple[float, float]]()
     with Cluster() as cluster, tempfile.TemporaryDirectory() as above:
-        for servers in sorted(size.servers, reverse=True):  # what only the first one pays is not for the fewest
+        for servers in sorted(size.servers, reverse=True):  # fewest last, as the first ones pay one-time costs
             began = time.monotonic()
             with at_servers(cluster, spec, servers, Path(above) / str(servers)) as tables:
                 starts.append(time.monotonic() - began)
@@ -98,9 +98,9 @@ def measure(width: int, size: Size, seed: int) -> tuple[Costs, list[dict[str, fl
                     puts.append(Timed(servers, rows, put))
                 files.append(of_files(tables, Path(above) / str(servers)))
     mb = size.table_rows * (width + 1) * 4 / 1e6
-    # Of the fewest servers: how many write at once is the plan's.
-    save, bring = files[-1]
-    costs = Costs(*fitted(reads), *fitted(puts), server_us, mb / save, mb / bring, initial, starts[-1])
+    # Of the fewest servers: the plan itself accounts for how many write at once.
+    save, restored = files[-1]
+    costs = Costs(*fitted(reads), *fitted(puts), server_us, mb / save, mb / restored, initial, starts[-1])
     return costs, [_row("read", one) for one in reads] + [_row("put", one) for one in puts]
 
 
@@ -110,7 +110,7 @@ def _row(verb, timed):
 
 @contextlib.contextmanager
 def at_servers(cluster: Cluster, spec: EmbeddingSpec, servers: int, directory: Path) -> Iterator[Tables]:
-    """Tables at servers of their own, which end with the block."""
+    """Start servers for a `with` block; yields their tables."""
     with contextlib.closing(
         Supervisor(cluster, spec, ROWS, servers, directory=directory, timeout_s=TIMEOUT_S)
     ) as started:
@@ -118,7 +118,7 @@ def at_servers(cluster: Cluster, spec: EmbeddingSpec, servers: int, directory: P
 
 
 def verbs_ms(tables: Tables, rows: int, rounds: int, seed: int) -> tuple[float, float]:
-    """Median ms of a read and of a put of so many rows, other ones in each round."""
+    """Return the median ms of a read and of a put of `rows` rows, drawn anew in each round."""
     rng = np.random.default_rng(seed)
     number = next(iter(tables.spec.tables.values())).rows
     reads, puts = list[float](), list[float]()
@@ -132,14 +132,14 @@ def verbs_ms(tables: Tables, rows: int, rounds: int, seed: int) -> tuple[float, 
 
 
 def timed_ms(act: Callable[[], Any]) -> tuple[float, Any]:
-    """How long a call takes, and what it returns."""
+    """Call a function; return its time in ms and its result."""
     began = time.perf_counter()
     found = act()
     return 1e3 * (time.perf_counter() - began), found
 
 
 def of_files(tables: Tables, directory: Path) -> tuple[float, float]:
-    """Seconds of a whole image that the servers write, and of bringing it back."""
+    """Return the seconds in which the servers write a whole image, and restore it."""
     state: TrainState = jaxrec.init_state({"w": jnp.zeros(1)}, _OPTIMIZER, tables)
 
     def save():

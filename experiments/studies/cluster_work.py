@@ -1,4 +1,4 @@
-"""A click job over rows at servers that are really killed: what cluster_failures.py trains, one arm after the other."""
+"""The click job that cluster_failures.py trains arm by arm, over servers that it kills."""
 
 import contextlib
 import dataclasses
@@ -29,22 +29,22 @@ FRACTION = 0.125  # r of MFU and SSU
 
 @dataclasses.dataclass
 class Kill:
-    """A kill and what came of it, in seconds of one clock; None is what has not come yet."""
+    """A kill and the instants of its recovery, in seconds of `time.monotonic`; None for those yet to come."""
 
     step: int
     server: int
     killed: float
     deaths_before: int
     noticed: float | None = None
-    started: float | None = None  # the successor is in the place of the dead
+    started: float | None = None  # the successor is in use
     restored: float | None = None
     next_step: float | None = None
-    caught_up: float | None = None  # of full recovery: where it was before
+    caught_up: float | None = None  # full recovery only: back at the step of the loss
     lost_at_step: int = 0
-    checking_s: float = 0.0  # spent on looking whether survivors keep their rows
+    checking_s: float = 0.0  # seconds spent on comparing the rows of survivors
 
     def seconds(self) -> dict[str, float]:
-        """What its recovery has taken, by parts, and `to_next_step`; without what was spent on looking."""
+        """Return the seconds of each part of the recovery, and `to_next_step`; checks are excluded."""
         assert self.noticed and self.started and self.restored and self.next_step
         return {
             "noticing": self.noticed - self.killed,
@@ -57,16 +57,17 @@ class Kill:
 
 
 class Killer:
-    """Kills servers when steps are committed, and keeps the times of all that follows.
+    """Kills servers when steps are committed, and records the instants of their recoveries.
 
     Args:
-      engine: of the run.
-      servers: whose processes are killed.
-      plan: {step: server} of the kills; one that is due while another is not over waits for that.
+      engine: engine of the run.
+      servers: supervisor of the server processes.
+      plan: {step: server} of the kills; a kill that is due during the recovery from another waits for its end.
 
     Attributes:
-      kills: those so far. times: (seconds, step) after every step that was committed.
-      survivors_changed: how often rows of survivors were others after a recovery than before.
+      kills: kills so far.
+      times: (seconds, step) of every committed step.
+      survivors_changed: number of recoveries that changed rows of surviving servers.
     """
 
     def __init__(self, engine: Any, servers: Supervisor, plan: Mapping[int, int]):
@@ -79,7 +80,7 @@ class Killer:
         return self.kills[-1] if self.kills and self.kills[-1].next_step is None else None
 
     def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
-        """Notes a step, and kills whom the plan names."""
+        """Record a step, and kill the server that the plan names."""
         now = time.monotonic()
         self.times.append((now, step))
         last = self.kills[-1] if self.kills else None
@@ -93,7 +94,7 @@ class Killer:
 
     def _kill(self, step, server):
         process = self.servers.processes[server]
-        if process is None:  # a successor that is just being started: at the next step
+        if process is None:  # a successor that is just starting: try again at the next step
             return
         deaths = len(self.servers.deaths)
         kill = Kill(step, server, time.monotonic(), deaths)
@@ -102,10 +103,10 @@ class Killer:
         self._due.pop(0)
 
     def started(self, partial: bool) -> Watcher:
-        """A watcher after the supervisor and before the recovery."""
-        return _Calling(self.engine, lambda shards: self._tell_started(shards, partial))
+        """Return a watcher to be entered after the supervisor and before the recovery."""
+        return _Calling(self.engine, lambda shards: self._record_started(shards, partial))
 
-    def _tell_started(self, shards, partial):
+    def _record_started(self, shards, partial):
         now, kill = time.monotonic(), self._open
         if kill is None:
             return
@@ -116,10 +117,10 @@ class Killer:
             kill.checking_s += time.monotonic() - now
 
     def restored(self) -> Watcher:
-        """A watcher after the recovery."""
-        return _Calling(self.engine, self._tell_restored, self._notify_restarted)
+        """Return a watcher to be entered after the recovery."""
+        return _Calling(self.engine, self._record_restored, self._record_restarted)
 
-    def _tell_restored(self, shards):
+    def _record_restored(self, shards):
         now, kill = time.monotonic(), self._open
         if kill is not None:
             kill.restored = now
@@ -127,7 +128,7 @@ class Killer:
             after = time.monotonic() - now
             kill.checking_s, kill.restored = kill.checking_s + after, now + after
 
-    def _notify_restarted(self, state):
+    def _record_restarted(self, state):
         if (kill := self._open) is not None:
             kill.restored = time.monotonic()
 
@@ -138,12 +139,12 @@ class Killer:
             found.update(tables.on_shards(digest_rows))
             return tables
 
-        self.engine.exclusive(look)  # after the writes that are under way
+        self.engine.exclusive(look)  # after pending writes
         return {place: digest for place, digest in found.items() if place[1] not in shards}
 
 
 class _Calling(Watcher):
-    """A watcher that calls functions."""
+    """Watcher that calls the given functions."""
 
     def __init__(self, engine, recover, restarted=lambda state: None):
         super().__init__(engine)
@@ -151,16 +152,16 @@ class _Calling(Watcher):
 
 
 class ClusterJob:
-    """The job, its programs and its data; servers, tables and dense state are fresh in each arm.
+    """The job with its compiled functions and data; servers, tables and dense state are new in each arm.
 
     Args:
-      rows: of all tables.
-      steps: of a run.
-      batch_size: examples of a step.
+      rows: rows of all tables together.
+      steps: steps of a run.
+      batch_size: examples per step.
       save_every_steps: T_save of all arms.
-      servers: processes.
-      seed: of data and initial values.
-      spares: processes that wait to take the place of a dead one.
+      servers: number of server processes.
+      seed: seed of data and initial values.
+      spares: number of standby processes.
     """
 
     def __init__(
@@ -177,24 +178,24 @@ class ClusterJob:
         self.update, self.step, self.eval_step = self.job.update(), self.job.train_step(), self.job.eval_step()
 
     def recovery(self, engine: Any, arm: str, directory: Path, **more: Any) -> Recovery:
-        """The recovery of an arm, to be entered."""
+        """Return the recovery of an arm, to be entered."""
         mode: dict[str, Any] = {"mode": "full"} if arm == "full" else {"scheme": SCHEMES[arm](), "fraction": FRACTION}
         return Recovery(engine, directory, self.every, self.steps, copy="shards", **mode, **more)
 
     def run(
         self, arm: str, plan: Mapping[int, int], cluster: Cluster, above: Path
     ) -> tuple[dict[str, Any], Killer, dict]:
-        """Trains an arm of ARMS over servers, which are killed by a plan {step: server} if it has a recovery.
+        """Train an arm of ARMS; unless it is none, kill servers by the plan {step: server}.
 
         Returns:
-          A row of figures; the killer; what `equal` needs to know.
+          Figures of the arm; the killer; losses and digests, which must equal those of `serially`.
         """
         with tempfile.TemporaryDirectory(dir=above) as directory, contextlib.ExitStack() as opened:
             servers = opened.enter_context(contextlib.closing(Supervisor(
                 cluster, self.job.spec, self.job.row_optimizer, self.servers, directory=directory, timeout_s=TIMEOUT_S,
                 most_deaths=2 * len(plan) + 8, spares=self.spares if arm != "none" else 0,
             )))  # fmt: skip
-            servers.tables.on_shards(digest_rows)  # else the first kill would wait for its compilation
+            servers.tables.on_shards(digest_rows)  # compiles it before the first kill
             state = self.job.state(servers.tables, self.seed)
             engine = opened.enter_context(NotingPipeline(state, self.update, window=WINDOW))
             killer = Killer(engine, servers, plan if arm != "none" else {})
@@ -222,7 +223,7 @@ class ClusterJob:
         }  # fmt: skip
 
     def serially(self, arm: str, losses: Losses, above: Path) -> dict[Any, Any]:
-        """The digests of `Serial` over tables in this process, which loses the same shards at the same steps."""
+        """Return the digests of `Serial` over tables in this process that loses the same shards at the same steps."""
         tables, missed, failures = of_losses(losses, HostTables.create(self.job.spec, self.job.row_optimizer))
         with (
             tempfile.TemporaryDirectory(dir=above) as directory,

@@ -1,8 +1,7 @@
-"""Servers that die while a run goes on, and `Serial` over host tables that loses the same shards at the same steps:
-both must end with the same bits.
+"""Compares a run whose servers die with `Serial` over host tables that loses the same shards at the same steps.
 
-`Log` and the engine of a run note what a death has done: at which step shards were lost, and which saves were not made
-by then. `of_losses` makes tables, an engine and `failures=` of it for the run that is told instead.
+Both must end with the same bits. `Log` and the engine of the run record at which steps shards were lost, and which
+saves had not been made by then. `of_losses` turns that into tables, `missed` and `failures=` for the run of `Serial`.
 """
 
 import zlib
@@ -21,13 +20,13 @@ Losses = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]  # {step: (lost shar
 
 
 class Noting:
-    """An engine that notes which of its cuts are saved; those of the steps in `missed` are kept for `Late`."""
+    """Engine mixin that records which snapshots were saved; saves of the steps in `missed` are left to `Late`."""
 
     missed: tuple[int, ...] = ()
 
-    def cut(self, step, save, unreached="warn"):
-        """As that of an engine."""
-        notes = self.__dict__.setdefault("notes", {})  # {step of a cut: whether it was saved}
+    def snapshot_at(self, step, save, unreached="warn"):
+        """Save at a step, see the engine."""
+        notes = self.__dict__.setdefault("notes", {})  # {step of a snapshot: whether it was saved}
 
         def noted(state):
             if step in self.missed and not notes[step]:
@@ -37,19 +36,19 @@ class Noting:
             notes[step] = True
 
         notes[step] = False
-        super().cut(step, noted, unreached)  # type: ignore[misc]
+        super().snapshot_at(step, noted, unreached)  # type: ignore[misc]
 
 
 class NotingSerial(Noting, Serial):
-    """One batch after the other."""
+    """`Serial` that records its snapshots."""
 
 
 class NotingPipeline(Noting, Pipeline):
-    """Batches in flight."""
+    """`Pipeline` that records its snapshots."""
 
 
 class Watcher:
-    """What an engine can enter."""
+    """Base of watchers, which an engine enters."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -63,35 +62,39 @@ class Watcher:
 
 
 class Log(Watcher):
-    """Notes, before the recovery, at which step which shards were lost, and which saves were not made by then; `more`
-    says whether others were lost at such a step when those were back, which no run that is told of failures can do."""
+    """Watcher before the recovery that records lost shards, by step, and the saves not made by then.
+
+    Attributes:
+      losses: losses so far.
+      more: whether further shards were lost at the same step after a recovery, which `failures=` cannot reproduce.
+    """
 
     more = False
 
     def recover(self, shards: Sequence[int]) -> None:
-        """As that of a watcher."""
+        """Record the loss."""
         step = self.engine.step
         notes = self.engine.__dict__.get("notes", {})
         missed = tuple(at for at, saved in notes.items() if at <= step and not saved)
-        if step:  # before the first step there is nothing to lose
+        if step:  # before the first step nothing is lost
             first, _ = self.losses.setdefault(step, (tuple(shards), missed))
             self.more = self.more or not set(shards) <= set(first)
 
 
 class Late(Watcher):
-    """Makes, after the recovery, the saves that lost shards have kept from being made."""
+    """Watcher after the recovery that makes the saves that lost shards have prevented."""
 
     def recover(self, shards: Sequence[int]) -> None:
-        """As that of a watcher."""
+        """Make the saves that are left."""
         for save in self.engine.__dict__.pop("late", []):
             save(self.engine.state)
 
 
 class Dying(HostTables):
-    """Host tables that lose shards in the put of some steps: they come back before the cut of that step."""
+    """Host tables that lose shards in the put of some steps; they are restored before the snapshot of that step."""
 
     def put(self, plans, rows, shards=None):
-        """As that of `Tables`."""
+        """Write rows, see `Tables.put`; raises `ShardsLost` at the steps of `deaths`."""
         super().put(plans, rows, shards)
         if lost := self.__dict__["deaths"].pop(self.step, None):
             raise ShardsLost(lost)
@@ -99,17 +102,18 @@ class Dying(HostTables):
 
 
 def of_losses(losses: Losses, tables: HostTables) -> tuple[HostTables, tuple[int, ...], dict[int, Sequence[int]]]:
-    """What a run of `Serial` is told instead of deaths that have really been.
+    """Return the inputs with which a run of `Serial` reproduces recorded losses.
 
-    That is `failures=`, but where a real loss has kept saves from being made: these are made after the recovery, and
-    one of the very step comes after it, too.
+    These are `failures=`, except where a loss has prevented saves. Such saves are made after the recovery; where one of
+    them is of the step of the loss itself, the tables raise the loss in its put, so that its snapshot follows the
+    recovery.
 
     Args:
-      losses: as `Log` has noted them.
-      tables: of initial rows.
+      losses: `Log.losses` of a run.
+      tables: tables with initial rows.
 
     Returns:
-      The tables, what its engine's `missed` is, and `failures=`.
+      The tables; `missed` for the engine; `failures=` for the recovery.
     """
     dying = Dying(tables.spec, tables.layout, tables.shards)
     dying.__dict__["deaths"] = {step: shards for step, (shards, missed) in losses.items() if step in missed}
@@ -118,11 +122,11 @@ def of_losses(losses: Losses, tables: HostTables) -> tuple[HostTables, tuple[int
 
 
 def digest_rows(stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-    """The checksums of a shard's rows and slots; runs where they live."""
+    """Return the checksums of a shard's rows and slots; runs at its server."""
     return tuple(zlib.crc32(np.asarray(array).tobytes()) for array in parts.values())
 
 
 def digests(state: TrainState) -> dict[Any, Any]:
-    """A checksum of each array of a state, by its place."""
+    """Return a checksum of each array of a state, by (stack, shard), and of the dense leaves."""
     dense = [zlib.crc32(np.asarray(array).tobytes()) for array in jax.tree.leaves(jax.device_get(state.dense))]
     return {"dense": dense, **state.tables.on_shards(digest_rows)}

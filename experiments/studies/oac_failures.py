@@ -20,7 +20,7 @@ from jaxrec.oac import BrokenPipeline, Pipeline
 from jaxrec.types import Batch, TrainState
 
 KINDS = (
-    "send", "gather", "fetch", "write back", "stream raises", "stream blocks", "hook", "ctrl-c", "cut", "break",
+    "send", "gather", "fetch", "write back", "stream raises", "stream blocks", "hook", "ctrl-c", "snapshot", "break",
 )  # fmt: skip
 LOSES_ROWS = ("fetch", "write back")
 
@@ -217,8 +217,8 @@ def _run(pipeline, stream, kind, at, last, trap):
 
     try:
         with pipeline:
-            if kind == "cut":
-                pipeline.cut(at, save)
+            if kind == "snapshot":
+                pipeline.snapshot_at(at, save)
             for _ in pipeline.run(stream, [hook]):
                 if kind == "ctrl-c":
                     trap()

@@ -1,9 +1,8 @@
-"""Trainers in processes that train the reference work, each held to a core: what shadowsync_scaling.py measures with
-`--where processes`.
+"""Reference work of trainers in processes, each pinned to a core, for `shadowsync_scaling.py --where processes`.
 
-Rows live at two servers, and trainers synchronise at one sync server; all of them are processes of this machine that
-Ray starts. Only the trainers are pinned to cores: on few cores the servers and Ray share them. So a rate relative to
-that of one trainer says what a machine of so many cores gives, and not how the protocol scales.
+Rows live at two servers, and trainers synchronise at one sync server; all are processes that Ray starts on this
+machine. Only trainers are pinned to cores, so on few cores servers and Ray share them. A rate relative to that of one
+trainer therefore describes a machine with this number of cores, not how the protocol scales.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ WAYS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging
 
 @dataclasses.dataclass(frozen=True)
 class Cycled:
-    """The batches of the reference work, again and again; each trainer begins with another one."""
+    """Batches of the reference work in an endless cycle, cut to `steps`; each trainer begins with another one."""
 
     job: Job
     steps: int
@@ -41,14 +40,14 @@ class Cycled:
 
 
 def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
-    """Steps per second of all trainers, while all of them train.
+    """Return the steps per second of all trainers together, over the interval in which all of them train.
 
     Args:
-      looks: (seconds, steps of each trainer) again and again.
-      warm: from when the last one has made so many steps, until the first one has ended.
+      looks: samples (seconds, steps of each trainer), in order.
+      warm: steps that the slowest trainer must have made when the interval begins; it ends when the first one is done.
 
     Raises:
-      ValueError: the trainers were looked at too seldom.
+      ValueError: there are too few samples.
 
     >>> rate([(0.0, [9, 0]), (1.0, [20, 21]), (3.0, [40, 31]), (4.0, [40, 36])], warm=20)
     15.0
@@ -59,12 +58,12 @@ def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
     end = counted[len(before_end)] if len(before_end) < len(counted) else counted[-1]
     start = counted[0]
     if end[0] <= start[0]:
-        raise ValueError(f"{last} steps end before the second look at them: train more of them.")
+        raise ValueError(f"{last} steps end before a second sample: train more steps.")
     return (sum(end[1]) - sum(start[1])) / (end[0] - start[0])
 
 
 def turn(cluster: Cluster, servers: Supervisor, job: Job, arm: str, trainers: int, steps: int, pace: float) -> dict:
-    """One pool: {steps_per_s, average_sync_gap}."""
+    """Run one pool; return {steps_per_s, average_sync_gap}."""
     spec, loss, params, optimizer, row_optimizer = reference_work(job)
     cores, name = sorted(os.sched_getaffinity(0)), arm.removesuffix("_paced")
     rule = None if arm == "none" else WAYS[name]()
@@ -75,21 +74,24 @@ def turn(cluster: Cluster, servers: Supervisor, job: Job, arm: str, trainers: in
     looks: list[tuple[float, list[int]]] = []
     mine = [[cores[number % len(cores)]] for number in range(trainers)]
     with TrainerPool(cluster, servers, work, trainers, cores=mine, timeout_s=TIMEOUT_S) as pool:
-        look = lambda pool: looks.append((time.perf_counter(), [one.steps for one in pool.reached]))
-        _, figures = pool.run(look)
-        look(pool)
-    return {"steps_per_s": rate(looks, WARM_STEPS), "average_sync_gap": float(np.mean(figures.average_sync_gap))}
+        hook = lambda pool: looks.append((time.perf_counter(), [one.steps for one in pool.progress]))
+        _, stats = pool.run(hook)
+        hook(pool)
+    return {"steps_per_s": rate(looks, WARM_STEPS), "average_sync_gap": float(np.mean(stats.average_sync_gap))}
 
 
 def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int, pace: float) -> dict[str, Any]:
-    """All arms in turns, with one trainer and with one for each core.
+    """Measure all arms in turn, with one trainer and with one per core.
 
     Args:
       job: the reference work.
-      arms: beside none: s_easgd, s_ma, or one of them with _paced after it.
-      rounds: turns of each.
-      steps: of each trainer that count.
-      pace: seconds, of what is _paced.
+      arms: arms besides none: s_easgd, s_ma, or one of them with the suffix _paced.
+      rounds: measurements of each arm.
+      steps: steps of each trainer after warm-up.
+      pace: `pace_seconds` of the _paced arms.
+
+    Returns:
+      Figures for results.json: medians over the rounds, and ratios with their spread.
     """
     cores = len(os.sched_getaffinity(0))
     turns = [(arm, n) for arm in ("none", *arms) for n in sorted({1, cores})]

@@ -88,9 +88,9 @@ class RingOfTrainers(AllToAll):
         super().__init__(rule, params, trainers)
         self.seconds = seconds
 
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """Join the round, then sleep for the time of the all-reduce."""
-        result = super().meet(trainer, before, done)
+        result = super().sync_round(trainer, before, done)
         time.sleep(self.seconds)
         return result
 
@@ -187,7 +187,7 @@ class Simulated:
         self.arrived: list[simpy.Event] = []
         self.steps = self.rounds = 0
         rule, self.every = WAYS[point.way]
-        self.meet = self._meet_centre if rule.has_centre else self._meet_all
+        self.sync_round = self._meet_centre if rule.has_centre else self._meet_all
         train = self._foreground if self.every else self._shadow
         for trainer in range(point.trainers):
             self.world.process(train(point.step_seconds(trainer)))
@@ -217,7 +217,7 @@ class Simulated:
             for _ in range(self.every):
                 yield self.world.timeout(next(times))
                 self.steps += 1
-            yield from self.meet()
+            yield from self.sync_round()
             self.rounds += 1
 
     def _shadow(self, times):
@@ -229,4 +229,4 @@ class Simulated:
             if in_flight is not None and in_flight.triggered:  # the round is merged
                 self.rounds, in_flight = self.rounds + 1, None
             if in_flight is None:  # the next round starts
-                in_flight = self.world.process(self.meet())
+                in_flight = self.world.process(self.sync_round())

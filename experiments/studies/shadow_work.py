@@ -47,10 +47,10 @@ class Blocking:
     def __getattr__(self, name):
         return getattr(self.transport, name)
 
-    def meet(self, trainer, before, done):
+    def sync_round(self, trainer, before, done):
         """Block, then join the round."""
         self.ended.wait(self.seconds)
-        return self.transport.meet(trainer, before, done)
+        return self.transport.sync_round(trainer, before, done)
 
     def leave(self, trainer, error=None):
         """Leave at once and end any blocking."""
@@ -113,7 +113,7 @@ def peer(rule: Rule, transport, params):
         mine = jax.tree.map(lambda x: np.array(x)[None], params)
         with contextlib.suppress(RuntimeError):  # raised once the trainer has left
             while True:
-                target, _ = transport.meet(1, mine, False)
+                target, _ = transport.sync_round(1, mine, False)
                 mine = rule.merge(mine, mine, target)
 
     thread = threading.Thread(target=bring, name="peer", daemon=True)

@@ -86,7 +86,7 @@ def command_of(process: int) -> str:
 def servers_below(directory: Path) -> list[int]:
     """Process ids of the server actors whose Ray session lies below a directory."""
     found = [process for below in directory.glob("jaxrec-*") for process in marked(str(below))]
-    return [process for process in found if "ray::Actor" in command_of(process)]
+    return [process for process in found if "ray::ServerActor" in command_of(process)]
 
 
 def number_of(way: str) -> int:

@@ -14,7 +14,7 @@ from jaxrec.checkpoint.format import (
     Snapshot,
     deltas,
     images,
-    is_whole,
+    is_intact,
     read_manifest,
     verify,
     write_image,
@@ -28,11 +28,32 @@ from jaxrec.checkpoint.restore import (
     shard_source,
     spec_of,
 )
-from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, copy_rows, newest, newest_first, save_rows
+from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, newest, newest_first, save_rows, snapshot_rows
 from jaxrec.checkpoint.state import snapshot
 
 __all__ = [
-    "Checkpointer", "DamagedImage", "Image", "RowCheckpointer", "Snapshot", "chain", "copy_rows", "deltas",
-    "images", "is_whole", "newest", "newest_first", "read_manifest", "read_tables", "restore", "restore_for_prediction",
-    "restore_shard", "restore_shards", "save_rows", "shard_source", "snapshot", "spec_of", "verify", "write_image",
+    "Checkpointer",
+    "DamagedImage",
+    "Image",
+    "RowCheckpointer",
+    "Snapshot",
+    "chain",
+    "deltas",
+    "images",
+    "is_intact",
+    "newest",
+    "newest_first",
+    "read_manifest",
+    "read_tables",
+    "restore",
+    "restore_for_prediction",
+    "restore_shard",
+    "restore_shards",
+    "save_rows",
+    "shard_source",
+    "snapshot",
+    "snapshot_rows",
+    "spec_of",
+    "verify",
+    "write_image",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Save images while training continues; and `Saver`, the base of both savers: one background job at a time.
+"""Save images while training continues; and `BackgroundSaver`, the base of both savers: one background job at a time.
 
 A directory has at most one saver of images and one of row deltas, each enforced by a lock that the kernel frees when
 the process dies. All images of a directory are of one run.
@@ -19,12 +19,12 @@ from jaxrec.checkpoint.format import (
     Snapshot,
     deltas,
     images,
-    is_whole,
+    is_intact,
+    mark_damaged,
     needed,
     number_of,
     read_manifest,
     remove_partial,
-    set_aside,
     write_image,
 )
 from jaxrec.checkpoint.state import snapshot
@@ -34,7 +34,7 @@ from jaxrec.types import TrainState
 _RUN = "run.json"  # the run id of a directory's savers, until an image records it
 
 
-class Saver:
+class BackgroundSaver:
     """Base of the savers: one job at a time in a background thread, with exclusive access to a directory.
 
     If a save fails with an OSError (such as a full disk), training continues with a warning and the next save tries
@@ -55,7 +55,7 @@ class Saver:
         self._lock = Lock(self.directory / f"{kind}.lock", f"saving {kind} in it (leave its `with` block, or close it)")
         try:
             self.run = run or _run_of(self.directory)
-            refuse_other_runs(self.directory, self.run)
+            check_same_run(self.directory, self.run)
             write_json(self.directory / _RUN, {"run": self.run})
         except BaseException:
             self._lock.release()
@@ -154,7 +154,7 @@ def _run_of(directory):
     return json.loads((directory / _RUN).read_text())["run"]
 
 
-def refuse_other_runs(directory: Path, run: str) -> None:
+def check_same_run(directory: Path, run: str) -> None:
     """Raise ValueError if a directory holds an image of another run; ignores images that are damaged or have no id."""
     for path in [*images(directory), *deltas(directory)]:
         try:
@@ -168,7 +168,7 @@ def refuse_other_runs(directory: Path, run: str) -> None:
             )
 
 
-class Checkpointer(Saver):
+class Checkpointer(BackgroundSaver):
     """Background saver of images of a run, one at a time while training continues.
 
         with Checkpointer(directory) as checkpointer:                         # run=image.run to continue a run
@@ -217,9 +217,9 @@ class Checkpointer(Saver):
         self._refuse_closed()
         self.settle()
         step = int(state.dense.step)
-        self.refuse_newer(step)
+        self.check_no_newer_image(step)
         path = self.path_of(step)
-        if not is_whole(path) or read_manifest(path).spec != state.tables.spec.digest:
+        if not is_intact(path) or read_manifest(path).spec != state.tables.spec.digest:
             image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)
@@ -235,7 +235,7 @@ class Checkpointer(Saver):
         """Return the path of the image of a step, which need not exist."""
         return self.directory / f"step_{step:08d}"
 
-    def refuse_newer(self, step: int) -> None:
+    def check_no_newer_image(self, step: int) -> None:
         """Raise if the directory holds an intact image of a later step, from before a rollback; rename damaged ones.
 
         Raises:
@@ -243,12 +243,12 @@ class Checkpointer(Saver):
         """
         for path in images(self.directory):
             if number_of(path) > step:
-                if is_whole(path):
+                if is_intact(path):
                     raise ValueError(
                         f"{path} is whole and of a later step than {step}: it would pass for newer than what is to be "
                         "saved. Go on from it, or remove it, or give another directory."
                     )
-                set_aside(path)
+                mark_damaged(path)
 
     def _write(self, path: Path, image: Snapshot) -> Image:
         written = write_image(path, image, replace=True)

@@ -29,7 +29,7 @@ from jaxrec.files import PARTIAL, make_directory, sync
 MANIFEST, _DAMAGED = "manifest.json", ".damaged"
 
 
-def set_aside(path: Path) -> Path:
+def mark_damaged(path: Path) -> Path:
     """Rename an image to NAME.damaged or NAME.damaged.N, so that it is not read again; return the new path."""
     names = (path.with_name(path.name + _DAMAGED + (f".{number}" if number else "")) for number in itertools.count())
     free = next(name for name in names if not name.exists())
@@ -153,7 +153,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
       OSError: the disk is full or read-only; older images are unchanged.
     """
     path = Path(path)
-    if not replace and is_whole(path):
+    if not replace and is_intact(path):
         raise ValueError(f"{path} exists already: images are never overwritten, give another name.")
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed save
@@ -161,7 +161,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
     try:
         partial.mkdir()
         _write_files(partial, image)
-        damaged = set_aside(path) if path.exists() else None
+        damaged = mark_damaged(path) if path.exists() else None
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # frees the space on a full disk
@@ -300,7 +300,7 @@ def verify(image: Image, leaves: Collection[str] | None = None) -> None:
                 raise DamagedImage(f"{image.path / name} is damaged: size or checksum differ from the manifest.")
 
 
-def is_whole(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Return whether an image exists and all its files match its manifest; its parents are not checked."""
     try:
         verify(read_manifest(path))

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.checkpoint.format import DamagedImage, Image, is_image, leaves_of, load_arrays, verify, warn_skipped
-from jaxrec.checkpoint.row_deltas import Verified, chain, is_delta, newest, newest_first, whole_chain
+from jaxrec.checkpoint.row_deltas import Verified, chain, is_delta, newest, newest_first, verified_chain
 from jaxrec.checkpoint.state import (
     ROW_IDS,
+    check_matches,
     described,
     is_remote,
     leaf_name,
-    of_replica,
     place_dense,
-    refuse_other,
+    select_replica,
     tables_of,
 )
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, Table, Tables, sgd
@@ -82,14 +82,14 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
     """
     path = local_path(path)
     if is_image(path):
-        return load(whole_chain(path))
+        return load(verified_chain(path))
     for _ in range(_TRIES - 1):
-        found = _newest_whole(path, dense)
+        found = _newest_intact_chain(path, dense)
         try:
             return load(found)
         except DamagedImage:  # intact when verified, removed since
             continue
-    return load(_newest_whole(path, dense))
+    return load(_newest_intact_chain(path, dense))
 
 
 def fill(
@@ -105,9 +105,9 @@ def fill(
     image, tables = found[-1], template.tables
     spec, layout = tables.spec, described(tables.layout)
     for other in found:
-        refuse_other(other, "tables", tables_of(spec), other.tables)
+        check_matches(other, "tables", tables_of(spec), other.tables)
         if replica is None:
-            refuse_other(other, "row optimizer slots", layout, other.layout)
+            check_matches(other, "row optimizer slots", layout, other.layout)
         if other.shards != image.shards:
             raise ValueError(f"{other.path} has {other.shards} shards and {image.path} has {image.shards}.")
     if not image.dense:
@@ -117,11 +117,11 @@ def fill(
         )
     saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
     if replica is not None:
-        saved, dense = of_replica(image, dense, replica)
+        saved, dense = select_replica(image, dense, replica)
     placed = place_dense(saved, template.dense, dense, cast)
     if is_remote(tables) and all(other.spec == spec.digest for other in found):
-        return TrainState(placed, _filled_there(image, tables)), image
-    rows = _rows_below(found[0], tables)
+        return TrainState(placed, _restore_at_servers(image, tables)), image
+    rows = _base_rows(found[0], tables)
     wanted = {ROW_IDS, *(part for parts in layout.values() for part in parts)}
     for other in found:
         arrays = load_arrays(other, [leaf for leaf in leaves_of(other, "rows.") if leaf.rpartition(".")[2] in wanted])
@@ -137,19 +137,19 @@ def fill(
     return TrainState(placed, tables), image
 
 
-def _filled_there(image, tables):
+def _restore_at_servers(image, tables):
     """Restore tables that live at servers, by all servers in parallel."""
     with tables.overwriting(step=image.step):
         return restore_shards(image.path, tables, range(tables.spec.shards))[0]
 
 
-def _newest_whole(directory, dense=True) -> list[Image]:
+def _newest_intact_chain(directory, dense=True) -> list[Image]:
     """Return the verified chain of the newest intact image or delta, with a dense state if `dense`."""
     skipped: list[DamagedImage] = []
     known: Verified = {}
     for path in newest_first(directory):
         try:
-            found = whole_chain(path, known)
+            found = verified_chain(path, known)
         except DamagedImage as error:
             skipped.append(error)
             continue
@@ -161,7 +161,7 @@ def _newest_whole(directory, dense=True) -> list[Image]:
     raise ValueError(f"{directory} holds no image of a whole state: give the directory of a run that has saved one.")
 
 
-def _rows_below(base, tables):
+def _base_rows(base, tables):
     """Return {(stack, part): array [V of the image, width]} over which to write a chain.
 
     Holds initial rows if the chain begins with a delta.
@@ -228,7 +228,7 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
     found = [] if path is None else chain(path)
     if is_remote(tables):  # the servers read the files: no row is transferred
         with tables.overwriting(shards):
-            return tables.change_shards(shards, _restore_there, path and path.resolve()), found  # type: ignore[attr-defined]
+            return tables.change_shards(shards, _server_restore, path and path.resolve()), found  # type: ignore[attr-defined]
     for shard in shards:
         tables = _restored(found, tables, shard)
     return tables, found
@@ -259,7 +259,7 @@ def _restored(found, tables, shard):
     return tables
 
 
-def _restore_there(server, shards, path):
+def _server_restore(server, shards, path):
     """Restore shards in place at their server, in pieces: a copy of them would double the memory."""
     spec, layout = server.spec, described(server.layout)
     found = [] if path is None else chain(path)
@@ -314,7 +314,7 @@ def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[
     damaged: list[DamagedImage] = []
     for path in sources:
         try:
-            whole_chain(path, known, shard)
+            verified_chain(path, known, shard)
             return path, damaged
         except DamagedImage as error:
             damaged.append(error)
@@ -331,8 +331,8 @@ def _image_at(path: Path) -> Path:
 
 def _verified(spec, layout, shards, image):
     """Raise if an image is of other tables, or if its files of some shards are damaged."""
-    refuse_other(image, "spec", spec.digest, image.spec)
-    refuse_other(image, "row optimizer slots", layout, image.layout)
+    check_matches(image, "spec", spec.digest, image.spec)
+    check_matches(image, "row optimizer slots", layout, image.layout)
     verify(image, _leaves_of_shards(spec, shards, image))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint.checkpointer import Saver
+from jaxrec.checkpoint.checkpointer import BackgroundSaver
 from jaxrec.checkpoint.format import (
     CHAIN,
     DamagedImage,
@@ -30,10 +30,10 @@ from jaxrec.checkpoint.format import (
     images,
     leaves_of,
     load_arrays,
+    mark_damaged,
     number_of,
     read_manifest,
     remove_partial,
-    set_aside,
     verify,
     write_image,
 )
@@ -99,7 +99,7 @@ def chain(path: str | Path) -> list[Image]:
 Verified = dict[tuple[Path, int | None], DamagedImage | None]
 
 
-def whole_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
+def verified_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
     """Return the chain of a delta or image, with its files verified.
 
     Args:
@@ -132,7 +132,7 @@ def _damage(image: Image, shard: int | None) -> DamagedImage | None:
     return None
 
 
-def copy_rows(
+def snapshot_rows(
     tables: Tables, rows: RowIds, step: int, below: Mapping[str, str] | None = None, extra=None, run: str = "",
     dense: DenseState | None = None,
 ) -> Snapshot:  # fmt: skip
@@ -201,9 +201,9 @@ def save_rows(
       OSError: the disk is full or read-only; older images are unchanged.
     """
     directory = local_path(directory)
-    below = images_below(directory, base)
+    below = ancestors(directory, base)
     run = below[-1].run if below else ""
-    image = copy_rows(tables, rows, step, {b.path.name: b.digest for b in below}, extra, run)
+    image = snapshot_rows(tables, rows, step, {b.path.name: b.digest for b in below}, extra, run)
     if not image.arrays:
         return None if base is None else Path(base)
     make_directory(directory)
@@ -211,7 +211,7 @@ def save_rows(
         return write_delta(directory, image).path
 
 
-def images_below(directory: Path, base: str | Path | None) -> list[Image]:
+def ancestors(directory: Path, base: str | Path | None) -> list[Image]:
     """Return all images that a delta over a base needs, oldest first."""
     if base is None:
         return []
@@ -221,7 +221,7 @@ def images_below(directory: Path, base: str | Path | None) -> list[Image]:
 
 
 def write_delta(directory: Path, image: Snapshot) -> Image:
-    """Write a snapshot from `copy_rows` as the next delta of a directory."""
+    """Write a snapshot from `snapshot_rows` as the next delta of a directory."""
     lost = [name for name in image.manifest["parents"] if not (directory / name).is_dir()]
     if lost:
         raise ValueError(
@@ -287,7 +287,7 @@ def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
         yield {name: np.concatenate([parts[name] for parts in pieces])[order] for name in pieces[0]}
 
 
-class RowCheckpointer(Saver):
+class RowCheckpointer(BackgroundSaver):
     """Background saver of row deltas of a run, one at a time while training continues.
 
     Each commit removes the deltas of the directory that are not in the chain.
@@ -312,7 +312,7 @@ class RowCheckpointer(Saver):
         run: str | None = None,
     ):
         whole_number("most_deltas", most_deltas)
-        found = images_below(local_path(directory), base)
+        found = ancestors(local_path(directory), base)
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
         self._most = most_deltas
         try:
@@ -331,9 +331,9 @@ class RowCheckpointer(Saver):
             if path.name in mine:
                 continue
             try:
-                newer = read_manifest(path).step > step and whole_chain(path, known)
+                newer = read_manifest(path).step > step and verified_chain(path, known)
             except DamagedImage:
-                set_aside(path)
+                mark_damaged(path)
                 continue
             if newer:
                 raise ValueError(
@@ -376,7 +376,7 @@ class RowCheckpointer(Saver):
         start = time.perf_counter()
         self._refuse_closed()
         self.settle()
-        image = copy_rows(tables, rows, step, self._chain, extra, self.run, dense)
+        image = snapshot_rows(tables, rows, step, self._chain, extra, self.run, dense)
         if image.arrays:
             self._begin(self._commit, image)
         stall = time.perf_counter() - start
@@ -390,7 +390,7 @@ class RowCheckpointer(Saver):
           base: image in the directory, from `Checkpointer`.
         """
         self.wait()
-        self._reserve(images_below(self.directory, base))
+        self._reserve(ancestors(self.directory, base))
         self._tidy()
 
     def _commit(self, image: Snapshot) -> Image:

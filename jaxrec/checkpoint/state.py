@@ -30,7 +30,7 @@ def is_remote(tables: Tables) -> bool:
     return getattr(tables, "remote_rows", False)
 
 
-def write_there(tables: Tables, directory: Path) -> dict[str, list[int]]:
+def write_remote_shards(tables: Tables, directory: Path) -> dict[str, list[int]]:
     """Make the servers write their shards into the directory of an image.
 
     Args:
@@ -85,7 +85,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy and is_remote(state.tables):
-        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_there, state.tables))
+        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_remote_shards, state.tables))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:
@@ -177,7 +177,7 @@ def _check_saved_dense(image, template, cast):
         if mine[1] != dtype and "key<" not in mine[1] + dtype:
             other_dtypes[path] = f"{dtype}, wanted {mine[1]}"
             mine[1] = dtype
-    refuse_other(image, "dense state", wanted, found)
+    check_matches(image, "dense state", wanted, found)
     if other_dtypes and not cast:
         raise ValueError(
             f"{image.path} was saved with other dtypes: {other_dtypes}. Make the model and optimizer in the saved "
@@ -185,7 +185,7 @@ def _check_saved_dense(image, template, cast):
         )
 
 
-def of_replica(
+def select_replica(
     image: Image, arrays: Mapping[str, np.ndarray], replica: int | Literal["mean"]
 ) -> tuple[Image, dict[str, np.ndarray]]:
     """Reduce the dense state of an image to the step and the parameters of one replica.
@@ -245,7 +245,7 @@ def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:
     return {name: [table.rows, table.width] for name, table in spec.tables.items()}
 
 
-def refuse_other(image: Image, what: str, wanted, found) -> None:
+def check_matches(image: Image, what: str, wanted, found) -> None:
     """Raise ValueError, naming the differences, if a property of an image is not as wanted."""
     # Tables are compared in order, which determines the row numbers.
     if json.dumps(wanted) != json.dumps(found):

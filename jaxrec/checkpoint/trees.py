@@ -31,7 +31,7 @@ from jaxrec.checkpoint.format import (
     write_image,
 )
 from jaxrec.checkpoint.row_deltas import chain
-from jaxrec.checkpoint.state import refuse_other
+from jaxrec.checkpoint.state import check_matches
 from jaxrec.files import Lock, local_path, make_directory
 from jaxrec.types import PyTree
 
@@ -239,7 +239,7 @@ def _checked(rows: RowsOf, leaves: Mapping[str, Any]) -> dict[str, np.ndarray | 
 
 def _check_leaves(image: Image, leaves: Mapping[str, Any]) -> None:
     wanted = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()}
-    refuse_other(image, "leaves", wanted, {name: kind for name, *kind in image.dense})
+    check_matches(image, "leaves", wanted, {name: kind for name, *kind in image.dense})
 
 
 def _manifest(leaves, step, run, parents) -> dict[str, Any]:

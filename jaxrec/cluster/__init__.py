@@ -1,14 +1,14 @@
-"""Rows in other processes and on other machines, on Ray: servers for `RemoteTables`, and their supervisor.
+"""Shard servers in other processes and on other machines, started and supervised with Ray, for `RemoteTables`.
 
     with Cluster() as cluster:                                       # Ray on this machine, or Cluster("auto")
         servers = Supervisor(cluster, spec, row_optimizer, servers=2)
         state = init_state(params, optimizer, servers.tables)
         with Pipeline(state, update, window=4) as engine:
-            engine.enter(servers)                                    # before the recovery, which brings the rows back
+            engine.enter(servers)                                    # before the recovery, which restores the rows
             recovery = engine.enter(Recovery(engine, directory, ...))
             train(engine, stream, hooks=[recovery.hook])
 
-It needs the extra `[cluster]`, and nothing else does: Ray is imported where a `Cluster` is entered.
+Only this package needs the extra `[cluster]`; it imports Ray when a `Cluster` is entered.
 """
 
 from jaxrec.cluster.runtime import Cluster

@@ -1,6 +1,5 @@
-"""Objects in processes of their own, that are asked again and again, and whose ends are noticed."""
+"""Objects in processes of their own, as Ray actors: call and poll them, and detect the deaths of the processes."""
 
-import contextlib
 import importlib
 import math
 import os
@@ -12,96 +11,90 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.cluster.servers import ACTOR_OPTIONS, RayAnswer
+from jaxrec.cluster.servers import ACTOR_OPTIONS, RayAnswer, death_reason, kill_actor
 from jaxrec.embedding.servers import Sender, ServerGone
 
-START_TIMEOUT_S = 120.0  # of a process, until it answers for the first time
+START_TIMEOUT_S = 120.0  # for a process to start and answer for the first time
 
 
 class ActorHandle(NamedTuple):
-    """A way to an object in a process of its own; pickled, it leads there too."""
+    """Handle to an object in another process; can be pickled."""
 
     actor: Any
     name: str
 
     def call(self, method: str, *args: Any) -> RayAnswer:
-        """Calls a method there, and returns at once."""
+        """Call a method of the object; return a future of its result."""
         return RayAnswer(getattr(self.actor, method).remote(*args), self.name)
 
 
 class ServerHandle(NamedTuple):
-    """A way to a shard server, see `jaxrec.embedding.servers.Server`."""
+    """Handle to a shard server, see `jaxrec.embedding.servers.Server`; can be pickled."""
 
     actor: Any
     name: str
 
     def call(self, verb: str, sender: Sender, *args: Any) -> RayAnswer:
-        """Sends a message, and returns at once."""
+        """Send a message; return a future of the answer."""
         return RayAnswer(self.actor.answer.remote(verb, sender, *args), self.name)
 
 
 class Process:
-    """An object in a process of its own, and what is asked of it at the moment.
+    """A new process with one object, whose methods are called through `handle`.
 
     Args:
-      kind: the class of the object.
-      threads: that answer there.
-      resources: of Ray that it needs, to choose its machine; none if None.
-      name: of it, in words.
-      args: of the class.
+      kind: class of the object.
+      threads: maximum number of concurrent calls.
+      resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
+      name: name of the process in messages.
+      args: arguments of the class.
     """
 
     def __init__(self, kind: type, threads: int, resources: dict[str, float] | None, name: str, *args: Any):
         options = ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
-        made = import_ray().remote(**options)(_with_life(kind))
-        self.name, self.actor = name, made.remote(*args)
+        self.name, self.actor = name, import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
         self.handle = ActorHandle(self.actor, name)
-        self.life = self.actor.life.options(concurrency_group="life").remote()
-        self._number = self.handle.call("process")
+        self.lifetime = self.actor.lifetime.options(concurrency_group="lifetime").remote()
+        self._pid = self.handle.call("process_id")
         self._pending: RayAnswer | None = None
         self._started_at, self._answered_at = time.monotonic(), -math.inf
 
     @property
-    def number(self) -> int | None:
-        """Of the process, on its machine; None while it is started."""
+    def pid(self) -> int | None:
+        """Process id on its machine; None until it has started."""
         try:
-            return self._number.result(0)
+            return self._pid.result(0)
         except (TimeoutError, ServerGone):
             return None
 
     def death_reason(self, timeout_s: float) -> str:
-        """Why it is dead, '' if it lives; one that has been silent for too long is.
+        """Return why the process counts as dead; '' if it is alive.
 
         Args:
-          timeout_s: seconds; a process that has not begun gets `START_TIMEOUT_S` instead.
+          timeout_s: maximum seconds between answers to `poll`; `START_TIMEOUT_S`, if longer, until the first one.
         """
-        now = time.monotonic()
-        if self._answered_at == -math.inf and now - self._started_at > max(START_TIMEOUT_S, timeout_s):
-            return f"{self.name} has not begun within {max(START_TIMEOUT_S, timeout_s):g} s"
+        now, start_timeout_s = time.monotonic(), max(START_TIMEOUT_S, timeout_s)
+        if self._answered_at == -math.inf and now - self._started_at > start_timeout_s:
+            return f"{self.name} has not started within {start_timeout_s:g} s"
         if now - self._answered_at > timeout_s and self._answered_at > -math.inf:
-            return f"{self.name} has said nothing for {timeout_s:g} s"
-        try:
-            RayAnswer(self.life, self.name).result(0)
-        except TimeoutError:
-            return ""
-        except Exception as error:
-            return str(error)
-        return f"{self.name} has ended"
+            return f"{self.name} has not answered for {timeout_s:g} s"
+        return death_reason(self.lifetime, self.name)
 
     def kill(self) -> None:
-        """Ends it."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self.actor, no_restart=True)
+        """Kill the process."""
+        kill_actor(self.actor)
 
     def poll(self, method: str) -> Any:
-        """The newest answer to a question that is asked again and again; None if none has come since the last look."""
+        """Return the result of the pending call of a method and forget the call; None if there is no result yet.
+
+        Starts a call if none is pending. Errors give None: `death_reason` reports them.
+        """
         try:
             self._pending = self._pending or self.handle.call(method)
             found = self._pending.result(0)
         except TimeoutError:
             return None
-        except Exception:  # it is dead, which `death_reason` says
+        except Exception:
             self._pending = None
             return None
         self._pending, self._answered_at = None, time.monotonic()
@@ -109,24 +102,24 @@ class Process:
 
 
 def packed(*what: Any) -> tuple[list[str], bytes]:
-    """Objects and functions of the caller's, and where their modules are to be found, for `unpacked` elsewhere."""
+    """Pickle objects and functions, also of `__main__`, with the module search path that `unpacked` needs."""
     return [path for path in sys.path if path], importlib.import_module("ray.cloudpickle").dumps(what)
 
 
 def unpacked(paths: Sequence[str], pickled: bytes) -> tuple:
-    """What was `packed` in another process, whose modules are looked for after those of this one."""
+    """Unpickle, in another process, what `packed` has returned; its search path is appended to that of this process."""
     sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
     return pickle.loads(pickled)
 
 
-def _with_life(kind):
-    """A class whose objects can be waited for, and say which process they are in."""
+def _with_lifetime(kind):
+    """Return a subclass with the methods that `Process` calls."""
 
-    class Living(kind):  # type: ignore[misc, valid-type]
-        def life(self):
+    class WithLifetime(kind):  # type: ignore[misc, valid-type]
+        def lifetime(self):
             threading.Event().wait()
 
-        def process(self):
+        def process_id(self):
             return os.getpid()
 
-    return Living
+    return WithLifetime

@@ -1,7 +1,7 @@
-"""A shard server on Ray: an actor in a process of its own, and the way to it.
+"""Shard servers as Ray actors, each in a process of its own, and their handles.
 
-Nothing of Ray waits without a limit here: it has none by itself. An actor is never restarted by Ray (`max_restarts=0`):
-the next call would succeed on an empty one, without an error.
+Ray itself waits without a limit; every wait here has one. Ray never restarts an actor (`max_restarts=0`): the next call
+would reach an empty one, without an error.
 """
 
 import contextlib
@@ -11,29 +11,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jaxrec.checkpoint  # a server saves and restores: else its first time would wait for this
+import jaxrec.checkpoint  # imported beforehand: a server saves, restores and tracks its rows
+import jaxrec.cpr.tracking
 from jaxrec.cluster.runtime import import_ray
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 
 ACTOR_OPTIONS: dict[str, Any] = {
-    "num_cpus": 0,  # an actor without its resources would wait for ever
+    "num_cpus": 0,  # an actor that reserves cores waits for ever where there are none left
     "max_restarts": 0,
-    "max_concurrency": 4,  # so that reads go on while rows are written to the disk
-    "concurrency_groups": {"life": 1},
-    # No device and one thread for each: the cores are the driver's. What it has told XLA is not for servers.
+    "max_concurrency": 4,  # so that reads continue while rows are written to disk
+    "concurrency_groups": {"lifetime": 1},
+    # No device, and one thread per server: the cores are the driver's. Its XLA flags are not for servers.
     "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}},
 }
-_LONGEST_WHY = 300  # characters of what Ray says
+_LONGEST_REASON = 300  # characters of an error message of Ray
 
 
 class ServerConfig(NamedTuple):
-    """What a server is made of.
+    """Arguments of a server, besides its shards.
 
     Attributes:
-      spec, layout: of the tables.
-      directory: where the run saves, which a server must see; None if it need not.
-      probe: the name of a file there; '' after the beginning of a run.
+      spec: the tables.
+      layout: parts and widths of their stacks.
+      directory: directory of the run's checkpoints, which the server must see; None if nothing is saved.
+      probe: name of a file in the directory that proves it; '' for successors, which are not checked.
     """
 
     spec: EmbeddingSpec
@@ -42,29 +44,29 @@ class ServerConfig(NamedTuple):
     probe: str = ""
 
 
-class Where(NamedTuple):
-    """Where a server runs, as it says itself."""
+class ProcessInfo(NamedTuple):
+    """The process of a server, as it reports it."""
 
-    address: str
-    process: int
-    jaxrec: str  # its version
+    address: str  # of its machine
+    pid: int
+    version: str  # of jaxrec
 
 
-class Actor:
-    """What runs in the process of a server."""
+class ServerActor:
+    """Ray actor that holds a `ShardServer`."""
 
     def __init__(self) -> None:
         self._server: ShardServer | None = None
 
-    def where(self) -> Where:
-        """Where this runs: the first thing that is asked."""
-        return Where(import_ray().util.get_node_ip_address(), os.getpid(), jaxrec.__version__)
+    def process_info(self) -> ProcessInfo:
+        """Return address, process id and version; the first call to every actor."""
+        return ProcessInfo(import_ray().util.get_node_ip_address(), os.getpid(), jaxrec.__version__)
 
     def begin(self, config: ServerConfig, shards: Sequence[int], incarnation: int) -> None:
-        """Makes the server, with initial rows.
+        """Create the server, with initial rows.
 
         Raises:
-          ValueError: as `ShardServer`; the directory is not to be seen from here.
+          ValueError: as `ShardServer`, or this machine does not see the directory.
         """
         if config.directory is not None and not (config.directory / config.probe).exists():
             raise ValueError(
@@ -74,100 +76,101 @@ class Actor:
         self._server = ShardServer(config.spec, config.layout, shards, incarnation)
 
     def answer(self, verb: str, sender: Sender, *args) -> Any:
-        """As `ShardServer`."""
+        """Answer a message, see `ShardServer.answer`."""
         if self._server is None:
             raise ServerGone("the server has not begun")
         return self._server.answer(verb, sender, *args)
 
-    def life(self) -> None:
-        """Never returns: the end of this process ends the wait for it, at once."""
+    def lifetime(self) -> None:
+        """Never return: a pending call of it fails as soon as this process ends."""
         threading.Event().wait()
 
 
 class RayAnswer:
-    """An `Answer` that Ray brings.
+    """`Answer` to a call of a Ray actor.
 
     Args:
-      reference: of Ray, to what comes.
-      name: of the process that gives it, in words.
+      reference: Ray's object reference to the result.
+      name: name of the answering process, for error messages.
     """
 
     def __init__(self, reference: Any, name: str = "the process"):
         self._reference, self._name = reference, name
 
     def result(self, timeout: float | None = None) -> Any:
-        """As `Answer`."""
+        """Return the answer, see `Answer.result`."""
         ray = import_ray()
         try:
             return ray.get(self._reference, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError("no answer yet") from None
         except ray.exceptions.RayTaskError as error:
-            raise error.cause or RuntimeError(_short(error)) from None
-        except ray.exceptions.ActorDiedError:  # which says in ten lines where Ray keeps its logs
+            raise error.cause or RuntimeError(_one_line(error)) from None
+        except ray.exceptions.ActorDiedError:  # its message is ten lines on where Ray keeps its logs
             raise ServerGone(f"{self._name} has ended") from None
         except ray.exceptions.RayError as error:
-            raise ServerGone(f"{self._name} is not to be reached: {_short(error)}") from None
+            raise ServerGone(f"{self._name} cannot be reached: {_one_line(error)}") from None
 
 
-class Process:
-    """A process in which a server can begin, now or later; it has none of its own yet.
+class StandbyProcess:
+    """A process with an empty `ServerActor`, in which a server can begin now or later.
 
     Args:
-      resources: of Ray that it needs, to choose a machine, as {'rows': 1}; none if None.
+      resources: Ray resources that select its machine, such as {'rows': 1}; None for any machine.
     """
 
     def __init__(self, resources: dict[str, float] | None = None):
-        made = import_ray().remote(**ACTOR_OPTIONS, resources=resources or {})(Actor)
-        self.actor = made.remote()
-        self.life = self.actor.life.options(concurrency_group="life").remote()  # ready when the process has ended
-        self.where = self.actor.where.remote()
+        actor_class = import_ray().remote(**ACTOR_OPTIONS, resources=resources or {})(ServerActor)
+        self.actor = actor_class.remote()
+        # Ready once the process has ended.
+        self.lifetime = self.actor.lifetime.options(concurrency_group="lifetime").remote()
+        self.info = self.actor.process_info.remote()
 
-    def number(self, timeout_s: float) -> int:
-        """Its number on its machine, when it is there.
-
-        Args:
-          timeout_s: seconds.
+    def pid(self, timeout_s: float) -> int:
+        """Wait up to `timeout_s` seconds for the process to start; return its process id.
 
         Raises:
-          TimeoutError: it is not there by then.
+          TimeoutError: it has not started in time.
           ServerGone: it has died.
         """
-        return RayAnswer(self.where).result(timeout_s).process
+        return RayAnswer(self.info).result(timeout_s).pid
 
-    def why(self) -> str:
-        """Why it has ended; '' if it lives or is being started."""
-        return _why(self.life, "the process")
+    def death_reason(self) -> str:
+        """Return why the process has ended; '' while it runs or starts."""
+        return death_reason(self.lifetime, "the process")
 
     def kill(self) -> None:
-        """Ends it, some seconds later if it is stopped."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self.actor, no_restart=True)
+        """Kill the process; takes some seconds if it is stopped (SIGSTOP)."""
+        kill_actor(self.actor)
 
 
 class RayServer:
-    """A server in a process of its own, and the way to it, see `Server`.
+    """Handle of a shard server in a process of its own, see `Server`.
 
-    It is begun at once, and usable when `wait` has returned.
+    It begins at once, and is usable after `wait`. A `Cluster` must be entered.
 
     Args:
-      config: what it is made of; a `Cluster` is entered.
-      index: its number among the servers of the tables.
-      shards: that it has.
-      incarnation: one more than that of the server whose place it takes.
-      resources: of Ray that it needs, to choose a machine, as {'rows': 1}; none if None.
-      started: the process in which it begins; a new one if None.
+      config: tables and directory.
+      index: number of the server, in 0..P-1.
+      shards: shard numbers that it holds.
+      incarnation: 1, or one more than that of the server that it replaces.
+      resources: Ray resources that select its machine, such as {'rows': 1}; None for any machine.
+      standby: process in which it begins; a new one if None.
+
+    Attributes:
+      process: process id, None before `wait`.
+      address: address of its machine, '' before `wait`.
+      lifetime: Ray's object reference that is ready once the process has ended.
     """
 
     def __init__(
         self, config: ServerConfig, index: int, shards: Sequence[int], incarnation: int,
-        resources: dict[str, float] | None = None, started: Process | None = None,
+        resources: dict[str, float] | None = None, standby: StandbyProcess | None = None,
     ):  # fmt: skip
         self.index, self.shards, self.incarnation = index, tuple(shards), incarnation
-        self._process = started or Process(resources)
-        self._actor, self.life, self._where = self._process.actor, self._process.life, self._process.where
-        self._started = self._actor.begin.remote(config, self.shards, incarnation)
+        self._standby = standby or StandbyProcess(resources)
+        self._actor, self.lifetime, self._info = self._standby.actor, self._standby.lifetime, self._standby.info
+        self._begun = self._actor.begin.remote(config, self.shards, incarnation)
         self.process: int | None = None
         self.address = ""
 
@@ -176,7 +179,7 @@ class RayServer:
 
     @property
     def actor(self) -> Any:
-        """Ray's handle of it, for others that send messages there."""
+        """Ray's handle of the actor, for other processes that send it messages."""
         return self._actor
 
     @property
@@ -184,54 +187,61 @@ class RayServer:
         return "its process" if self.process is None else f"its process {self.process} on {self.address}"
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until it can answer.
+        """Wait until the server can answer.
 
         Args:
-          timeout_s: seconds, of the process and of its rows each.
+          timeout_s: seconds for the start of the process, and as many again for its initial rows.
 
         Raises:
-          TimeoutError: it has not begun by then.
-          ServerGone: it has died.
-          ValueError: it is of another version of jaxrec, or does not see the directory.
+          TimeoutError: one of them has taken longer.
+          ServerGone: the process has died.
+          ValueError: it runs another version of jaxrec, or does not see the directory.
         """
-        self._check(self._awaited(self._where, timeout_s, "has no process yet: look whether `ray status` has room"))
-        self._awaited(self._started, timeout_s, "has not made its rows")
+        info = self._wait_for(self._info, timeout_s, "has no process yet: look whether `ray status` has room")
+        self._check(info)
+        self._wait_for(self._begun, timeout_s, "has not made its rows")
 
     def call(self, verb: str, sender: Sender, *args) -> RayAnswer:
-        """Sends a message, as `Server`."""
+        """Send a message, see `Server.call`."""
         return RayAnswer(self._actor.answer.remote(verb, sender, *args), self._name)
 
-    def why(self) -> str:
-        """Why it has ended; '' if it lives."""
-        return _why(self.life, self._name)
+    def death_reason(self) -> str:
+        """Return why the process has ended; '' while it runs or starts."""
+        return death_reason(self.lifetime, self._name)
 
     def kill(self) -> None:
-        """Ends the process, some seconds later if it is stopped; its rows are gone."""
-        self._process.kill()
+        """Kill the process, and with it its rows; takes some seconds if it is stopped (SIGSTOP)."""
+        self._standby.kill()
 
-    def _awaited(self, reference, timeout_s, what):
+    def _wait_for(self, reference, timeout_s, problem):
         try:
             return RayAnswer(reference, self._name).result(timeout_s)
         except TimeoutError:
-            raise TimeoutError(f"{self} {what}, after {timeout_s:g} s.") from None
+            raise TimeoutError(f"{self} {problem}, after {timeout_s:g} s.") from None
         except ServerGone as gone:
             raise ServerGone(
-                f"{self} has not begun: {gone}. On a cluster that was joined, jaxrec must be installed everywhere, and "
-                "Ray be started with RAY_AUTH_MODE=token and one token."
+                f"{self} has not begun: {gone}. On a cluster that was joined, jaxrec must be installed on every "
+                "machine, and Ray must be started with RAY_AUTH_MODE=token and the same token."
             ) from None
 
-    def _check(self, where):
-        self.process, self.address = where.process, where.address
-        if where.jaxrec != jaxrec.__version__:
+    def _check(self, info):
+        self.process, self.address = info.pid, info.address
+        if info.version != jaxrec.__version__:
             raise ValueError(
-                f"{self} has jaxrec {where.jaxrec}, and this is {jaxrec.__version__}: install the same everywhere."
+                f"{self} runs jaxrec {info.version}, and the driver {jaxrec.__version__}: install the same version on "
+                "every machine."
             )
 
 
-def _why(life, name):
-    """Why a process has ended; '' if it has not."""
+def death_reason(lifetime: Any, name: str) -> str:
+    """Return why the process of an actor has ended; '' while it runs or starts.
+
+    Args:
+      lifetime: Ray's reference to the actor's call of `lifetime`.
+      name: name of the process, for the message.
+    """
     try:
-        RayAnswer(life, name).result(0)
+        RayAnswer(lifetime, name).result(0)
     except TimeoutError:
         return ""
     except Exception as error:
@@ -239,7 +249,13 @@ def _why(life, name):
     return f"{name} has ended"
 
 
-def _short(error):
-    """What Ray says, in a line."""
+def kill_actor(actor: Any) -> None:
+    """Kill the process of an actor, if Ray still knows it."""
+    ray = import_ray()
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.kill(actor, no_restart=True)
+
+
+def _one_line(error):
     text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST_WHY else text[:_LONGEST_WHY] + " ..."
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."

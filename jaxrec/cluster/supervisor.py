@@ -1,9 +1,9 @@
-"""Starts the servers of some tables, notices their deaths, and starts the successors of the dead.
+"""Starts the servers of embedding tables, detects their deaths, and starts successors.
 
-A death is noticed by the call that it makes fail, or, between calls, by a thread that waits for the end of each
-process. The thread begins the successor at once, so that it is there when the engine asks for it; and it tells the
-tables, whose next call raises `ShardsLost`. A successor begins with initial rows, and none of them is read before
-the recovery, which the engine calls next, has brought its shards back where they are.
+A death is detected by the call that it makes fail or, between calls, by a thread that waits for the end of each
+process. The thread starts the successor at once, so that it is ready when the engine asks for it, and marks the shards
+as lost: the next call into them raises `ShardsLost`. A successor begins with initial rows; none of them is read before
+the recovery, which the engine calls next, has restored its shards.
 
 Legend: S shards, P servers.
 """
@@ -21,65 +21,66 @@ import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
-from jaxrec.cluster.servers import Process, RayServer, ServerConfig
+from jaxrec.cluster.servers import RayServer, ServerConfig, StandbyProcess
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import ServerGone, deal
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
 
-_POLL_S = 0.2  # how soon the thread sees that it is to end
+_POLL_S = 0.2  # longest delay until the thread notices that it must end
 _SECONDS = "a number of seconds above 0 and finite"
 
 
 class GivenUp(OSError):
-    """Servers die so often, or Ray itself has died, that the run is ended."""
+    """Ends the run: servers die too often, or Ray itself has died."""
 
 
 class Death(NamedTuple):
-    """What is known of the death of a server.
+    """Death of a server.
 
     Attributes:
-      server: its place, from 0.
-      incarnation: that has died.
-      why: in words.
-      at: when it was noticed, seconds of `time.monotonic`.
+      server: its index, in 0..P-1.
+      incarnation: the incarnation that died.
+      reason: description for logs and errors.
+      at: time of detection, in seconds of `time.monotonic`.
     """
 
     server: int
     incarnation: int
-    why: str
+    reason: str
     at: float
 
 
 class Supervisor:
-    """The servers of some tables on Ray, and a watcher of the engine over them, to be entered before the recovery.
+    """Starts P shard servers on Ray and replaces dead ones; a watcher that the engine enters before the recovery.
 
-    Without a recovery after it do not enter it: rows of the dead would be initial ones. Then the run ends with
-    `ShardsLost`, and goes on from its last save.
+    Enter it only together with a recovery: otherwise the rows of a successor would stay initial ones. When it is not
+    entered, a death ends the run with `ShardsLost`; resume it from its last save.
 
     Args:
-      cluster: that was entered.
-      spec, row_optimizer: of the tables.
-      servers: P, from 1 to S; few servers, each with many shards.
-      directory: where the run saves; every server must see it. None if nothing is saved.
-      timeout_s: seconds in which a server has to answer, a save and a restore of its rows among it; a longer silence
-        counts as its death.
-      start_timeout_s: seconds in which a process has to be there, and then its rows.
-      most_deaths: of all servers together within `within_minutes`; one more ends the run.
-      within_minutes: as it says.
-      client: the name of this client for the servers, as the id of the run; a name of its own if None.
-      resources: of Ray that each server needs, to choose its machine, as {'rows': 1}; none if None.
-      spares: processes that wait, so that a successor need not be started first; each has about 300 MB.
+      cluster: the entered cluster.
+      spec: the tables.
+      row_optimizer: decides the slots.
+      servers: P, from 1 to S; prefer few servers with many shards each.
+      directory: directory of the run's checkpoints, which every server must see; None if nothing is saved.
+      timeout_s: seconds in which a server must answer a call, else it counts as dead; longer than it takes to save or
+        restore all of its rows.
+      start_timeout_s: seconds for a process to start, and as many again for its initial rows.
+      most_deaths: tolerated deaths of all servers together within `within_minutes`; one more ends the run.
+      within_minutes: length of this interval, in minutes.
+      client: name of this client at the servers, such as the id of the run; a random one if None.
+      resources: Ray resources that select each server's machine, such as {'rows': 1}; None for any machine.
+      spares: standby processes, in which a successor begins without waiting for a start; about 300 MB each.
 
     Attributes:
       tables: `RemoteTables` over the servers.
-      deaths: all so far, of type `Death`.
+      deaths: all deaths so far, as `Death`.
 
     Raises:
-      ValueError: a number out of range; the cluster is not entered; a server does not see the directory, or is of
+      ValueError: a number is out of range, the cluster is not entered, or a server does not see the directory or runs
         another version of jaxrec.
-      TimeoutError, ServerGone: a server has not begun; names it.
+      TimeoutError, ServerGone: the server that the message names has not begun.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class Supervisor:
         most_deaths: int = 8, within_minutes: float = 10.0, client: str | None = None,
         resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
-        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
+        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[StandbyProcess]()
         self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
         self.deaths: list[Death] = []
         self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
         self._given_up: GivenUp | None = None
-        where = None if directory is None else local_path(directory).resolve()
-        self._config = ServerConfig(spec, spec.layout(row_optimizer), where)
-        self._servers: list[RayServer] = []  # the newest of each place, in use or not yet
+        path = None if directory is None else local_path(directory).resolve()
+        self._config = ServerConfig(spec, spec.layout(row_optimizer), path)
+        self._servers: list[RayServer] = []  # the newest incarnation of each, possibly not in use yet
         self._closed, self._entered = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="jaxrec-supervisor", daemon=True)
         try:
-            with _probe(where) as name:
+            with _probe(path) as name:
                 for index, shards in enumerate(deal(spec.shards, servers)):
                     config = self._config._replace(probe=name)
                     self._servers.append(RayServer(config, index, shards, 1, resources))
@@ -116,7 +117,7 @@ class Supervisor:
 
     def _check(self, cluster, timeout_s, start_timeout_s, most_deaths, within_minutes):
         if not isinstance(cluster, Cluster):
-            raise ValueError(f"cluster is a {type(cluster).__name__}, but a Cluster that was entered is wanted.")
+            raise ValueError(f"cluster is a {type(cluster).__name__}, but must be an entered Cluster.")
         real_number("timeout_s", timeout_s, _SECONDS, is_positive)
         self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
@@ -126,47 +127,47 @@ class Supervisor:
 
     @property
     def processes(self) -> list[int | None]:
-        """The number of each server's process, on its machine."""
+        """Process id of each server on its machine; None for a successor that has not started yet."""
         return [server.process for server in self._servers]
 
     @property
     def spares(self) -> list[int]:
-        """The number of each process that waits, when all of them are there."""
-        return [spare.number(self._start_timeout_s) for spare in self._spares]
+        """Process ids of the standby processes, after waiting until all have started."""
+        return [spare.pid(self._start_timeout_s) for spare in self._spares]
 
     @property
     def addresses(self) -> list[str]:
-        """The address of each server's machine."""
+        """Address of each server's machine."""
         return [server.address for server in self._in_use]
 
     @property
     def in_use(self) -> list[RayServer]:
-        """The servers that the tables use, in the order of their places."""
+        """Servers that the tables use, in order of their index."""
         return [*self._in_use]
 
     @property
     def lost(self) -> str:
-        """Which servers are dead, without a successor so far, and why, in words; '' if none is."""
-        return "; ".join(why for server in self._in_use if (why := self._why_lost(server)))
+        """Description of the dead servers that have no successor in use yet; '' if there are none."""
+        return "; ".join(reason for server in self._in_use if (reason := self._lost_reason(server)))
 
     # ---- the watcher
 
     def recover(self, shards: Sequence[int]) -> None:
-        """Puts successors in the place of dead servers; the recovery after this one brings their rows back.
+        """Replace dead servers by successors, whose rows the recovery entered after this watcher restores.
 
         Args:
-          shards: that an engine has lost; those of servers that live are none of this one's business.
+          shards: shards that the engine has lost, possibly some of living servers, which are left alone.
 
         Raises:
           GivenUp: there were too many deaths.
         """
         for index, server in enumerate(self._in_use):
-            # Else the engine does not know of the death: the next call tells it.
-            if set(server.shards) <= set(shards) and (why := self._why_lost(server)):
-                self._start_successor(index, why)
+            # A server of which only some shards are in the list: the engine learns of its death by its next call.
+            if set(server.shards) <= set(shards) and (reason := self._lost_reason(server)):
+                self._start_successor(index, reason)
 
-    def _why_lost(self, server):
-        """What a call into the shards of a server raises; '' if it is not lost."""
+    def _lost_reason(self, server):
+        """Return the message of the `ShardsLost` that a call into a server raises; '' if it is not lost."""
         if not set(server.shards) & set(self.tables.lost):
             return ""
         try:
@@ -176,14 +177,14 @@ class Supervisor:
         return ""
 
     def __enter__(self) -> "Supervisor":
-        self._entered = True  # from here on rows are brought back
+        self._entered = True  # from here on a recovery restores rows
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """The servers go on, as tables are looked at after a run: `close`, or the end of the cluster, ends them."""
+        """Leave the servers running, for reads after the run; `close`, or the end of the cluster, ends them."""
 
     def close(self) -> None:
-        """Ends the servers; their rows are gone."""
+        """End the servers; their rows are lost."""
         self._closed.set()
         self._thread.join()
         self.tables.close()
@@ -199,25 +200,25 @@ class Supervisor:
 
     def _start_spares(self):
         with self._lock:
-            living = [spare for spare in self._spares if not spare.why()]
+            living = [spare for spare in self._spares if not spare.death_reason()]
             more = 0 if self._closed.is_set() else self._number_of_spares - len(living)
-            self._spares = living + [Process(self._resources) for _ in range(more)]
+            self._spares = living + [StandbyProcess(self._resources) for _ in range(more)]
 
-    def _spare(self):
-        """A process that waits, if one lives; with the lock."""
+    def _take_spare(self):
+        """Return a living standby process or None; the caller holds the lock."""
         while self._spares:
-            if not (spare := self._spares.pop(0)).why():
+            if not (spare := self._spares.pop(0)).death_reason():
                 return spare
         return None
 
     # ---- deaths
 
-    def _start_successor(self, index, why):
-        """Waits until a successor is in place, or one that has taken the place of that."""
+    def _start_successor(self, index, reason):
+        """Wait until a successor is in use; one that dies meanwhile is itself replaced."""
         while True:
             with self._lock:
                 if self._servers[index] is self._in_use[index]:
-                    self._record_death(index, why)
+                    self._record_death(index, reason)
                 successor = self._servers[index]
             try:
                 successor.wait(self._start_timeout_s)
@@ -228,22 +229,22 @@ class Supervisor:
                         self._record_death(index, str(error))
                 continue
             self._in_use[index] = successor
-            self._start_spares()  # only now: it would take its time from the successor
-            warnings.warn(f"{why}; {successor} has taken its place", stacklevel=6)
+            self._start_spares()  # only now: its start would slow down that of the successor
+            warnings.warn(f"{reason}; {successor} has taken its place", stacklevel=6)
             return
 
-    def _record_death(self, index, why):
-        """Notes a death, and begins the successor; with the lock."""
+    def _record_death(self, index, reason):
+        """Record a death and start the successor; the caller holds the lock."""
         dead = self._servers[index]
-        dead.kill()  # one that does not answer may come back, and is not to
+        dead.kill()  # one that does not answer could resume later
         if self._given_up is None:
-            self.deaths.append(Death(index, dead.incarnation, why, time.monotonic()))
-            died = self._cluster.died  # then no successor would ever begin
+            self.deaths.append(Death(index, dead.incarnation, reason, time.monotonic()))
+            died = self._cluster.died  # without Ray no successor would ever begin
             self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
         self._servers[index] = RayServer(
-            self._config, index, dead.shards, dead.incarnation + 1, self._resources, self._spare()
+            self._config, index, dead.shards, dead.incarnation + 1, self._resources, self._take_spare()
         )
 
     def _too_many(self):
@@ -252,18 +253,18 @@ class Supervisor:
             return None
         last = recent[-1]
         return GivenUp(
-            f"{len(recent)} deaths of servers within {self._within_s / 60:g} minutes, and {self._most_deaths} are "
-            f"borne; the last one of server {last.server} (incarnation {last.incarnation}): {last.why}. Look at its "
-            "machine, then go on from the last save."
+            f"{len(recent)} deaths of servers within {self._within_s / 60:g} minutes, above "
+            f"most_deaths={self._most_deaths}; the last one of server {last.server} (incarnation {last.incarnation}): "
+            f"{last.reason}. Look at its machine, then go on from the last save."
         )
 
     # ---- the thread
 
     def _watch(self):
-        """Waits for the ends of processes while there are no calls."""
+        """Detect the ends of processes between calls."""
         ray, seen = import_ray(), set[RayServer]()
         while not self._closed.is_set():
-            living = {server.life: server for server in self._servers if server not in seen}
+            living = {server.lifetime: server for server in self._servers if server not in seen}
             if not living:
                 self._closed.wait(_POLL_S)
                 continue
@@ -271,25 +272,25 @@ class Supervisor:
                 ended, _ = ray.wait(list(living), timeout=_POLL_S)
             except ray.exceptions.RayError:  # Ray itself has ended
                 return
-            for life in ended:
-                seen.add(living[life])
-                with contextlib.suppress(GivenUp):  # `recover` says it
-                    self._tell(living[life])
+            for lifetime in ended:
+                seen.add(living[lifetime])
+                with contextlib.suppress(GivenUp):  # `recover` raises it
+                    self._handle_end(living[lifetime])
 
-    def _tell(self, server):
+    def _handle_end(self, server):
         with self._lock:
             if self._closed.is_set() or self._servers[server.index] is not server:
-                return  # it is known already
-            why = server.why()
+                return  # known already
+            reason = server.death_reason()
             if self._in_use[server.index] is server:
-                self.tables.mark_lost(server.shards, why)
+                self.tables.mark_lost(server.shards, reason)
             if self._entered:
-                self._record_death(server.index, why)
+                self._record_death(server.index, reason)
 
 
 @contextlib.contextmanager
 def _probe(directory):
-    """The name of a file that servers must see in a directory."""
+    """Create a file that servers must see in a directory, for the `with` block; yields its name."""
     if directory is None:
         yield ""
         return

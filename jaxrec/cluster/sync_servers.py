@@ -1,9 +1,9 @@
-"""Where trainers of other processes meet: transports that live with servers of their own, and the handle there.
+"""Synchronisation of trainers in different processes: a server that holds a transport, and the client of each trainer.
 
-A `SyncServer` has a transport, an `AllToAll` or a `Centre`, with the rules and the bits of threads; whatever carries
-messages there calls its methods. The tensors of a centre are packed over several servers by size. A `SyncClient` is the
-transport of one trainer: it calls the servers, sends heartbeats of its trainer, and waits for the successor of a server
-that has died, while its trainer trains on.
+A `SyncServer` wraps a transport, `AllToAll` or `Centre`, with the rules and the bits of those between threads; any
+transport of messages can call its methods. The leaves of a centre are distributed over several servers by size. A
+`SyncClient` is the transport that a trainer sees: it calls the servers, sends them heartbeats, and waits for the
+successor of a dead server while its trainer goes on.
 
 Legend: R replicas of a trainer (1 here), n trainers.
 """
@@ -23,47 +23,50 @@ from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, pack
 from jaxrec.types import PyTree
 
-_POLL_S = 0.2  # how soon a client sees that it has been left
-_HEARTBEATS_PER_TIMEOUT = 8  # how often within the time-out a trainer is heard of
+_POLL_S = 0.2  # longest delay until a waiting client notices that its trainer has left
+_HEARTBEATS_PER_TIMEOUT = 8
 
 
 class SyncServerHandle(Protocol):
-    """A way to a `SyncServer`; whatever carries messages there is made into one of these."""
+    """Handle to a `SyncServer`; each transport of messages implements it."""
 
     def call(self, method: str, *args) -> Answer:
-        """Calls a method there, and returns at once."""
+        """Call a method of the server; return a future of its result."""
 
 
 def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[list[int]]:
-    """Which leaves each place has: of a rule with a centre packed by size, else all at one.
+    """Distribute leaves over sync servers, by size.
 
     Args:
-      sizes: of the leaves, bytes.
-      rule: by which trainers are synchronised.
-      sync_servers: how many there are.
+      sizes: size of each leaf, in bytes.
+      rule: synchronisation rule.
+      sync_servers: number of servers; 1 for a rule without a centre, whose rounds need all leaves.
+
+    Returns:
+      Indices of the leaves of each server.
 
     Raises:
-      ValueError: more servers than leaves; more than one for a rule without a centre, whose rounds are of all leaves.
+      ValueError: there are more servers than the rule or the leaves permit.
 
     >>> from jaxrec.shadowsync.rules import easgd
     >>> assign_leaves([1, 5, 3, 3], easgd(), 2)
     [[0, 1], [2, 3]]
     """
     most = len(sizes) if rule.has_centre else 1
-    why = f"; {rule.describe()} over {len(sizes)} leaves takes at most {most}"
-    whole_number("sync_servers", sync_servers, 1, most, why)
+    limit = f"; {rule.describe()} over {len(sizes)} leaves takes at most {most}"
+    whole_number("sync_servers", sync_servers, 1, most, limit)
     at = pack(list(sizes), sync_servers)
     return [[leaf for leaf, server in enumerate(at) if server == number] for number in range(sync_servers)]
 
 
 class SyncServer:
-    """A transport for trainers that come from elsewhere, and that successors may take the places of.
+    """A transport between trainers in other processes, in which a successor can replace a dead trainer.
 
     Args:
-      rule: by which they are synchronised.
-      leaves: the initial floating leaves of one replica that meet here.
+      rule: synchronisation rule.
+      leaves: initial floating leaves of one replica that this server synchronises.
       trainers: n.
-      timeout_s: after which one that is awaited and not heard of is overdue.
+      timeout_s: seconds without a heartbeat after which a round no longer waits for a trainer.
 
     Raises:
       ValueError: as `AllToAll` and `Centre`.
@@ -76,189 +79,181 @@ class SyncServer:
         self._lock = threading.Lock()
 
     def join(self, trainer: int, incarnation: int) -> None:
-        """Takes the place of a trainer, also that of one of a lower incarnation, which takes no part any more.
+        """Register a trainer; it replaces its earlier incarnation, if that one has joined.
 
         Raises:
-          PeerLeft: a successor is here.
+          PeerLeft: a later incarnation has joined.
           ValueError: as `AllToAll.join`.
         """
         with self._lock:
             self._check(trainer, incarnation)
             if self._incarnations[trainer] not in (0, incarnation):
-                self._transport.leave(trainer)  # before its death was known
+                self._transport.leave(trainer)  # its death has not been reported yet
             self._transport.join(trainer)
             self._incarnations[trainer] = incarnation
 
-    def meet(self, trainer: int, incarnation: int, before: list[np.ndarray], done: bool) -> tuple[list, bool]:
-        """As `Transport.meet`, of leaves [R, ...].
+    def sync_round(self, trainer: int, incarnation: int, before: list[np.ndarray], done: bool) -> tuple[list, bool]:
+        """Make a round with leaves [R, ...], see `Transport.sync_round`.
 
         Raises:
-          PeerLeft: it takes no part any more, as a successor has come or as it was overdue.
+          PeerLeft: the trainer no longer takes part, as a successor has joined or its heartbeats have ceased.
         """
         self._check(trainer, incarnation)
-        found, last = self._transport.meet(trainer, before, done)
+        found, last = self._transport.sync_round(trainer, before, done)
         self._check(trainer, incarnation)
         return [np.array(leaf) for leaf in found], last
 
-    def tell(self, trainer: int, incarnation: int, ago_s: float) -> str:
-        """It was heard of so many seconds ago; returns why it takes no part any more, '' if it does."""
+    def heartbeat(self, trainer: int, incarnation: int) -> str:
+        """Record a heartbeat of a trainer; return why it no longer takes part, '' if it does."""
         if incarnation != self._incarnations[trainer]:
             return "has a successor" if incarnation < self._incarnations[trainer] else ""
-        self._transport.alive(trainer, ago_s)
-        return self._transport.why_gone(trainer)
+        self._transport.heartbeat(trainer)
+        return self._transport.exit_reason(trainer)
 
-    def leave(self, trainer: int, incarnation: int, why: str) -> None:
-        """It goes; nothing happens if a successor is here."""
+    def leave(self, trainer: int, incarnation: int, reason: str) -> None:
+        """Remove a trainer, with the reason or ''; ignored if its successor has joined."""
         if incarnation == self._incarnations[trainer]:
-            self._transport.leave(trainer, RuntimeError(why) if why else None)
+            self._transport.leave(trainer, RuntimeError(reason) if reason else None)
 
     def give_up(self, trainer: int) -> None:
-        """No successor will take its server."""
+        """Remove a trainer for good: no successor will join."""
         self._transport.give_up(trainer)
 
     def leaves(self) -> list[np.ndarray]:
-        """Those that a trainer that comes now should begin with."""
+        """Return the leaves with which a trainer that joins now should start."""
         return list(self._transport.parameters)
 
     def _check(self, trainer, incarnation):
         if incarnation < self._incarnations[trainer]:
-            raise PeerLeft(f"trainer {trainer} (incarnation {incarnation}) has a successor: it takes no part any more.")
+            raise PeerLeft(f"trainer {trainer} (incarnation {incarnation}) has a successor: it no longer takes part.")
 
 
 class SyncClient:
-    """The transport of one trainer, to sync_servers that may be gone and come again; see `Transport`.
+    """The transport of one trainer to sync servers, which may die and be replaced; see `Transport`.
 
     Args:
       rule, parameters: as for `AllToAll` and `Centre`, the same for all trainers.
-      trainer: its number.
-      incarnation: 1, or one more than that of the trainer whose place it takes.
-      sync_servers: handles to all of them, in the order of `assign_leaves`.
-      timeout_s: of the sync_servers.
+      trainer: number of the trainer, in 0..n-1.
+      incarnation: 1, or one more than that of the trainer that it replaces.
+      sync_servers: handles to all sync servers, in the order of `assign_leaves`.
+      timeout_s: `timeout_s` of the servers.
 
     Attributes:
-      newest: leaves that the trainer has brought last, None before.
-      waited_s: seconds that its rounds waited for sync_servers that were gone.
+      newest: leaves [R, ...] that the trainer has sent last; None before its first round.
+      waited_s: seconds for which rounds have waited for successors of sync servers.
 
     Raises:
-      ValueError: parameters that cannot be synchronised, or not over so many sync_servers.
+      ValueError: the parameters cannot be synchronised, or not over this number of servers.
     """
 
     on_failure, last_round = "raise", True
 
     def __init__(
-        self,
-        rule: Rule,
-        parameters: PyTree,
-        trainer: int,
-        incarnation: int,
-        sync_servers: Sequence[SyncServerHandle],
-        timeout_s: float,
-    ):
+        self, rule: Rule, parameters: PyTree, trainer: int, incarnation: int,
+        sync_servers: Sequence[SyncServerHandle], timeout_s: float,
+    ):  # fmt: skip
         self.rule, self.timeout_s = rule, float(timeout_s)
         self.template, initial = initial_leaves(parameters)
         self._assigned = assign_leaves([leaf.nbytes for leaf in initial], rule, len(sync_servers))
         self._me, self._sync_servers = (trainer, incarnation), list(sync_servers)
         self._joined: list[SyncServerHandle | None] = [None] * len(sync_servers)
-        self._ended: list[list | None] = [None] * len(sync_servers)  # what each has given with the last time
-        self._changed, self._left, self._why = threading.Condition(), False, ""
+        self._final: list[list | None] = [None] * len(sync_servers)  # targets of each server's last round
+        self._changed, self._left = threading.Condition(), False
         self._last_heartbeat = -float("inf")
         self.newest: list[np.ndarray] | None = None
         self.waited_s = 0.0
 
     def join(self, trainer: int) -> None:
-        """Nothing yet: a trainer that has not made a step would keep the others waiting. The first `meet` joins."""
+        """Do nothing: the first `sync_round` joins, so that others do not wait for a trainer that compiles its step."""
 
-    def alive(self, trainer: int) -> None:
-        """Its trainer is heard of; the sync_servers are told now and then."""
+    def heartbeat(self, trainer: int) -> None:
+        """Send a heartbeat to the sync servers, if one is due."""
         now = time.monotonic()
         if now - self._last_heartbeat > self.timeout_s / _HEARTBEATS_PER_TIMEOUT:
             self._last_heartbeat = now
-            self._tell(0.0)
+            self._send("heartbeat")
 
-    def why_gone(self, trainer: int) -> str:
-        """As `Membership.why_gone`, as far as it is known here."""
-        return self._why
+    def exit_reason(self, trainer: int) -> str:
+        """Return '': only `sync_round` learns from the servers whether the trainer still takes part."""
+        return ""
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
-        """As `Transport.leave`; it is not waited for, as sync_servers may be gone."""
+        """Leave, see `Transport.leave`, without waiting for the servers, which may be dead."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
-        why = f"{type(error).__name__}: {str(error)[:200]}" if error is not None else ""
-        for server, joined in zip(self._sync_servers, self._joined, strict=True):
-            if joined is server:
-                with contextlib.suppress(Exception):
-                    server.call("leave", *self._me, why)
+        self._send("leave", f"{type(error).__name__}: {str(error)[:200]}" if error is not None else "")
 
     def replace(self, number: int, server: SyncServerHandle) -> None:
-        """Takes the next one in the place of a place that is gone; the round that waits for it goes there."""
+        """Replace a dead sync server by its successor, with which a waiting round then continues."""
         with self._changed:
             self._sync_servers[number] = server
             self._changed.notify_all()
 
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """As `Transport.meet`, at all sync_servers at once.
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+        """Make a round with all sync servers at once, see `Transport.sync_round`.
 
         Raises:
-          PeerLeft: this trainer takes no part any more, or has left.
+          PeerLeft: this trainer no longer takes part, or has left.
         """
         leaves = [np.asarray(leaf) for leaf in floating(before)]
         self.newest = self.newest if done and self.rule.has_centre else leaves
-        open_, found = [n for n, ended in enumerate(self._ended) if ended is None], list(self._ended)
+        open_, found = [n for n, final in enumerate(self._final) if final is None], list(self._final)
         while open_:
             calls = [(n, self._sync_servers[n], self._begin(n, [leaves[leaf] for leaf in self._assigned[n]], done))
                      for n in open_]  # fmt: skip
             open_ = []
             for number, server, answer in calls:
-                got = self._awaited(answer)
-                if got is None:  # the place is gone: once more, at the next one
-                    self._await_another(number, server)
+                got = self._wait_for(answer)
+                if got is None:  # the server is dead: repeat the round with its successor
+                    self._wait_for_successor(number, server)
                     open_.append(number)
                     continue
                 found[number], last = got
-                self._ended[number] = found[number] if last else None
+                self._final[number] = found[number] if last else None
         targets: dict[int, np.ndarray] = {}
         for mine, given in zip(self._assigned, found, strict=True):
             targets |= dict(zip(mine, given or (), strict=True))
-        return with_floating(before, [targets[leaf] for leaf in range(len(leaves))]), None not in self._ended
+        return with_floating(before, [targets[leaf] for leaf in range(len(leaves))]), None not in self._final
 
     def _begin(self, number, leaves, done):
-        """The answer to come of a server, that is joined first if it is another one than before."""
+        """Start a round with one server, after joining it if it is new; return a future, or None if it is dead."""
         server = self._sync_servers[number]
         try:
             if self._joined[number] is not server:
-                if self._awaited(server.call("join", *self._me)) is None:
+                if self._wait_for(server.call("join", *self._me)) is None:
                     return None
                 self._joined[number] = server
-            return server.call("meet", *self._me, leaves, done)
+            return server.call("sync_round", *self._me, leaves, done)
         except ServerGone:
             return None
 
-    def _awaited(self, answer):
-        """What comes, None if the place is gone."""
+    def _wait_for(self, answer):
+        """Return the result of a future, () for None; or None if the server is dead."""
         while answer is not None:
             try:
                 return answer.result(_POLL_S) or ()
             except TimeoutError:
-                self._refuse_left()
+                self._check_left()
             except ServerGone:
                 break
         return None
 
-    def _await_another(self, number, gone):
-        begun = time.monotonic()
+    def _wait_for_successor(self, number, dead):
+        started_at = time.monotonic()
         with self._changed:
-            while self._sync_servers[number] is gone:
-                self._refuse_left()
+            while self._sync_servers[number] is dead:
+                self._check_left()
                 self._changed.wait(_POLL_S)
-        self.waited_s += time.monotonic() - begun
+        self.waited_s += time.monotonic() - started_at
 
-    def _refuse_left(self):
+    def _check_left(self):
         if self._left:
             raise PeerLeft(f"trainer {self._me[0]} has left.")
 
-    def _tell(self, ago_s):
+    def _send(self, method, *args):
+        """Call a method of all servers that this client has joined, without waiting."""
         for server, joined in zip(self._sync_servers, self._joined, strict=True):
             if joined is server:
-                with contextlib.suppress(Exception):  # one that is gone is heard of in `meet`
-                    server.call("tell", *self._me, ago_s)
+                with contextlib.suppress(Exception):  # `sync_round` detects dead servers
+                    server.call(method, *self._me, *args)

@@ -1,8 +1,8 @@
-"""A trainer that runs freely in a process of its own: what a `TrainerPool` starts, asks, and replaces when it dies.
+"""A free-running trainer in a process of its own, which `TrainerPool` starts, polls and replaces.
 
-It is `train_stretch` with one trainer, over rows at servers, with a `SyncClient` as its transport. Batches come from a
-factory that runs here. A server that dies keeps its trainer waiting in `read` until a successor has its rows back; what
-was to be added to its rows meanwhile is lost, and counted.
+It runs `train_stretch` with one trainer over rows at servers, with a `SyncClient` as its transport. Its batches come
+from a function that is called in its process. While a server is dead, `read` waits until the rows of its successor are
+restored; updates to its rows are dropped and counted.
 
 Legend: n trainers, m workers of each.
 """
@@ -30,20 +30,20 @@ from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state
 from jaxrec.types import Batch, Plan, PyTree, RowOptimizer, Rows, ShardsLost
 
-# (trainer, trainers) -> (start -> the batches of that trainer from number start on)
-Factory = Callable[[int, int], Callable[[int], Iterator[Batch]]]
+# (trainer, trainers) -> (start -> the batches of that trainer, beginning with number start)
+BatchFactory = Callable[[int, int], Callable[[int], Iterator[Batch]]]
 
 
 class TrainerWork(NamedTuple):
-    """What all trainers of a pool do.
+    """Model, batches and synchronisation of all trainers of a pool.
 
     Attributes:
       spec, loss, optimizer, row_optimizer, params: as for `train_freely`.
-      batches: (trainer, trainers) -> (start -> iterator of the trainer's batches from number start on, of one size); it
-        is called where the trainer runs, and gives the same batches whenever it is called.
-      rule: by which trainers are synchronised; nothing does if None.
-      every_steps: in the foreground, a round every so many steps; in the background if None.
-      pace_seconds: in the background, the least time from one round to the next.
+      batches: (trainer, trainers) -> (start -> iterator over the trainer's batches, of one size, beginning with number
+        start); called in the trainer's process, and must return the same batches in every call.
+      rule: synchronisation rule; None to not synchronise.
+      every_steps: k, for a round every k steps in the foreground; None to synchronise in the background.
+      pace_seconds: minimum seconds between rounds in the background.
       workers: m.
     """
 
@@ -52,7 +52,7 @@ class TrainerWork(NamedTuple):
     optimizer: optax.GradientTransformation
     row_optimizer: RowOptimizer
     params: PyTree
-    batches: Factory
+    batches: BatchFactory
     rule: Rule | None = None
     every_steps: int | None = None
     pace_seconds: float = 0.0
@@ -60,24 +60,24 @@ class TrainerWork(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a trainer has come, in what it has trained of its own stream."""
+    """Progress of one incarnation of a trainer through its stream."""
 
-    position: int = 0  # all batches before it are trained
-    examples: int = 0  # in these
-    steps: int = 0  # of this incarnation
+    position: int = 0  # number of the first batch that is not trained yet
+    examples: int = 0  # in the batches before it
+    steps: int = 0
     rounds: int = 0
-    bytes: int = 0  # of its synchronisation
-    longest_step_s: float = 0.0  # from one step of a worker to its next, without what waited for rows
+    bytes: int = 0  # sent and received by synchronisation
+    longest_step_s: float = 0.0  # between the ends of a worker's successive steps, without waits for rows
     median_step_s: float = 0.0
     waited_for_rows_s: float = 0.0
-    rows_lost: int = 0  # that were to be added where a server was dead
-    lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as it knows
-    state: str = "waits"  # then "begins", "trains", "done" or "failed"
-    why: str = ""
+    rows_lost: int = 0  # row updates dropped because a server was dead
+    lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as the trainer knows
+    state: str = "waiting"  # for `begin`; then "starting", "training", "done" or "failed"
+    reason: str = ""  # of state "failed"
 
 
 class Stream:
-    """The batches of a trainer, and which of them are trained: workers take them in turns, and end in any order.
+    """Batches of a trainer, taken by several workers, and the position up to which all of them are trained.
 
     >>> stream = Stream(iter(["seven  ", "five "]), start=10, examples_of=len)
     >>> first, second = next(stream), next(stream)
@@ -92,9 +92,9 @@ class Stream:
     def __init__(self, batches: Iterator, start: int, examples_of: Callable[[Any], int] = lambda b: examples_in(b)):
         self._batches, self._numbers, self._examples_of = batches, itertools.count(start), examples_of
         self.position, self.examples = start, 0
-        self._examples: dict[int, int] = {}  # {number: examples} of what was taken and does not count yet
-        self._trained_ahead: set[int] = set()  # trained, but not all before them
-        self._batch_of_thread: dict[int, int] = {}  # which batch each worker has
+        self._examples: dict[int, int] = {}  # {number: examples} of batches taken, but not counted yet
+        self._trained_ahead: set[int] = set()  # trained, but some batch before them is not
+        self._batch_of_thread: dict[int, int] = {}  # {thread: number of the batch that it has taken last}
         self._lock = threading.Lock()
 
     def __iter__(self) -> "Stream":
@@ -107,11 +107,11 @@ class Stream:
         return batch
 
     def number(self) -> int:
-        """Of the batch that this thread has taken last."""
+        """Return the number of the batch that this thread has taken last."""
         return self._batch_of_thread[threading.get_ident()]
 
     def trained(self, number: int) -> None:
-        """A batch is trained."""
+        """Record that a batch is trained."""
         with self._lock:
             self._trained_ahead.add(number)
             while self.position in self._trained_ahead:
@@ -121,80 +121,81 @@ class Stream:
 
 
 def examples_in(batch: Batch) -> int:
-    """How many examples of a batch count."""
-    return int(np.count_nonzero(getattr(batch, "weight", ())))  # what is no batch is refused where it is trained
+    """Return the number of examples with a weight other than 0."""
+    return int(np.count_nonzero(getattr(batch, "weight", ())))  # the step raises for objects that are no `Batch`
 
 
 class RetryingTables(RemoteTables):
-    """Rows at servers for trainers that write by `add`: reads wait for successors, and writes to the dead are lost.
+    """`RemoteTables` whose reads wait for the successor of a dead server, and whose `add` drops updates to its rows.
 
     Args:
-      of_remote: as for `RemoteTables`.
-      retry_timeout_s: seconds that a read waits for a successor.
+      args, more: as for `RemoteTables`.
+      retry_timeout_s: maximum seconds for which a read waits for successors.
+
+    Attributes:
+      rows_lost: number of row updates dropped.
+      waited_s: seconds for which reads have waited.
     """
 
-    def __init__(self, *of_remote: Any, retry_timeout_s: float = 300.0, **more: Any):
-        super().__init__(*of_remote, **more)
+    def __init__(self, *args: Any, retry_timeout_s: float = 300.0, **more: Any):
+        super().__init__(*args, **more)
         self._retry_timeout_s, self._changed = retry_timeout_s, threading.Condition()
         self.rows_lost, self.waited_s = 0, 0.0
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """As `RemoteTables.read`; waits while rows are gone.
+        """Read rows, see `RemoteTables.read`; wait while a server is dead.
 
         Raises:
-          ShardsLost: there is no successor within the patience.
+          ShardsLost: there was no successor within `retry_timeout_s`.
         """
-        begun = None
+        started_at = None
         while True:
             try:
                 return super().read(plans)
             except ShardsLost:
-                begun = begun or time.monotonic()
+                started_at = started_at or time.monotonic()
+                remaining_s = started_at + self._retry_timeout_s - time.monotonic()
                 with self._changed:
-                    there = self._changed.wait_for(
-                        lambda: not self.lost, begun + self._retry_timeout_s - time.monotonic()
-                    )
-                self.waited_s += time.monotonic() - begun
-                if not there:
+                    restored = self._changed.wait_for(lambda: not self.lost, remaining_s)
+                self.waited_s += time.monotonic() - started_at
+                if not restored:
                     raise
 
     def add(
         self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
     ) -> "RetryingTables":
-        """As `RemoteTables.add`; what was for rows that are gone is lost."""
+        """Add to rows, see `RemoteTables.add`; drop and count updates to rows of dead servers."""
         try:
             super().add(plans, rows, old, shards)
-        except ShardsLost as lost:  # the others have theirs: to send it again would add it twice
-            gone = list(lost.shards)
+        except ShardsLost as lost:  # no retry: the living servers have added their part already
+            shards_lost = list(lost.shards)
             with self._changed:
-                self.rows_lost += sum(int(plan.count[gone].sum()) for plan in plans.values())
+                self.rows_lost += sum(int(plan.count[shards_lost].sum()) for plan in plans.values())
         return self
 
-    def replace_server(self, server: Server, shards: Sequence[int], why: str) -> None:
-        """Takes the successor of a server whose rows are back."""
-        self.mark_lost(shards, why)
-        try:  # the tables must have heard of the loss before
+    def replace_server(self, server: Server, shards: Sequence[int], reason: str) -> None:
+        """Replace a dead server by its successor, whose rows are restored."""
+        self.mark_lost(shards, reason)
+        with contextlib.suppress(ShardsLost):  # `replace` requires that a call has raised the loss
             self.take({(next(iter(self.spec.stacks)), shards[0]): np.zeros(0, np.int32)})
-        except ShardsLost:
-            pass
         self.replace(server)
         with self._changed:
             self._changed.notify_all()
 
 
 class TrainerProcess:
-    """One incarnation of a trainer; `begin` returns at once."""
+    """One incarnation of a trainer, for use in a process of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._state, self._why = "waits", ""
-        self._tables: Any = None  # `RetryingTables`, once it has said hello
+        self._state, self._reason = "waiting", ""
+        self._tables: Any = None  # `RetryingTables`, once the servers have answered their hello
         self._sync_client: Any = None
         self._sync: Any = None
         self._stream = Stream(iter(()), 0)
         self._steps, self._times = 0, list[float]()
-        self._dense: Any = None
-        # What has come while it began: {shards: server} and {number: place}.
+        self._params: Any = None
+        # Successors announced so far: {shards: server} and {number: sync server}.
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
     def begin(
@@ -202,55 +203,55 @@ class TrainerProcess:
         params: list | None, servers: Sequence[Server], sync_servers: Sequence[Any], client: str, timeout_s: float,
         cores: Sequence[int] | None,
     ) -> None:  # fmt: skip
-        """Begins to train in a thread.
+        """Start training in a thread.
 
         Args:
-          work: of the pool; or `packed`, from another process.
-          number, trainers: its number of n.
-          incarnation: 1, or one more than that of the trainer whose place it takes.
-          start: the number of the first batch.
-          params: floating leaves to begin with; the initial ones of the work if None.
-          servers: of the rows.
-          sync_servers: where it is synchronised.
-          client: its name for the servers.
-          timeout_s: of the servers and of the sync_servers.
-          cores: of the machine, that its threads are held to; all if None.
+          work: work of the pool, possibly `packed`.
+          number, trainers: number of this trainer, in 0..n-1, and n.
+          incarnation: 1, or one more than that of the trainer that it replaces.
+          start: number of the first batch.
+          params: initial floating leaves; None for those of `work.params`.
+          servers: handles to the shard servers.
+          sync_servers: handles to the sync servers.
+          client: name of this trainer at the shard servers.
+          timeout_s: seconds in which shard servers and sync servers must answer.
+          cores: numbers of the cores that its threads may use; None for all.
         """
-        self._stream = Stream(iter(()), start)  # one that dies while it begins has come no less far than the one before
-        self._state = "begins"
+        self._stream = Stream(iter(()), start)  # so that `progress` never reports less than the previous incarnation
+        self._state = "starting"
         mine = (work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s)
         threading.Thread(target=self._run, args=(cores, *mine), name="free-trainer", daemon=True).start()
 
     def progress(self) -> Progress:
-        """How far it has come."""
-        tables, sync, times = self._tables, self._sync, self._times[1:]  # the first one has compiled
+        """Return the progress so far."""
+        tables, sync, times = self._tables, self._sync, self._times[1:]  # without the first, which compiles
         with self._lock:
             return Progress(
                 self._stream.position, self._stream.examples, self._steps,
                 getattr(sync, "rounds", 0), getattr(sync, "bytes", 0),
                 max(times, default=0.0), float(np.median(times)) if times else 0.0,
                 tables.waited_s if tables else 0.0, tables.rows_lost if tables else 0, tables.lost if tables else (),
-                self._state, self._why,
+                self._state, self._reason,
             )  # fmt: skip
 
     def newest(self) -> list[np.ndarray] | None:
-        """The floating leaves of one replica that it has brought last to a round; None before."""
-        brought = self._sync_client.newest if self._sync_client else None
-        return None if brought is None else [np.array(leaf[0]) for leaf in brought]
+        """Return the floating leaves of one replica that it has sent last to a round; None before the first."""
+        leaves = self._sync_client.newest if self._sync_client else None
+        return None if leaves is None else [np.array(leaf[0]) for leaf in leaves]
 
     def result(self) -> tuple[PyTree, Progress]:
-        """Its parameters, leaves [1, ...], when it is done, and how far it has come."""
-        return self._dense, self.progress()
+        """Return the parameters, leaves [1, ...], if it is done, and the progress."""
+        return self._params, self.progress()
 
-    def replace_server(self, server: Server, shards: Sequence[int], why: str) -> None:
-        """A server has a successor, whose rows are back."""
+    def replace_server(self, server: Server, shards: Sequence[int], reason: str) -> None:
+        """Replace a dead shard server by its successor, whose rows are restored."""
         with self._lock:
             self._servers[tuple(shards)], tables = server, self._tables
         if tables is not None:
-            tables.replace_server(server, shards, why)
+            tables.replace_server(server, shards, reason)
 
     def replace_sync_server(self, number: int, server: Any) -> None:
-        """A place has a successor."""
+        """Replace a dead sync server by its successor."""
         with self._lock:
             self._sync_servers[number], client = server, self._sync_client
         if client is not None:
@@ -260,43 +261,41 @@ class TrainerProcess:
 
     def _run(self, cores, *mine):
         try:
-            if cores is not None:  # before JAX has looked how many there are; its threads are of this one
+            if cores is not None:  # before JAX counts them; threads inherit the mask
                 os.sched_setaffinity(0, cores)
             work, *rest = mine
             if not isinstance(work, TrainerWork):
                 (work,) = unpacked(*work)
-            self._dense = self._trained(work, *rest)
+            self._params = self._train(work, *rest)
             self._state = "done"
         except BaseException as error:
             notes = "; ".join(getattr(error, "__notes__", ()))
-            self._why = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+            self._reason = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
             self._state = "failed"
 
-    def _trained(
-        self, work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s
-    ):  # fmt: skip
+    def _train(self, work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s):
         spec, own = work.spec, (work.optimizer, work.row_optimizer)
         tables: Any = RetryingTables(
             spec, work.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
         )
         with self._lock:
-            self._tables, came = tables, dict(self._servers)
-        for shards, server in came.items():  # while it said hello to the one before
+            self._tables, successors = tables, dict(self._servers)
+        for shards, server in successors.items():  # those announced before the tables were ready
             with contextlib.suppress(ValueError):
-                tables.replace_server(server, shards, "it died while this trainer began")
+                tables.replace_server(server, shards, "it died while this trainer started")
         self._stream = Stream(work.batches(number, trainers)(start), start)
         begin = work.params if params is None else with_floating(work.params, params)
         dense = init_state(begin, work.optimizer, tables, make_mesh(devices=jax.local_devices()[:1])).dense
-        dense = dense._replace(step=dense.step + start)  # schedules go on
+        dense = dense._replace(step=dense.step + start)  # schedules continue
         if work.rule is not None:
             with self._lock:
                 now = [self._sync_servers.get(number, server) for number, server in enumerate(sync_servers)]
                 self._sync_client = SyncClient(work.rule, work.params, number, incarnation, now, timeout_s)
             self._sync = self._synchroniser(work, number)
-        self._state, self._last = "trains", threading.local()
+        self._state, self._last = "training", threading.local()
         (dense,), _ = train_stretch(
             FreeStep(spec, work.loss, *own), [dense], tables, [self._stream],
-            (lambda _: self._sync) if self._sync else None, work.workers, self._stepped,
+            (lambda _: self._sync) if self._sync else None, work.workers, self._after_step,
         )  # fmt: skip
         return jax.device_get(dense.params)
 
@@ -305,7 +304,7 @@ class TrainerProcess:
             return Foreground(self._sync_client, number, every_steps=work.every_steps)
         return Shadow(self._sync_client, number, pace_seconds=work.pace_seconds)
 
-    def _stepped(self, trainer, step, metrics):
+    def _after_step(self, trainer, step, metrics):
         now, waited = time.monotonic(), self._tables.waited_s
         self._stream.trained(self._stream.number())
         before = getattr(self._last, "at", None)

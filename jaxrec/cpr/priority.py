@@ -80,7 +80,7 @@ def budget_rows(rows: int, fraction: float) -> int:
     return math.ceil(fraction * rows - 1e-9)  # 0.1 * 30 is above 3 in floats
 
 
-class Counts(NamedTuple):
+class AccessCounts(NamedTuple):
     """Accesses of every row since it was last saved."""
 
     count: Array  # i32[S, V / S]
@@ -132,10 +132,10 @@ def _count_scheme(name, by_access, select, recipe, turn_stride=0):
 
     def init(value, budget):
         shards, rows = counters.shape_of(value)
-        return Counts(counters.filled(value, rows, 0), np.arange(shards) * turn_stride)
+        return AccessCounts(counters.filled(value, rows, 0), np.arange(shards) * turn_stride)
 
     def touch(tracker, plan):
-        return Counts(counters.add_accesses(tracker.count, plan, by_access), tracker.turn)
+        return AccessCounts(counters.add_accesses(tracker.count, plan, by_access), tracker.turn)
 
     def pick(tracker, budget, value):
         # Counts stay unchanged until the save is committed; the pick records them, so that later accesses are kept.
@@ -144,14 +144,14 @@ def _count_scheme(name, by_access, select, recipe, turn_stride=0):
             rows, turn[shard] = select(count, budget, turn[shard])
             picked.rows.append((rows * len(counts) + shard).astype(np.int32))
             picked.seen.append(count[rows])
-        return picked, Counts(tracker.count, turn)
+        return picked, AccessCounts(tracker.count, turn)
 
     def saved(tracker, pick):
         # Subtracted, not set to 0: the row may have been used since it was picked.
-        return Counts(counters.subtract(tracker.count, *pick), tracker.turn)
+        return AccessCounts(counters.subtract(tracker.count, *pick), tracker.turn)
 
     def restored(tracker, shard, value):
-        return Counts(counters.set_shard(tracker.count, shard, 0), tracker.turn)
+        return AccessCounts(counters.set_shard(tracker.count, shard, 0), tracker.turn)
 
     def remember(tracker):
         return {"turn": np.asarray(tracker.turn).tolist()}
@@ -211,7 +211,7 @@ def ssu(every: int = 2) -> Priority:
     return Priority("ssu", init, touch, pick, saved, restored, remember, recall, recipe=(ssu, (every,)))
 
 
-class Saved(NamedTuple):
+class ScarTracker(NamedTuple):
     """The rows as last saved; takes as much memory as the rows themselves."""
 
     value: Array  # f32[S, V / S, E]
@@ -221,7 +221,7 @@ def scar() -> Priority:
     """Save the rows that changed most since they were last saved, by L2 norm (SCAR, arXiv 1810.07354)."""
 
     def init(value, budget):
-        return Saved(counters.copy(value))
+        return ScarTracker(counters.copy(value))
 
     def touch(tracker, plan):
         return tracker
@@ -234,10 +234,10 @@ def scar() -> Priority:
 
     def saved(tracker, pick):
         # With the values at the pick: the image does not hold the current ones.
-        return Saved(counters.overwrite(tracker.value, *pick))
+        return ScarTracker(counters.overwrite(tracker.value, *pick))
 
     def restored(tracker, shard, value):
-        return Saved(counters.set_shard(tracker.value, shard, value[shard]))
+        return ScarTracker(counters.set_shard(tracker.value, shard, value[shard]))
 
     def recall(tracker, known):
         return tracker

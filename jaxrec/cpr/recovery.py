@@ -16,7 +16,7 @@ Every save also holds the dense state and the figures of the recovery, so that a
         recovery = engine.enter(Recovery(engine, directory, image=image, ...))
         train(engine, stream, hooks=[recovery.hook])            # the stream continues from engine.step
 
-A snapshot is the state of a step that the engine hands to a save announced with `Engine.cut`.
+A snapshot is the state of a step that the engine hands to a save announced with `Engine.snapshot_at`.
 
 Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
 Legend: S shards, V rows of a stack.
@@ -33,10 +33,10 @@ from typing import Any, Literal
 
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shards, shard_source
-from jaxrec.checkpoint.format import set_aside, warn_skipped
+from jaxrec.checkpoint.format import mark_damaged, warn_skipped
 from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cpr.priority import Priority, budget_rows
-from jaxrec.cpr.saving import Clock, Saves, at_step
+from jaxrec.cpr.saving import Saves, SaveSchedule, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
 from jaxrec.cpr.tracking import RowTracker, ranges_of
 from jaxrec.embedding import Tables
@@ -161,14 +161,14 @@ class Recovery:
             whole_number("a step of failures", step)
             check_shards(self.spec, shards)
         self.directory, self.mode = local_path(directory), mode
-        self._clock = Clock(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
+        self._schedule = SaveSchedule(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
         self._failures = dict(failures or {})
         self._row_tracker = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
         self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
-        self._pick_ahead_steps = max(0, min(ahead, int(self._clock.partial_interval) - 1))
+        self._pick_ahead_steps = max(0, min(ahead, int(self._schedule.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._clock, self._row_tracker, most, copy, self._figures)
+        self._saves = Saves(self.directory, self.spec, self._schedule, self._row_tracker, most, copy, self._figures)
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed on leaving
         self._announced_step = 0  # step of the announced snapshot
         self.closed = False
@@ -300,7 +300,7 @@ class Recovery:
                 self._row_tracker.begin_snapshot(step)
             # Before a pick starts, which must know this batch.
             self._row_tracker.mark_trained(step, plans)
-            if self._pick_ahead_steps and self._clock.due(step + self._pick_ahead_steps):
+            if self._pick_ahead_steps and self._schedule.due(step + self._pick_ahead_steps):
                 self._row_tracker.pick_ahead(step, step + self._pick_ahead_steps, self._saves.settle)
         # Announced a step ahead, also if two saves follow each other.
         self._announce_save(step)
@@ -313,13 +313,13 @@ class Recovery:
     def _announce_save(self, step):
         """Announce the snapshot of the next step, right after which the engine takes it, if a save is due."""
         self._announced_step = 0
-        if self._clock.due(step + 1):
-            self._engine.cut(step + 1, functools.partial(self._save_snapshot, step + 1), unreached="ignore")
+        if self._schedule.due(step + 1):
+            self._engine.snapshot_at(step + 1, functools.partial(self._save_snapshot, step + 1), unreached="ignore")
             self._announced_step = step + 1
 
     def _withdraw_save(self):
         """Withdraw the announced snapshot."""
-        self._engine.withdraw(self._announced_step)
+        self._engine.cancel_snapshot(self._announced_step)
         self._announced_step = 0
 
     def _save_snapshot(self, step, state):
@@ -435,7 +435,7 @@ class Recovery:
             # A damaged chain must not grow.
             self._saves.save_base(at_step(state._replace(tables=tables), step))
         for path in () if self._row_tracker else skipped:
-            set_aside(path)  # so that it does not count towards the images to keep
+            mark_damaged(path)  # so that it does not count towards the images to keep
         # Counted once all shards are restored: if a restore raises, no figure has changed.
         self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
         self.failed += len(saved)

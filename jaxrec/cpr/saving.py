@@ -17,10 +17,10 @@ from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
 
 
-class Clock(NamedTuple):
+class SaveSchedule(NamedTuple):
     """Schedule of a run's saves, in steps; intervals may be fractional.
 
-    >>> clock = Clock(every=10, partial_interval=2.5)
+    >>> clock = SaveSchedule(every=10, partial_interval=2.5)
     >>> [step for step in range(1, 13) if clock.due(step)], clock.regular_due(12, since=0)
     ([3, 5, 8, 10], True)
     """
@@ -64,13 +64,13 @@ class Saves:
         self,
         directory: Path,
         spec: EmbeddingSpec,
-        clock: Clock,
+        clock: SaveSchedule,
         row_tracker: RowTracker | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
         figures: Callable[[int, int], dict[str, Any]],
     ):
-        self.directory, self._spec, self._clock, self._row_tracker = directory, spec, clock, row_tracker
+        self.directory, self._spec, self._schedule, self._row_tracker = directory, spec, clock, row_tracker
         self._most_deltas, self._copy, self._figures = most_deltas, copy, figures
         self._checkpointer: Any = None  # Checkpointer, set by `open`
         self._row_checkpointer: Any = None  # RowCheckpointer, set by `open` if rows are tracked
@@ -95,7 +95,7 @@ class Saves:
             # Both savers use the same run id.
             run, base = (run or image.run, image.path) if image else (run, None)
             checkpointer = opened.enter_context(Checkpointer(self.directory, run=run, copy=self._copy))
-            checkpointer.refuse_newer(step)  # else a save of its step would be skipped
+            checkpointer.check_no_newer_image(step)  # else a save of its step would be skipped
             if self._row_tracker:
                 row_checkpointer = RowCheckpointer(self.directory, base, self._most_deltas, checkpointer.run)
                 self._row_checkpointer = opened.enter_context(row_checkpointer)
@@ -169,7 +169,7 @@ class Saves:
             # Settle first, so that rows of the previous save are not picked again unchanged.
             self.settle()
             picked = row_tracker.pick(state.tables)
-        regular = self._clock.regular_due(step, self.regular)  # only now is the last save settled
+        regular = self._schedule.regular_due(step, self.regular)  # only now is the last save settled
         # Rows of the tables in `whole` are never picked, so no mini-save holds them.
         rows = self._with_whole(picked, row_tracker.whole) if regular else _rows_of(picked)
         self.rows_saved += sum(map(len, rows.values()))

@@ -19,7 +19,7 @@ from jaxrec.checkpoint.state import is_remote
 from jaxrec.cpr import counters
 from jaxrec.cpr.priority import Pick, Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec, Tables
-from jaxrec.embedding.lookup import without_gaps
+from jaxrec.embedding.lookup import compact_plan
 from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
 
@@ -406,7 +406,7 @@ def without_rows(plan: Plan, dropped: np.ndarray, absent: int) -> Plan:
     """
     shards, padded = dropped.shape
     keep = ~dropped & (np.arange(padded) < np.asarray(plan.count)[:, None])
-    kept, place = without_gaps(plan, keep, padded, absent)
+    kept, place = compact_plan(plan, keep, padded, absent)
     missing = shards * padded
     place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
     place = np.append(place.reshape(-1), missing).astype(np.int32)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.files import aside, local_path, sync
+from jaxrec.files import atomic_write, local_path, sync
 
 DONE, METADATA = "dataset_info.json", "metadata.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
@@ -69,7 +69,7 @@ def write_blocks(
     from array_record.python.array_record_module import ArrayRecordWriter
 
     serialize, path = _serializer(layout), _shard_path(directory, name, index, layout)
-    with aside(path) as partial:
+    with atomic_write(path) as partial:
         try:
             writer = ArrayRecordWriter(str(partial), "group_size:1")
             for start in range(0, len(rows["label"]), block_rows):

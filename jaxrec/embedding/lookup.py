@@ -175,7 +175,7 @@ def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np
     )  # fmt: skip
 
 
-def without_gaps(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray]:
+def compact_plan(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray]:
     """Compact a plan to a subset of its rows.
 
     Args:

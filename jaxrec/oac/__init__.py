@@ -1,9 +1,7 @@
-"""OAC, optimistic asynchrony control: batches in flight in parallel, results of one after the
-other.
+"""OAC, optimistic asynchrony control: several batches in flight, with the results of serial execution.
 
-For tables that are larger than the memory of the devices. `Pipeline` trains in the place of
-`jaxrec.Serial`. Read `ring` first, which is pure, usable alone, and has the equations; then
-`pipeline`, whose first lines name the stages.
+For tables larger than device memory. `Pipeline` replaces `jaxrec.Serial`. Start with `ring`, which is pure, usable
+alone, and contains the equations; then read `pipeline`, which begins with an overview of the stages.
 """
 
 from jaxrec.oac.options import memory_bytes

@@ -1,9 +1,7 @@
-"""How a pipeline runs its batches: what it is given fits each other, or an error names what does
-not.
+"""Options of a pipeline: consistency checks of its arguments, and its memory use.
 
-What it holds and moves in bytes follows from that, and in how many padded rows they travel.
-Legend: W window, S shards, U padded unique rows per shard, C rows that travel, E embedding width, K
-slot width.
+Legend: W window, S shards, U padded unique rows per shard, C rows that are transferred, E embedding width, K slot
+width.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +10,7 @@ import jax
 
 from jaxrec import validate
 from jaxrec.bounds import whole_number
-from jaxrec.oac.view import StaleTables
+from jaxrec.oac.view import GuardedTables
 from jaxrec.sharding import AXES, as_mesh, check_split
 from jaxrec.types import TrainState
 
@@ -21,7 +19,7 @@ VALIDATIONS = ("planned", "device")
 
 
 def nbytes(tree) -> int:
-    """The bytes of all arrays in a tree.
+    """Return the total bytes of all arrays in a tree.
 
     >>> import numpy as np
     >>> nbytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)})
@@ -43,47 +41,45 @@ def memory_bytes(
     loaders: int = 2,
     ahead: int = 2,
 ) -> dict[str, int]:
-    """How much memory a pipeline needs at most beside tables, dense state and the update's own
-    scratch memory.
+    """Return the peak memory of a pipeline, without tables, dense state and the update's scratch memory.
 
-    At most W + 1 batches are gathered and not yet written, and each is on the device once: as it
-    was gathered, or as the update left it. The one that is being committed is there as both, and
-    where rows are repaired also as repaired. The inputs of those batches, and of one more for each
-    loader that waits for admission, are on the device too. With R = rows and F = row_floats, oac
-    holds at most
+    At most W + 1 batches are gathered and not yet written. The device holds one copy of the rows of each, gathered or
+    updated; of the batch being committed it holds both, and a repaired copy in modes that repair. It also holds the
+    inputs of these batches, and of one more batch for each loader waiting for admission. With R = rows and
+    F = row_floats, oac holds at most
 
         device: 4 R (W F                   the ring
                    + (W + 3) F             rows of batches; W + 2 in the other modes, which have no ring
-                   + W + 1)                where the ring holds each row; if the device validates, the row numbers
-                                           of the ring, and where it holds those of one batch
+                   + W + 1)                ring positions of the rows; if the device validates, the row numbers of
+                                           the ring and the ring positions of one batch
                 + (W + 1 + min(loaders, ahead)) (input_bytes - unread_bytes)
-        host:   4 R (W + 1) F              rows on their way; twice that in async and semisync, which keep what was read
-                + (2 W + 2 + ahead) (input_bytes + 4 R)      planned and not yet written; without 4 R if nothing is
-                                                             planned about staleness: other modes, or 'device'
+        host:   4 R (W + 1) F              rows in transfer; twice that in async and semisync, which keep the gathered
+                                           rows
+                + (2 W + 2 + ahead) (input_bytes + 4 R)      batches planned and not yet written; without 4 R if the
+                                                             host does not plan sources: other modes, or 'device'
                 + 8 table_rows             the last writer of every row; nothing in those cases
 
-    On a CPU both are the same memory, and what was fetched is a view of what is on the device.
-    `skip_rewritten` needs W more batches of inputs and 4 R W bytes of row numbers on the host. While
-    the ring is widened, because a batch has more unique rows than any before it, the old ring is
-    there too.
+    On a CPU both are the same memory, and fetched rows are views of those on the device. `skip_rewritten` needs W more
+    batches of inputs and 4 R W bytes of row numbers on the host. The ring is widened when a batch has more unique rows
+    than any before it; meanwhile the old ring exists too.
 
     Args:
       window: W.
       rows: R = S U of one stack.
       row_floats: F = E + K of that stack.
-      mode: of the pipeline; `sync` has W = 0, `semisync` W = 1.
+      mode: mode of the pipeline; `sync` requires W = 0, `semisync` W = 1.
       validation: 'planned' or 'device'.
-      input_bytes: of one batch and its plans; 0 leaves them out, as for all stacks but one.
-      unread_bytes: of these, what the step does not read, which stays on the host: ids, unless the loss looks at
-        them, and row numbers, unless the device validates.
+      input_bytes: bytes of one batch and its plans; with several stacks, 0 for all but one.
+      unread_bytes: the part of input_bytes that the step does not read and that stays on the host: ids, unless the loss
+        uses them, and row numbers, unless the device validates.
       table_rows: V, rows of the stack.
-      loaders, ahead: of the pipeline.
+      loaders, ahead: as for `Pipeline`.
 
     Returns:
-      {'device': bytes, 'host': bytes} of one stack.
+      {'device': bytes, 'host': bytes} for one stack.
 
     Raises:
-      ValueError: an unknown mode or validation; a window that the mode does not have.
+      ValueError: an unknown mode or validation; a window that does not fit the mode.
 
     >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
     {'device': 1118000, 'host': 8988000}
@@ -102,13 +98,13 @@ def memory_bytes(
 
 
 class PipelineOptions(NamedTuple):
-    """How a pipeline runs its batches."""
+    """Checked options of a pipeline."""
 
     mode: str
     window: int  # W
     validation: str
-    skip_reads: bool  # rows that the ring will patch are neither gathered nor sent
-    skip_writes: bool  # rows that a later batch will write are neither fetched nor written
+    skip_reads: bool  # neither gather nor send rows that the ring provides
+    skip_writes: bool  # neither fetch nor write rows that a later batch will rewrite
 
     @property
     def repairs(self) -> bool:
@@ -117,33 +113,32 @@ class PipelineOptions(NamedTuple):
 
     @property
     def plans_sources(self) -> bool:
-        """Whether the host finds what is stale."""
+        """Whether the host finds stale rows during planning."""
         return self.repairs and self.validation == "planned"
 
     @property
     def adds(self) -> bool:
-        """Whether the change of a row is added to it, as others may have written it since."""
+        """Whether changes are added to rows instead of overwriting them, as other batches may have written since."""
         return self.mode in ("async", "semisync")
 
     @property
     def depth(self) -> int:
-        """Slots of the ring."""
+        """Number of slots in the ring."""
         return max(1, self.window)
 
     @property
     def lookahead(self) -> int:
-        """How many batches must be known before one is committed: only then it is known what they
-        rewrite."""
+        """Number of later batches that must be planned before a commit, so that the rows they rewrite are known."""
         return self.window if self.skip_writes else 0
 
 
 def check_options(
     mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool
 ) -> PipelineOptions:
-    """How the arguments of a pipeline have it run its batches.
+    """Return the options for the arguments of a pipeline.
 
     Raises:
-      ValueError: they are unknown, or do not fit each other.
+      ValueError: an unknown mode or validation; arguments that do not fit each other.
     """
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
@@ -160,8 +155,7 @@ def check_options(
 
 
 class Threads(NamedTuple):
-    """How many threads of each kind there are, and how many batches beyond the window are
-    planned."""
+    """Number of threads of each kind, and of batches planned beyond the window."""
 
     loaders: int
     fetchers: int
@@ -169,18 +163,32 @@ class Threads(NamedTuple):
     ahead: int
 
 
-def state_itself(state) -> TrainState:
-    """A state whose tables can be read, with the tables themselves."""
+def with_unguarded_tables(state) -> TrainState:
+    """Return a state with its tables unguarded.
+
+    Raises:
+      ValueError: tables on the device; tables that do not match the dense state; a donated state.
+      BrokenPipeline: rows of the tables are lost.
+    """
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."
         )
     validate.check_not_donated(state)
-    return state._replace(tables=state.tables.themselves()) if isinstance(state.tables, StaleTables) else state
+    return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
 
 
 def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
-    """The one mesh of state, update and pipeline."""
+    """Return the common mesh of state, update and pipeline.
+
+    Args:
+      mesh: mesh given to the pipeline; None for the mesh of the state.
+      state: TrainState.
+      update: update function; it may have an attribute `mesh`.
+
+    Raises:
+      ValueError: the meshes differ, or do not fit the number of shards.
+    """
     placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
     meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
     mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)

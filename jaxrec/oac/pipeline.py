@@ -25,20 +25,20 @@ import jax
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
-    Cut,
     EngineBase,
-    caught,
+    SnapshotRequest,
+    add_failures,
     checked_shards,
-    first,
-    note,
+    first_failure,
     notify_restarted,
+    result_or_error,
 )
-from jaxrec.interrupts import raise_again, uninterrupted
-from jaxrec.oac.options import Threads, check_options, mesh_for, state_itself
+from jaxrec.interrupts import raise_deferred, uninterrupted
+from jaxrec.oac.options import Threads, check_options, mesh_for, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
-from jaxrec.oac.view import StaleTables, TableProgress
-from jaxrec.oac.workers import CutSaver, Workers
+from jaxrec.oac.view import GuardedTables, TableProgress
+from jaxrec.oac.workers import SnapshotSaver, Workers
 from jaxrec.prefetch import Stream, Streams
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.step import run_hooks
@@ -65,8 +65,8 @@ class Pipeline(EngineBase):
     the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded.
 
     However a run ends, committed rows are written and every failure is raised: see `close`. The order at each step is:
-    commit, hooks, recovery of shards that the row storage has lost, cut, recovery of shards that hooks have marked with
-    `lose`.
+    commit, hooks, recovery of shards that the row storage has lost, snapshot, recovery of shards that hooks have marked
+    with `lose`.
 
     Args:
       state: TrainState with tables in host memory or at servers; its dense half is donated.
@@ -109,7 +109,7 @@ class Pipeline(EngineBase):
     # How long leaving a run waits before it warns, and how long `run` waits for an iterator in use.
     patience_seconds = 10.0
     scheduler_type, device_step_type = BatchScheduler, DeviceStep
-    _cuts: CutSaver
+    _snapshots: SnapshotSaver
 
     def __init__(
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
@@ -121,8 +121,8 @@ class Pipeline(EngineBase):
         self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
         self._iterating: threading.Thread | None = None  # thread that iterates over the run
         self._left, self._in_hooks = True, False
-        self._to_lose: set[int] = set()  # shards to lose after the cut of this step
-        state = state_itself(state)
+        self._marked_lost: set[int] = set()  # shards to lose after the snapshot of this step
+        state = with_unguarded_tables(state)
         options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
         self.mode, self.window, self._options = options.mode, options.window, options
         threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
@@ -134,10 +134,10 @@ class Pipeline(EngineBase):
         transfers = send or jax.device_put, fetch or fetch_whole, placement
         self._stages = Stages(self.tables, options, self._device_step, mesh.size, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
-        self._cuts, self._streams = CutSaver(self._stages, self._device_step), Streams()
+        self._snapshots, self._streams = SnapshotSaver(self._stages, self._device_step), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
         # The tables of yielded states, which refuse to be read while they lag.
-        self._view: HostTables | StaleTables = self.tables
+        self._view: HostTables | GuardedTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
 
@@ -158,12 +158,12 @@ class Pipeline(EngineBase):
         """The state after the last step, for use between two steps.
 
         Raises:
-          ValueError: in a hook or in the save of a cut, which get the state as an argument.
+          ValueError: in a hook or in the save of a snapshot, which get the state as an argument.
         """
         if self._in_hooks or threading.current_thread() in self._workers.threads:
             raise ValueError(
-                "pipeline.state was read in a hook or in the save of a cut: take the state that it was given, as this "
-                "one is behind what earlier hooks have made of it, or ahead."
+                "pipeline.state was read in a hook or in the save of a snapshot: use the state passed to it, as this "
+                "one lacks changes by earlier hooks, or is of a later step."
             )
         return self._state()
 
@@ -211,27 +211,27 @@ class Pipeline(EngineBase):
             self._begin_run(stream)
             # Shards that a hook marked as lost in an earlier run, which a later hook then ended.
             self._recover_emulated()
-            while (number := self._next_number()) is not None:
+            while (number := self._next_batch_number()) is not None:
                 metrics = self._train(number, hooks)
                 self._device_step.losses.check(check_every_steps)
                 yield self._state(), metrics
             self._device_step.losses.check()
             self._leave(recovers=True)
             # The last writes may have met lost shards after the loop above had ended.
-            if not self._untold:
+            if not self._unraised:
                 self._recover_lost()
         except GeneratorExit:  # possibly in a finalizer, where Python prints exceptions and drops them
             self._leave(postpone=self._within > 0)
-            if self._untold and not self._within:  # else `with` or `close` raises it
-                raise first(self._untold) from None  # kept, so that the next call raises it too
+            if self._unraised and not self._within:  # else `with` or `close` raises it
+                raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
             return
         except BaseException as error:
             self._leave(recovers=isinstance(error, ShardsLost))  # which reports the lost shards
-            note(error, self._take_untold())
+            add_failures(error, self._pop_unraised())
             raise
-        if failures := self._take_untold():
-            raise first(failures)
-        self._cuts.warn(self.step)
+        if failures := self._pop_unraised():
+            raise first_failure(failures)
+        self._snapshots.warn(self.step)
 
     def _begin_run(self, stream):
         with uninterrupted():
@@ -244,7 +244,7 @@ class Pipeline(EngineBase):
             self._progress.begin_run()
             self._workers.start_all()
 
-    def _next_number(self):
+    def _next_batch_number(self):
         """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
         lookahead = self._stages.options.lookahead
         while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._some_to_recover():
@@ -262,14 +262,14 @@ class Pipeline(EngineBase):
             # deferred.
             try:
                 self._run_hooks(hooks, plans, metrics)
-                # Before the cut, which cannot save rows of lost shards.
+                # Before the snapshot, which cannot save rows of lost shards.
                 self._recover_lost()
                 # After the hooks, as their changes of the dense state belong to the step.
-                self._cuts.begin(self.step, self._workers)
-                # After the cut, so that recovery from an emulated failure can use the save of this step.
+                self._snapshots.begin(self.step, self._workers)
+                # After the snapshot, so that recovery from an emulated failure can use the save of this step.
                 self._recover_emulated()
             finally:
-                raise_again(asked)
+                raise_deferred(asked)
         except Exception as error:
             error.add_note(self._workers.where("commit", number))
             raise
@@ -290,7 +290,7 @@ class Pipeline(EngineBase):
             raise
         # Freed before another batch needs the memory.
         item.loaded = item.inputs = None
-        self._view = StaleTables(self._progress, self.step + 1)
+        self._view = GuardedTables(self._progress, self.step + 1)
         # Last: from here on a fetcher may take the rows, and the step counts as committed.
         self.scheduler.mark_committed(number)
         self._device_step.losses.note(self.step, metrics)
@@ -320,7 +320,7 @@ class Pipeline(EngineBase):
         Raises:
           BrokenPipeline: rows are lost.
           ValueError: another thread is in the middle of a step.
-          Any error of the save of a cut.
+          Any error of the save of a snapshot.
         """
         self._refuse()
         self._refuse_elsewhere()
@@ -328,12 +328,12 @@ class Pipeline(EngineBase):
         self._progress.refuse_broken()
         self._refuse_unsaved()
         if self._stages.options.skip_writes:
-            self.scheduler.wait_for_cut()  # it writes the same skipped rows
+            self.scheduler.wait_for_snapshot()  # it writes the same skipped rows
             self._refuse_unsaved()
         with uninterrupted():
             # After a run all rows are written, and another pipeline may have trained the tables since.
             if not self._left:
-                self._stages.write_rest(self._device_step.whole_ring(), self.scheduler)
+                self._stages.flush_ring(self._device_step.whole_ring(), self.scheduler)
                 self._progress.mark_current()
         return self.tables
 
@@ -355,7 +355,7 @@ class Pipeline(EngineBase):
         """
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        changed = self._changed_when_whole(change)
+        changed = self._change_with_recovery(change)
         if not self.running:  # outside a run, the change is responsible for lost shards
             self.scheduler.mark_recovered(self.scheduler.lost_shards)
         if changed is not self.tables:
@@ -366,12 +366,12 @@ class Pipeline(EngineBase):
 
     def _changed(self, change):
         self.drain()
-        self.scheduler.wait_for_cut()  # its save may still be active
+        self.scheduler.wait_for_snapshot()  # its save may still be active
         self._refuse_unsaved()
         try:
             self.scheduler.pause()
             self._progress.refuse_broken()
-            return self._or_lost(change, self.tables)
+            return self._try_change(change, self.tables)
         finally:
             with uninterrupted():
                 # Before the restart, as loaders may gather at once. The restart voids the ring and the sources of
@@ -379,8 +379,10 @@ class Pipeline(EngineBase):
                 self._progress.mark_current()
                 self.scheduler.restart(self._stages.void)
 
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn") -> None:
-        """Announce a cut: a consistent state after a step, to be saved while training goes on.
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
+    ) -> None:
+        """Announce a snapshot: a consistent state after a step, to be saved while training goes on.
 
         When the step is committed, its dense state is copied; when its rows are written, `save` runs in its own thread,
         with the tables exactly as of that step. Until it returns, later batches are not written, and training goes on
@@ -389,21 +391,21 @@ class Pipeline(EngineBase):
         Args:
           step: a step that is not committed yet.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether to warn if a run ends before the step; the cut stays announced for the next run.
+          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
 
         Raises:
-          ValueError: the step is committed, or has a cut already.
+          ValueError: the step is committed, or has a snapshot already.
           BrokenPipeline: rows are lost.
-          Any error of the save of an earlier cut.
+          Any error of the save of an earlier snapshot.
         """
         self._refuse()
         self._refuse_unsaved()
-        self._cuts.announce(step, self.step, Cut(save, unreached))
+        self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, such as a restored image, after an error or before the next run.
 
-        Ring entries and last writers of earlier batches become void; announced cuts, lost rows and lost shards are
+        Ring entries and last writers of earlier batches become void; announced snapshots, lost rows and lost shards are
         forgotten. The caller rewinds the batches to the step of the state.
 
         Args:
@@ -416,28 +418,29 @@ class Pipeline(EngineBase):
         if self.running:
             raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
         self._leave()
-        if failures := self._take_untold():
-            raise first(failures)
-        state = state_itself(state)
+        if failures := self._pop_unraised():
+            raise first_failure(failures)
+        state = with_unguarded_tables(state)
         if state.tables.spec.digest != self.tables.spec.digest:
             raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
         mesh_for(self._mesh, state, self._device_step.update)
         self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
-        before, self._to_lose = self.step, set()
+        before, self._marked_lost = self.step, set()
         self.tables = self._view = self._stages.tables = state.tables
         self._progress = TableProgress(state.tables, self._progress.counted)  # earlier states stay stale
         self._device_step.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
-        self._cuts.forget(before)  # last, as it may warn
+        self._snapshots.forget(before)  # last, as it may warn
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Mark shards as lost; after the cut of this step, all watchers that have `recover(shards)` restore them.
+        """Mark shards as lost; after the snapshot of this step, all watchers that have `recover(shards)` restore them.
 
         For a hook that emulates a failure. Row storage that has really lost shards raises `ShardsLost`, and the same
         recovery happens at the step committed when the loss is noticed: rows not yet written to these shards are lost
-        with them, and prefetched rows are gathered again. A cut that meets lost shards is saved after their recovery.
+        with them, and prefetched rows are gathered again. A snapshot that meets lost shards is saved after their
+        recovery.
 
         Args:
           shards: shard numbers.
@@ -447,13 +450,13 @@ class Pipeline(EngineBase):
           ShardsLost: raised by `run` if no watcher recovers, or if shards are lost again and again.
         """
         wanted = checked_shards(self.tables.spec, shards, self.running)
-        self._to_lose |= wanted
+        self._marked_lost |= wanted
 
-    def _recover_met(self, shards):
+    def _recover_during_change(self, shards):
         self.scheduler.mark_lost(shards)
         in_hooks, self._in_hooks = self._in_hooks, False  # watchers read the state
         try:
-            self._recover(self.scheduler.lost_shards, begin_cut=not in_hooks)
+            self._recover(self.scheduler.lost_shards, begin_snapshot=not in_hooks)
         finally:
             self._in_hooks = in_hooks
 
@@ -464,27 +467,29 @@ class Pipeline(EngineBase):
 
     def _some_to_recover(self):
         # A run with another failure raises that one, and the next run begins with the lost shards.
-        return bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.cut_error is None
+        return (
+            bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.snapshot_error is None
+        )
 
     def _recover_emulated(self):
         """Have watchers recover the shards that hooks have marked as lost."""
         # Cleared first: if the recovery fails, the next step must not lose them once more.
-        wanted, self._to_lose = self._to_lose, set()
+        wanted, self._marked_lost = self._marked_lost, set()
         if wanted:
             self._recover(wanted)
 
-    def _recover(self, shards, begin_cut=True):
-        watchers = self._who_recovers(self.step, shards, REMEDY, f"; now {REMEDY}")
-        # The cut of this step precedes the failure, so the recovery must find it saved.
-        self.scheduler.wait_for_cut()
-        # After the wait: a save that meets lost shards marks them first, and records its cut as missed later.
-        self._cuts.count_recovery(shards, REMEDY)
+    def _recover(self, shards, begin_snapshot=True):
+        watchers = self._recovering_watchers(self.step, shards, REMEDY, f"; now {REMEDY}")
+        # The snapshot of this step precedes the failure, so the recovery must find it saved.
+        self.scheduler.wait_for_snapshot()
+        # After the wait: a save that meets lost shards marks them first, and records its snapshot as missed later.
+        self._snapshots.count_recovery(shards, REMEDY)
         before = self.scheduler.epoch
         try:
-            self._bring_back(watchers, shards)
+            self._run_recovery(watchers, shards)
         except ShardsLost as lost:  # during the recovery: recover all of them once more
             self.scheduler.mark_lost(lost.shards)
-            self._recover({*shards, *lost.shards}, begin_cut)
+            self._recover({*shards, *lost.shards}, begin_snapshot)
             return
         # No watcher used `exclusive`, so the parked batches still have to be gathered again.
         if self.scheduler.epoch == before:
@@ -493,13 +498,13 @@ class Pipeline(EngineBase):
         self.scheduler.mark_recovered(shards)
         if self._left:
             self._save_missed()
-        elif begin_cut:  # not in a hook: changes of later hooks belong to the step
-            self._cuts.begin(self.step, self._workers)
+        elif begin_snapshot:  # not in a hook: changes of later hooks belong to the step
+            self._snapshots.begin(self.step, self._workers)
 
     def _save_missed(self):
-        """Save the cuts missed because of lost shards on this thread, after a run has ended."""
+        """Save the snapshots missed because of lost shards on this thread, after a run has ended."""
         try:
-            self._cuts.save_missed(self.state)
+            self._snapshots.save_missed(self.state)
         except ShardsLost as lost:  # lost again, and no worker is left to mark them
             self.scheduler.mark_lost(lost.shards)
 
@@ -509,7 +514,7 @@ class Pipeline(EngineBase):
         Batches that are not committed come first when `run` is called with the same iterator.
 
         Raises:
-          ValueError: called in a hook, which can end a run only by an exception, or in the save of a cut.
+          ValueError: called in a hook, which can end a run only by an exception, or in the save of a snapshot.
           Errors of stages that were not raised before.
         """
         super().close()
@@ -533,16 +538,16 @@ class Pipeline(EngineBase):
                 self._interrupted = []
         finally:
             self._within -= 1
-        return self._take_untold()
+        return self._pop_unraised()
 
     def leave_at_exit(self) -> None:
         """Leave a run that is active when the process ends, whichever thread iterates."""
         self._leave()
-        if failures := self._take_untold():
-            raise first(failures)
+        if failures := self._pop_unraised():
+            raise first_failure(failures)
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
-        """End the threads of a run, write committed rows, and keep failures in `_untold`; idempotent.
+        """End the threads of a run, write committed rows, and keep failures in `_unraised`; idempotent.
 
         Args:
           postpone: whether to leave signals that arrive meanwhile to `close` or the end of the `with` block.
@@ -556,8 +561,8 @@ class Pipeline(EngineBase):
                 scheduler.finish()
                 # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
                 return
-            # The cut of the last step, if its hooks were interrupted; before the threads are notified of the end.
-            failed = caught(lambda: self._cuts.begin(self.step, workers))
+            # The snapshot of the last step, if its hooks were interrupted; before the threads are notified of the end.
+            failed = result_or_error(lambda: self._snapshots.begin(self.step, workers))
             try:
                 workers.end(asked, self.patience_seconds)
             except InterruptedError:
@@ -574,22 +579,22 @@ class Pipeline(EngineBase):
         scheduler = self.scheduler
         if not scheduler.rows_lost:
             # After the threads have ended, so that no older write follows.
-            self._write_rest()
-        elif isinstance(caught(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
+            self._flush_ring()
+        elif isinstance(result_or_error(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
             scheduler.mark_dense_lost()
         # Other pipelines may use the tables only when all rows are written.
         self._progress.running = False
         self.compilations += self._device_step.compiled() - self._compiled_before
         self._left = True
         unrecovered = ShardsLost(scheduler.lost_shards, REMEDY) if scheduler.lost_shards and not recovers else None
-        checked = caught(self._device_step.losses.check)
-        told = (scheduler.error_after_commit, scheduler.cut_error, scheduler.error_before_commit)
+        checked = result_or_error(self._device_step.losses.check)
+        told = (scheduler.error_after_commit, scheduler.snapshot_error, scheduler.error_before_commit)
         failures = (*told, failed, checked, unrecovered)
-        self._untold += [failure for failure in failures if failure is not None]
+        self._unraised += [failure for failure in failures if failure is not None]
 
-    def _write_rest(self):
+    def _flush_ring(self):
         try:
-            self._stages.write_rest(self._device_step.whole_ring(), self.scheduler)
+            self._stages.flush_ring(self._device_step.whole_ring(), self.scheduler)
         except Exception as error:
             error.add_note("in the last write of a run of the pipeline")
             self.scheduler.fail_after_commit(self.scheduler.committed, error)
@@ -603,8 +608,8 @@ class Pipeline(EngineBase):
         if not self.running:
             self._leave()
         self._progress.refuse_broken()
-        if failures := self._take_untold():
-            raise first(failures)
+        if failures := self._pop_unraised():
+            raise first_failure(failures)
         self._progress.refuse_others(self.tables)
 
     def _refuse_worker(self):
@@ -612,8 +617,8 @@ class Pipeline(EngineBase):
             raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
 
     def _refuse_unsaved(self):
-        if not self._left and self.scheduler.cut_error is not None:
-            raise self.scheduler.cut_error
+        if not self._left and self.scheduler.snapshot_error is not None:
+            raise self.scheduler.snapshot_error
 
     def _refuse_elsewhere(self):
         # A step in another thread may donate the dense state that this call would read.

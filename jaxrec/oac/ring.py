@@ -1,11 +1,9 @@
-"""The device ring of OAC: what the last W batches wrote, and how a later batch finds its rows
-there.
+"""The device ring of OAC: the rows of the last W batches after their updates, from which later batches are repaired.
 
-A batch gathers its rows from the host while up to W batches before it are not written back yet.
-Before it is applied, every row whose last writer the gather could not see is replaced by what that
-writer left in the ring. What the gather read instead, old, new or torn, is thrown away; so the step
-sees the values of serial execution, and results are bitwise those of it. After OAC (OpenReview
-xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derived:
+A batch gathers its rows from the host while up to W preceding batches are not written back yet. Before the update, each
+row whose last writer the gather could not see is replaced by that writer's row in the ring. The gathered value, whether
+old, new or torn, is discarded, so the step sees the values of serial execution and gives bitwise the same results.
+After OAC (OpenReview xHQeok6ZWX); only its abstract specifies the protocol, the equations here are derived:
 
     w(r, t) = max {s < t : r in U_s}       the last writer of row r before batch t
     row r of batch t is stale  iff  w(r, t) > A_t
@@ -13,10 +11,11 @@ xHQeok6ZWX); only its abstract fixes the protocol, the equations here are derive
     admission: A_t >= t - 1 - W, so a stale row's writer is one of the last W batches
         the ring holds all of these
 
-Every leaf has the shards as its first axis, one ring per shard, so all functions work under
-`shard_map` unchanged.
-Legend: S shards, W slots of the ring, U padded unique rows per shard, E embedding width, K slot
-width, V rows of a stack.
+The first axis of every leaf is the shard axis, with one ring per shard, so all functions work under `shard_map`
+unchanged.
+
+Legend: S shards, W slots of the ring, U padded unique rows per shard, E embedding width, K slot width, V rows of a
+stack.
 """
 
 from collections.abc import Callable
@@ -33,24 +32,24 @@ from jaxrec.types import Array, Plan, Rows
 
 
 class Ring(NamedTuple):
-    """The last W batches' rows after their update."""
+    """Updated rows of the last W batches."""
 
-    version: Array  # i32[S, W] the batch in each slot, -1 where there is none yet
-    # {stack: i32[S, W, U]} its rows, V after them; {} where the device does not look for them.
+    version: Array  # i32[S, W] number of the batch in each slot, -1 if the slot is empty
+    # {stack: i32[S, W, U]} row numbers, padded with V; {} if the device does not validate.
     unique: dict[str, Array]
     rows: dict[str, Rows]  # {stack: f32[S, W, U, E] and slots f32[S, W, U, K]}, post-update
 
 
 def init(rows: dict[str, Rows], depth: int, numbers: bool = True) -> Ring:
-    """Makes an empty ring.
+    """Return an empty ring.
 
     Args:
-      rows: {stack: Rows} of the shapes of a batch, f32[S, U, E]; only shapes are used.
-      depth: W, at least the window of the pipeline and at least 1.
-      numbers: whether it holds row numbers, for `validate`.
+      rows: {stack: Rows} with the shapes of a batch, f32[S, U, E]; the values are not used.
+      depth: W, at least 1 and at least the window of the pipeline.
+      numbers: whether the ring holds row numbers, which `validate` requires.
 
     Returns:
-      A Ring of 4 W S U (E + K + 1) bytes per stack, 4 W S U (E + K) without numbers.
+      A Ring of 4 W S U (E + K + 1) bytes per stack, or 4 W S U (E + K) without row numbers.
 
     Raises:
       ValueError: depth < 1.
@@ -66,10 +65,10 @@ def init(rows: dict[str, Rows], depth: int, numbers: bool = True) -> Ring:
 
 
 def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
-    """Widens the slots to U = capacity[stack] rows per shard; places within a slot stay.
+    """Widen the slots to U = capacity[stack] rows per shard; rows keep their positions within a slot.
 
     Args:
-      ring: of at most that width.
+      ring: ring of at most that width.
       capacity: {stack: U}.
     """
 
@@ -84,23 +83,23 @@ def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
 
 
 def widened(leaf, size: int, fill, numpy=jnp):
-    """[S, W, U, ...] -> [S, W, size, ...], of JAX or of numpy."""
+    """Pad [S, W, U, ...] to [S, W, size, ...], with JAX or numpy."""
     before = [(0, 0), (0, 0), (0, size - leaf.shape[2])]
     return numpy.pad(leaf, before + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
 
 
 def validate(ring: Ring, plans: dict[str, Plan], read_version) -> dict[str, Array]:
-    """Checks every row of a batch against its last writer, on the device.
+    """Find the stale rows of a batch t and their last writers, on the device.
 
     Args:
-      ring: after all batches before this one.
+      ring: Ring after batch t - 1.
       plans: {stack: Plan} of the batch.
-      read_version: i32[], A_t: all batches up to it had been written when the rows were gathered.
-        -1 - W or less replaces every row that the ring holds, which gives the same values.
+      read_version: i32[], A_t: all batches <= A_t were written when the gather began. With -1 - W or less, every row
+        that the ring holds counts as stale, which gives the same values.
 
     Returns:
-      {stack: i32[S, U]}: where in the ring of its shard, flattened to [W U], the right value is; -1
-        for a valid row.
+      {stack: i32[S, U]}, the position of each stale row's current value in the ring of its shard, flattened to [W U];
+        -1 for a valid row.
     """
     newest_last = jnp.argsort(ring.version, axis=1)
     return {
@@ -112,14 +111,13 @@ def validate(ring: Ring, plans: dict[str, Plan], read_version) -> dict[str, Arra
 
 
 def _validate_shard(held, version, newest_last, unique, count, read_version):
-    """One shard: sorts its U rows, looks all W U held ones up among them, and lets the newest
-    win."""
+    """Sort the U rows of one shard, look up all W U rows of its ring among them, and return the newest matches."""
     (depth, width), size = held.shape, unique.shape[0]
     ordered, place = jax.lax.sort_key_val(unique, jnp.arange(size, dtype=jnp.int32))
     candidates = held[newest_last]  # [W, U], oldest slot first
     found = jnp.minimum(jnp.searchsorted(ordered, candidates.reshape(-1)), size - 1).reshape(depth, width)
     live = (version > read_version)[newest_last]
-    # Padding is not a row.
+    # Without padding, which may match padding in the ring.
     hit = (ordered[found] == candidates) & (place[found] < count) & live[:, None]
     target = jnp.where(hit, place[found], size)
     age = jnp.arange(depth * width, dtype=jnp.int32).reshape(depth, width)
@@ -128,13 +126,13 @@ def _validate_shard(held, version, newest_last, unique, count, read_version):
 
 
 def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[str, Rows]:
-    """Puts the right values in the place of stale rows and slots.
+    """Replace stale rows and their slots by the current values.
 
     Args:
-      ring: after all batches before this one.
-      rows: {stack: Rows}, f32[S, U, E], as gathered; or f32[S, C, E] with C < U, those rows alone that the ring
-        does not give, in their order.
-      source: {stack: i32[S, U]}, from `validate` or planned on the host.
+      ring: Ring after the previous batch.
+      rows: {stack: Rows}, f32[S, U, E], gathered; or f32[S, C, E] with C < U, without the rows that the ring provides,
+        in the same order.
+      source: {stack: i32[S, U]}, positions in the ring, from `validate` or planned on the host.
 
     Returns:
       {stack: Rows}, f32[S, U, E], the values of serial execution.
@@ -143,7 +141,7 @@ def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[
     def patch(name):
         where, sent = source[name], rows[name].value.shape[1]
         depth, width = ring.rows[name].value.shape[1:3]
-        # The n-th row that the ring does not give is the n-th that was sent: no list of them has to travel.
+        # The n-th row that the ring does not provide is the n-th row sent, so no index array has to be sent.
         place = jnp.clip(jnp.cumsum(where < 0, axis=1, dtype=jnp.int32) - 1, 0, sent - 1)
 
         def one(gathered, held):
@@ -157,13 +155,13 @@ def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[
 
 
 def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) -> Ring:
-    """Writes a batch over the oldest slot, number % W.
+    """Overwrite the oldest slot, number % W, with a batch.
 
     Args:
-      ring: donate it.
-      unique: {stack: i32[S, U]}, the rows of the batch, V where there is none.
+      ring: Ring after the previous batch; donate it.
+      unique: {stack: i32[S, U]}, row numbers of the batch, padded with V.
       rows: {stack: Rows}, f32[S, U, E], after the update.
-      number: i32[], of the batch; one more than that of the batch before.
+      number: i32[], batch number; batches are appended in order, without gaps.
     """
     slot = number % ring.version.shape[1]
     write = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new.astype(held.dtype), slot, axis=1)
@@ -172,21 +170,21 @@ def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) 
 
 
 def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, source=None, read_version=None):
-    """Validates, replays, updates and appends one batch: the step of OAC.
+    """Validate, replay, update and append one batch: the step of OAC.
 
     Args:
       update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`.
       dense: DenseState after batch number - 1.
       ring: Ring after batch number - 1.
-      rows: {stack: Rows} as gathered, perhaps stale.
+      rows: {stack: Rows}, gathered and possibly stale.
       plans: {stack: Plan} of the batch.
       batch: Batch.
-      number: i32[], of the batch.
-      source: {stack: i32[S, U]} planned on the host; else `read_version` decides, on the device.
-      read_version: i32[], see `validate`.
+      number: i32[], batch number.
+      source: {stack: i32[S, U]} planned on the host; None to `validate` on the device.
+      read_version: i32[], as for `validate`; required without `source`.
 
     Returns:
-      dense', ring', rows' (final values, to be written back), metrics with 'patched_rows' i32[].
+      dense', ring', rows' (final values to write back), metrics with 'patched_rows' i32[].
     """
     unique = {name: p.unique for name, p in plans.items()}
     source = validate(ring, plans, read_version) if source is None else source
@@ -196,15 +194,15 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
 
 
 def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) -> dict[str, Rows]:
-    """Those rows of a batch that are to be written back, in their order.
+    """Return the rows of a batch that must be written back, in the same order.
 
     Args:
       rows: {stack: Rows}, f32[S, U, E].
-      bits: {stack: u8[S, U / 8]}, from `numpy.packbits`: which rows.
-      size: {stack: C}, at least as many as there are in any shard; all rows stay where they are if it is U.
+      bits: {stack: u8[S, U / 8]}, mask of the rows to write back, from `numpy.packbits`.
+      size: {stack: C}, at least the number of such rows in any shard; with C = U all rows are returned unchanged.
 
     Returns:
-      {stack: Rows}, f32[S, C, E]; what is after the kept ones is anything.
+      {stack: Rows}, f32[S, C, E]; the padding has arbitrary values.
     """
 
     def some(name):
@@ -223,18 +221,18 @@ def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) ->
 
 
 def _rows_at(leaf, place):
-    """f32[S, N, E], i32[S, U] places below N -> f32[S, U, E]."""
+    """Return the rows of f32[S, N, E] at positions i32[S, U] < N, as f32[S, U, E]."""
     flat = place + leaf.shape[1] * jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.reshape(-1, leaf.shape[-1]).at[flat].get(mode="promise_in_bounds")
 
 
 class LastWriters:
-    """The last batch of every row and where the row was in it: 8 bytes per row of host memory.
+    """The last writer of every row, and the row's position in that batch: 8 bytes of host memory per row.
 
     Args:
-      spec: the tables.
-      window: how many batches back a writer counts.
-      depth: slots of the ring, at least the window and 1.
+      spec: embedding spec of the tables.
+      window: W, number of preceding batches whose writes count.
+      depth: number of slots in the ring, at least 1 and at least the window.
     """
 
     def __init__(self, spec: EmbeddingSpec, window: int, depth: int):
@@ -244,8 +242,10 @@ class LastWriters:
         self._place = {name: np.empty(shape[name], np.int32) for name in shape}
 
     def sources(self, plans: dict[str, Plan], number: int) -> dict[str, np.ndarray]:
-        """Where the ring will hold each row of a batch, i32[S, U], -1 where it needs not; call it
-        in batch order."""
+        """Return {stack: i32[S, U]}, the position of each row in the ring, -1 without a writer in the window.
+
+        Must be called in batch order, as it also records the batch as the last writer of its rows.
+        """
         sources = {}
         for name, p in plans.items():
             sources[name] = np.empty(p.unique.shape, np.int32)
@@ -255,31 +255,30 @@ class LastWriters:
 
 
 def written_since(sources: dict[str, np.ndarray], number: int, window: int, floor: int) -> dict[str, np.ndarray]:
-    """The sources of batch `number` that lie in batches from the floor on; -1 in place of the
-    others."""
+    """Return the sources of batch `number`, with -1 for those in ring entries of batches before the floor."""
 
     def newer(where):
         slot, base = where // where.shape[1], number - window
-        writer = base + (slot - base) % max(window, 1)  # the one batch of the window in that slot
+        writer = base + (slot - base) % max(window, 1)  # the only batch of the window in that slot
         return np.where((where >= 0) & (writer >= floor), where, -1).astype(np.int32)
 
     return {name: newer(where) for name, where in sources.items()}
 
 
 def count_found(sources: dict):
-    """How many rows have a place in the ring: an i32[] of numpy or of JAX, as the sources are; 0
-    without any."""
+    """Return the number of rows that the ring provides: i32[] of numpy or JAX, as the sources; 0 without stacks."""
     return sum((where >= 0).sum() for where in sources.values())
 
 
 def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources, number: int, window: int) -> None:
-    """Clears, in the batches of the window, the rows that batch `number` will write again.
+    """Clear the rows that batch `number` will rewrite from the masks of the W preceding batches.
 
     Args:
-      keep: number -> {stack: bool[S, U]} of a batch, changed in place; None if it is too late for
-        it.
+      keep: batch number -> {stack: bool[S, U]}, mask of the rows to write back, changed in place; None if it can no
+        longer change.
       sources: {stack: i32[S, U]} of batch `number`.
-      number, window: which batch; W.
+      number: batch number.
+      window: W.
     """
     for before in range(number - window, number):
         masks = keep(before)
@@ -290,10 +289,15 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
 
 
 def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
-    """The newest value of every row in a ring that holds row numbers, from batches from the floor
-    on, as plans and rows to `put`."""
+    """Return the newest value of every row in a ring, as plans and rows for `put`.
+
+    Args:
+      ring: Ring with row numbers.
+      spec: embedding spec of the tables.
+      floor: batch number; ring entries of earlier batches are ignored.
+    """
     ring = jax.tree.map(np.asarray, ring)
-    # Newest first.
+    # Newest first, as `np.unique` returns the first occurrence of each row.
     slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]
     plans, rows = {}, {}
     for name, unique in ring.unique.items():

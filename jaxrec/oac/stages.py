@@ -28,7 +28,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxrec import validate
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
-from jaxrec.embedding.lookup import without_gaps
+from jaxrec.embedding.lookup import compact_plan
 from jaxrec.engine import Losses
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
@@ -417,19 +417,19 @@ class Stages:
         there = [shard for shard in shards if shard not in scheduler.lost_shards] if scheduler.lost_shards else shards
         # Lost shards are marked before the write is counted; otherwise a batch admitted by it might be gathered
         # without it.
-        with telling_lost(scheduler):
+        with marking_lost_shards(scheduler):
             if self.options.adds:
                 self.tables.add(fetched.plans, fetched.rows, fetched.read, there)
             else:
                 self.tables.put(fetched.plans, fetched.rows, there)
 
-    def write_rest(self, ring: Ring | None, scheduler: BatchScheduler) -> None:
+    def flush_ring(self, ring: Ring | None, scheduler: BatchScheduler) -> None:
         """Write the newest rows of the ring, which earlier writes have skipped."""
         if not self.options.skip_writes or ring is None:
             return
         there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
         step = int(self.tables.steps[:, 1].max())  # this write is not a new step
-        with self.tables.overwriting(there, step), telling_lost(scheduler):
+        with self.tables.overwriting(there, step), marking_lost_shards(scheduler):
             self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.floor), there)
 
     def _without_gaps(self, plans, keep):
@@ -440,7 +440,7 @@ class Stages:
             size = bucket(int(mask.sum(axis=1).max()))
             # A stack that would not become smaller keeps its plan.
             packed = size < p.unique.shape[1]
-            found[name] = without_gaps(p, mask, size, self.tables.spec.stacks[name].rows)[0] if packed else p
+            found[name] = compact_plan(p, mask, size, self.tables.spec.stacks[name].rows)[0] if packed else p
         return found
 
     def _rows_bytes(self, plans):
@@ -467,7 +467,7 @@ class Stages:
 
 
 @contextlib.contextmanager
-def telling_lost(scheduler: BatchScheduler) -> Iterator[None]:
+def marking_lost_shards(scheduler: BatchScheduler) -> Iterator[None]:
     """Mark shards that a write finds lost; the other shards are written all the same."""
     try:
         yield

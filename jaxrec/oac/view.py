@@ -1,5 +1,6 @@
-"""Where the tables of a pipeline stand beside its dense state, and the tables that a yielded state carries: they refuse
-while they lag. Tables are in one run at a time, whatever objects and attached files lead to them.
+"""Progress of a pipeline's tables relative to its dense state, and guarded tables that refuse access while they lag.
+
+Only one run at a time may use the same rows, through whatever table objects or attached files.
 
 Legend: S shards.
 """
@@ -15,14 +16,12 @@ from jaxrec.embedding import HostTables
 
 
 class BrokenPipeline(RuntimeError):
-    """Rows that were committed are lost: the dense state and the tables stand at different steps
-    for good.
+    """Committed rows are lost: dense state and tables permanently differ in their steps.
 
     Attributes:
-      dense_step: steps that the dense state has seen; None if it is gone with the update that
-        failed.
-      table_steps: for each shard the step at which it stands; None for a write that was cut short,
-        and in async, semisync and with `skip_rewritten`, where no write is a whole batch's.
+      dense_step: step of the dense state; None if it was donated to the failed update.
+      table_steps: step of each shard; None after an interrupted write, and always in async, in semisync and with
+        `skip_rewritten`, where a write does not store all rows of a batch.
     """
 
     def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
@@ -45,13 +44,12 @@ def _at(step):
 
 
 class TableProgress:
-    """Where the tables of a pipeline stand beside its dense state; views ask it, and it outlives
-    the pipeline.
+    """Progress of a pipeline's tables relative to its dense state; queried by `GuardedTables`, and outlives the
+    pipeline.
 
     Args:
-      tables: HostTables themselves.
-      counted: whether each batch puts all its rows: then the tables' own counters say where a shard
-        stands.
+      tables: unguarded HostTables.
+      counted: whether each batch puts all its rows, so that the put counters of the tables give the step of each shard.
     """
 
     def __init__(self, tables: HostTables, counted: bool):
@@ -59,29 +57,29 @@ class TableProgress:
         _all.add(self)
 
     def begin(self, scheduler, step: int) -> None:
-        """Batches are counted anew, from a step at which the tables stand."""
+        """Start counting with a new scheduler, from the current step of both tables and dense state."""
         self.scheduler, self.first_step = scheduler, step
         self.mark_current()
 
     @property
     def step(self) -> int:
-        """How many steps the dense state has seen."""
+        """Step of the dense state."""
         return self.first_step + self.scheduler.committed - self.scheduler.first
 
     def mark_current(self) -> None:
-        """The tables stand where the dense state does."""
-        self.current_at: int | None = self.step  # None if another run has begun over them since
+        """Mark the tables as matching the dense state."""
+        self.current_at: int | None = self.step  # None if another run has begun over the tables since
         self.puts = self.tables.steps[:, 1].copy()
 
     def untouched(self) -> bool:
-        """Whether the rows are those of `mark_current`, or changed by the one that `exclusive` has given them to."""
+        """Return whether nothing was put since `mark_current`, except by a change within `exclusive`."""
         return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
 
     def begin_run(self) -> None:
-        """A run begins: to all other pipelines over these tables they have gone on.
+        """Begin a run, and mark the tables as changed for all other pipelines over them.
 
         Raises:
-          ValueError: another run goes on.
+          ValueError: another pipeline is running over these tables.
         """
         with _lock:
             self.refuse_others(self.tables)
@@ -90,10 +88,10 @@ class TableProgress:
             self.running = True
 
     def refuse_others(self, tables: HostTables) -> None:
-        """Raises if the run of another pipeline goes on over some tables.
+        """Refuse tables over which another pipeline is running.
 
         Raises:
-          ValueError: it says what to do.
+          ValueError: another pipeline is running over them.
         """
         if any(other.running for other in self._others(tables)):
             raise ValueError(
@@ -104,13 +102,13 @@ class TableProgress:
         return [other for other in list(_all) if other is not self and _same_rows(other.tables, tables)]
 
     def refuse_broken(self) -> None:
-        """Raises BrokenPipeline, from what broke it, if rows were lost."""
+        """Raise BrokenPipeline if rows are lost, with the error that lost them as its cause."""
         if (error := self.scheduler.error_after_commit) is not None:
             dense_step = None if self.scheduler.dense_lost else self.step
             raise BrokenPipeline(dense_step, self.table_steps(), error) from error
 
     def table_steps(self) -> list[int | None]:
-        """For each shard the step at which it stands; None where nothing says so."""
+        """Return the step of each shard, None if unknown."""
         if not self.counted or self.current_at is None:
             return [None] * len(self.puts)
         return [
@@ -119,24 +117,25 @@ class TableProgress:
         ]
 
 
-# Of all pipelines, and of those that were collected by a thread of their own, until their threads have ended.
+# Of all live pipelines, and of those garbage-collected on one of their own threads until their threads have ended.
 _all: weakref.WeakSet[TableProgress] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
 def _same_rows(one, other):
-    """Whether two tables lead to the same rows: views share the counters, attached tables the directory."""
+    """Return whether two tables hold the same rows: views share the counters, attached tables the directory."""
     files = [one.directory, other.directory]
     return one.steps is other.steps or (None not in files and len({*map(os.path.realpath, files)}) == 1)
 
 
-class StaleTables:
-    """The tables of a state that a pipeline yields: they do what the tables themselves do while these stand where the
-    dense state does, and refuse while they lag; `spec` and `layout` are always there.
+class GuardedTables:
+    """Guarded tables of a yielded state: they act as the pipeline's tables while these match it, and raise otherwise.
+
+    `spec` and `layout` are always available.
 
     Args:
-      progress: of the pipeline.
-      step: of the state.
+      progress: progress of the pipeline's tables.
+      step: step of the state.
     """
 
     in_place = True
@@ -145,30 +144,30 @@ class StaleTables:
         self.spec, self.layout = progress.tables.spec, progress.tables.layout
         self._progress, self._step = progress, step
 
-    def themselves(self) -> HostTables:
-        """The tables without a guard.
+    def unguarded(self) -> HostTables:
+        """Return the unguarded tables.
 
         Raises:
           BrokenPipeline: rows are lost.
-          ValueError: they do not stand at the step of the state.
+          ValueError: the tables are not at the step of the state.
         """
         self._progress.refuse_broken()
         if not (self._step == self._progress.step == self._progress.current_at and self._progress.untouched()):
             raise ValueError(
                 f"these tables stood at step {self._step}, and lag behind the dense state or have gone on: use the "
                 "newest state, and call pipeline.drain() before reading, evaluating or saving. (`exclusive`, the save "
-                "of a cut and what `drain` returns have the tables themselves.)"
+                "of a snapshot and what `drain` returns have the tables themselves.)"
             )
         return self._progress.tables
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.themselves(), name)
+        return getattr(self.unguarded(), name)
 
     def __reduce__(self):
-        return _itself, (self.themselves(),)  # a copy is of the tables themselves
+        return _itself, (self.unguarded(),)  # a copy is of the unguarded tables
 
     def __repr__(self) -> str:
-        return f"StaleTables(of the state of step {self._step})"
+        return f"GuardedTables(of the state of step {self._step})"
 
 
 def _itself(tables):

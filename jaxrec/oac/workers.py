@@ -1,7 +1,7 @@
-"""The threads of one run, and the saves of cuts.
+"""The threads of one run, and the saves of snapshots.
 
 Each thread claims its next batch from `scheduler`, runs its stage of `stages`, and reports completion to `scheduler`. A
-cut, a consistent state announced for a step, is saved in its own thread while training goes on.
+snapshot, a consistent state announced for a step, is saved in its own thread while training goes on.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrec.engine import CutSchedule, Tries, caught
+from jaxrec.engine import RecoveryCounter, SnapshotSchedule, result_or_error
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.options import Threads
 from jaxrec.oac.scheduler import BatchScheduler
@@ -103,8 +103,8 @@ class Workers:
         error.add_note(self.where(worker.stage, worker.number))
         if worker.stage in ("plan", "load"):
             self.scheduler.fail_before_commit(worker.number, error, epoch)
-        elif worker.stage == "cut":
-            self.scheduler.fail_cut(error)
+        elif worker.stage == "snapshot":
+            self.scheduler.fail_snapshot(error)
         else:
             self.scheduler.fail_after_commit(worker.number, error)
 
@@ -159,7 +159,7 @@ class Workers:
         try:
             while scheduler.wait_to_plan():
                 worker.number = scheduler.planned
-                taken = caught(stream.take)
+                taken = result_or_error(stream.take)
                 # A thread that was blocked in the stream may wake up during a later run.
                 if not scheduler.leave_stream():
                     stream.give_back(taken)
@@ -243,15 +243,15 @@ class Workers:
 
 
 class Begun(NamedTuple):
-    """A cut that has begun: its step, its save function, and a counter of recoveries since it was missed."""
+    """A snapshot that has begun: its step, its save function, and a counter of recoveries since it was missed."""
 
     step: int
     save: Callable[[TrainState], Any]
-    tries: Tries
+    tries: RecoveryCounter
 
 
-class CutSaver(CutSchedule):
-    """The cuts of a pipeline, each saved in its own thread.
+class SnapshotSaver(SnapshotSchedule):
+    """The snapshots of a pipeline, each saved in its own thread.
 
     Args:
       stages, device_step: parts of the pipeline.
@@ -260,18 +260,18 @@ class CutSaver(CutSchedule):
     def __init__(self, stages: Stages, device_step: DeviceStep):
         super().__init__()
         self._stages, self._device_step = stages, device_step
-        # Cuts whose saves met lost shards; saved again after the recovery.
+        # Snapshots whose saves met lost shards; saved again after the recovery.
         self._missed: list[Begun] = []
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begin the cuts missed because of lost shards, and the cut of the step just committed, if any."""
+        """Begin the snapshots missed because of lost shards, and the snapshot of the step just committed, if any."""
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
-            self._begin(Begun(step, save, Tries()), workers, lambda: self.tell_begun(step))
+            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_begun(step))
 
     def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
-        """Count a recovery for each missed cut; must be called while no cut is being saved.
+        """Count a recovery for each missed snapshot; must be called while no snapshot is being saved.
 
         Training may go on while a save is tried again, so that a limit of recoveries per step would never be reached.
 
@@ -280,29 +280,29 @@ class CutSaver(CutSchedule):
           remedy: end of the error message.
 
         Raises:
-          ShardsLost: too many recoveries for one cut.
+          ShardsLost: too many recoveries for one snapshot.
         """
-        for cut in self._missed:
-            cut.tries.count(f"the cut of step {cut.step}", shards, remedy)
+        for snapshot in self._missed:
+            snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards, remedy)
 
     def save_missed(self, state: TrainState) -> None:
-        """Save the missed cuts on this thread, after the run has ended.
+        """Save the missed snapshots on this thread, after the run has ended.
 
         Raises:
-          ShardsLost: a save meets lost shards again; its cut stays missed.
+          ShardsLost: a save meets lost shards again; its snapshot stays missed.
         """
         while self._missed:
             self._missed[0].save(state)
             self._missed.pop(0)
 
     def forget(self, now: int) -> None:
-        """Drop all cuts, missed ones included; warn of those that were not taken."""
+        """Drop all snapshots, missed ones included; warn of those that were not taken."""
         self._missed = []
         super().forget(now)
 
-    def _begin(self, cut, workers, forget):
+    def _begin(self, snapshot, workers, forget):
         scheduler = workers.scheduler
-        # Waits for the previous cut; if Ctrl-C ends the wait, this cut stays pending.
+        # Waits for the previous snapshot; if Ctrl-C ends the wait, this snapshot stays pending.
         scheduler.wait_for_release()
         with uninterrupted():  # a hold always gets the thread that releases it
             # Before the copy: later batches are not written from here on, so that tables and copy match.
@@ -311,23 +311,23 @@ class CutSaver(CutSchedule):
                 ring = self._device_step.whole_ring() if self._stages.options.skip_writes else None
                 # Copied at once, as the next step donates the dense state.
                 dense, ring = jax.tree.map(jnp.copy, (self._device_step.dense, ring))
-                workers.start("cut", lambda worker: self._save(worker, workers, number, dense, ring, cut))
+                workers.start("snapshot", lambda worker: self._save(worker, workers, number, dense, ring, snapshot))
                 forget()
             except BaseException:
                 scheduler.release_writes()
                 raise
 
-    def _save(self, worker, workers, number, dense, ring, cut):
+    def _save(self, worker, workers, number, dense, ring, snapshot):
         worker.number, scheduler = number - 1, workers.scheduler
         try:
             if whole := scheduler.wait_for_hold():
-                self._stages.write_rest(ring, scheduler)
+                self._stages.flush_ring(ring, scheduler)
             if scheduler.lost_shards:  # possibly lost since the wait
-                self._missed.append(cut)
+                self._missed.append(snapshot)
             elif whole:
-                cut.save(TrainState(dense, self._stages.tables))
+                snapshot.save(TrainState(dense, self._stages.tables))
         except ShardsLost as lost:
             scheduler.mark_lost(lost.shards)
-            self._missed.append(cut)
+            self._missed.append(snapshot)
         finally:
             scheduler.release_writes()

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import CutSchedule, EngineBase, notify_restarted
-from jaxrec.interrupts import raise_again, uninterrupted
+from jaxrec.engine import EngineBase, SnapshotSchedule, notify_restarted
+from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream, Streams
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
@@ -29,7 +29,7 @@ from jaxrec.validate import check_spec
 
 
 class FreeTrainers(EngineBase):
-    """Engine of n free-running trainers over shared host tables; it does not support `cut` and `lose`.
+    """Engine of n free-running trainers over shared host tables; it does not support `snapshot_at` and `lose`.
 
         step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
         state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
@@ -82,7 +82,7 @@ class FreeTrainers(EngineBase):
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers = whole_number("workers", workers)
         self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._cuts = CutSchedule()  # always empty
+        self._snapshots = SnapshotSchedule()  # always empty
         self._take_state(state)
         self._figures = none = _no_figures(self._replicas)
         if past is not None:
@@ -118,7 +118,7 @@ class FreeTrainers(EngineBase):
     def state(self) -> TrainState:
         """State of all trainers while idle; hooks use their argument, as reading it in a hook raises ValueError."""
         if self._in_hook:
-            raise ValueError("trainers.state was read in a hook: take the state that it was given.")
+            raise ValueError("trainers.state was read in a hook: use the state passed to it.")
         self._check_whole()
         return self._state
 
@@ -196,7 +196,7 @@ class FreeTrainers(EngineBase):
                 if splitter.taken:  # else nothing was changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
-        raise_again(asked)
+        raise_deferred(asked)
         return self._checked(_metrics_of(seen, figures, lost))
 
     def _train(self, splitter, group, hook):
@@ -264,9 +264,9 @@ class FreeTrainers(EngineBase):
             raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")
         self._state = self._state._replace(tables=changed)
 
-    def cut(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
+    def snapshot_at(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
         """Raise ValueError: free trainers are not idle after a given step."""
-        raise ValueError(f"free trainers have no cut after step {step}: save in a hook, where all are at rest.")
+        raise ValueError(f"free trainers have no snapshot after step {step}: save in a hook, where all are at rest.")
 
     def lose(self, shards: Sequence[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""
@@ -316,8 +316,8 @@ class FreeTrainers(EngineBase):
             try:
                 generator.close()
             except Exception as failure:
-                self._untold.append(failure)
-        return self._take_untold()
+                self._unraised.append(failure)
+        return self._pop_unraised()
 
 
 class FreeState(NamedTuple):

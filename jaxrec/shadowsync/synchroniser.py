@@ -74,9 +74,9 @@ class Synchroniser:
         return self._transport.on_failure
 
     @property
-    def why_gone(self) -> str:
+    def exit_reason(self) -> str:
         """Reason why this trainer no longer takes part; empty if it does, or has finished."""
-        return self._transport.why_gone(self._trainer)
+        return self._transport.exit_reason(self._trainer)
 
     def __enter__(self) -> Self:
         if self._phase != "has not been entered":
@@ -205,7 +205,7 @@ class Synchroniser:
         # A nan would spread to all trainers. A trainer that is done sends nothing to a centre.
         if not (done and self._rule.has_centre):
             check_leaves(self._transport.template.names, before, f"the state of trainer {self._trainer}")
-        return self._transport.meet(self._trainer, before, done)
+        return self._transport.sync_round(self._trainer, before, done)
 
     def _round_of(self, live) -> Round:
         before = live.to_host()
@@ -288,11 +288,11 @@ class Foreground(Synchroniser):
         # Compiles the fold before the first round, where all other trainers would wait for it.
         if not self._looks_known(state):
             self._live(state)
-        return self.meet(state)(state) if self.due() else state
+        return self.sync_round(state)(state) if self.due() else state
 
     def due(self) -> bool:
         """Count a step, report a sign of life, and return whether a round is due."""
-        self._transport.alive(self._trainer)
+        self._transport.heartbeat(self._trainer)
         self.steps += 1
         if self._steps is not None:
             return self.waited == 0
@@ -301,7 +301,7 @@ class Foreground(Synchroniser):
         self._last = time.monotonic()
         return True
 
-    def meet(self, before: Any) -> Callable[[Any], Any]:
+    def sync_round(self, before: Any) -> Callable[[Any], Any]:
         """Make a round, and return the function that folds its result into a state.
 
         The two halves of `exchange`, for a trainer whose other workers keep training in between.
@@ -315,7 +315,7 @@ class Foreground(Synchroniser):
         Raises:
           As `exchange`.
         """
-        self._check_open("meet")
+        self._check_open("sync_round")
         result = self._round_of(self._live(before))
         # Counted when folded in, as in a shadow.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))
@@ -339,7 +339,7 @@ class Shadow(Synchroniser):
       ValueError: a number is out of range; on entering, there is no such trainer, or its number is taken.
       PeerLeft: another trainer has left or is overdue. Errors of a round are raised by the next `exchange`, or on
         leaving the `with` block.
-      TimeoutError: on leaving, the transport's `meet` did not return within `timeout_s`; the thread is abandoned.
+      TimeoutError: on leaving, the transport's `sync_round` did not return within `timeout_s`; the thread is abandoned.
     """
 
     def __init__(self, transport: Transport, trainer: int = 0, pace_seconds: float = 0.0, core_share: float = 1.0):
@@ -369,7 +369,7 @@ class Shadow(Synchroniser):
                 self._raise_failure()
             return
         message = (
-            f"{self._name}: `meet` of {type(self._transport).__name__} has not returned within "
+            f"{self._name}: `sync_round` of {type(self._transport).__name__} has not returned within "
             f"timeout_s={self._transport.timeout_s:g}, and the thread is left there."
         )
         if error is None:
@@ -383,7 +383,7 @@ class Shadow(Synchroniser):
         """
         self._check_open("exchange")
         self._raise_failure()
-        self._transport.alive(self._trainer)
+        self._transport.heartbeat(self._trainer)
         # Without the lock, as most calls end here: a result that arrives now is folded in by the next call.
         if self._result is None and (self._busy or self._handed is not None) and self._looks_known(state):
             self.steps += 1

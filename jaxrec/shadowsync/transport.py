@@ -34,8 +34,8 @@ class PeerLeft(RuntimeError):
 class Transport(Protocol):
     """Interface of transports: `AllToAll`, `Centre`, or a wrapper that forwards other attributes by `__getattr__`.
 
-    `meet` runs in a trainer's background thread or, in the foreground and in `finish`, in its own thread. It raises
-    `PeerLeft` rather than wait indefinitely or continue for a trainer that has left.
+    `sync_round` runs in a trainer's background thread or, in the foreground and in `finish`, in its own thread. It
+    raises `PeerLeft` rather than wait indefinitely or continue for a trainer that has left.
 
     Attributes:
       rule: synchronisation rule.
@@ -43,7 +43,8 @@ class Transport(Protocol):
       timeout_s: maximum seconds to wait for a trainer without a sign of life.
       on_failure: reaction to a trainer that leaves early: raise in the others ('raise'), continue without it ('drop'),
         or continue and let a successor join ('replace').
-      last_round: whether trainers are brought together at the end; if False, the target of the last `meet` is unused.
+      last_round: whether trainers are brought together at the end; if False, the target of the last `sync_round` is
+      unused.
     """
 
     rule: Rule
@@ -55,20 +56,20 @@ class Transport(Protocol):
     def join(self, trainer: int) -> None:
         """Register a trainer, once."""
 
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """Make a round with floating NumPy leaves [R, ...]; return their targets and whether it was the last round.
 
-        A trainer that is done calls `meet` with done=True until it was the last round. With a centre it then sends
-        nothing, waits for the others, and gets the centre's parameters.
+        A trainer that is done calls it with done=True until it was the last round. With a centre it then sends nothing,
+        waits for the others, and gets the centre's parameters.
         """
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
         """Remove a trainer, with the error that made it leave, if any; others no longer wait for it."""
 
-    def alive(self, trainer: int) -> None:
+    def heartbeat(self, trainer: int) -> None:
         """Record a sign of life of a trainer; called in every `exchange`."""
 
-    def why_gone(self, trainer: int) -> str:
+    def exit_reason(self, trainer: int) -> str:
         """Return why a trainer no longer takes part; empty if it does, or has finished."""
 
 
@@ -148,16 +149,16 @@ class Membership:
                 without = "" if because or member.state == "expected" else " without `finish`"
                 self._lose({trainer: f"left{without} after its round {member.rounds}{because}"})
 
-    def alive(self, trainer: int, ago_s: float = 0.0) -> None:
-        """Record a sign of life of a trainer, now or `ago_s` seconds ago."""
+    def heartbeat(self, trainer: int) -> None:
+        """Record a sign of life of a trainer."""
         # A single write without lock or check, as every step of a trainer makes it.
-        self._members[trainer].seen = time.monotonic() - ago_s
+        self._members[trainer].seen = time.monotonic()
 
     def last_seen(self, trainer: int) -> float:
-        """Return when a trainer last gave a sign of life or waited in `meet`, in seconds of `time.monotonic`."""
+        """Return when a trainer last gave a sign of life or waited in `sync_round`, in seconds of `time.monotonic`."""
         return self._member(trainer).seen
 
-    def why_gone(self, trainer: int) -> str:
+    def exit_reason(self, trainer: int) -> str:
         """Return why a trainer no longer takes part; empty if it does, or has finished."""
         return self._member(trainer).why
 
@@ -169,7 +170,7 @@ class Membership:
         """Return the member of a trainer, after checking that it takes part and that rounds have not ended."""
         member = self._member(trainer)
         if member.state == "expected":
-            raise ValueError(f"trainer={trainer} has not joined: `join` comes before `meet`.")
+            raise ValueError(f"trainer={trainer} has not joined: `join` comes before `sync_round`.")
         if member.state == "finished":
             raise ValueError(f"trainer={trainer} has finished: there are no more rounds.")
         if member.state == "gone":
@@ -299,7 +300,7 @@ class AllToAll(Membership):
             newest = self._target or self._initial
         return [x.astype(initial.dtype) for x, initial in zip(newest, self._initial, strict=True)]
 
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """Make a round with all other trainers; every replica gets the same target, in float32 or wider.
 
         Raises:
@@ -354,7 +355,7 @@ class Centre(Membership):
     """Transport with in-process synchronisation parameter servers, for EASGD: trainers make rounds independently.
 
     The tensors are bin-packed over the servers by size. Server bandwidth is emulated: transfers of a server are
-    serialised, and `meet` waits for their duration.
+    serialised, and `sync_round` waits for their duration.
 
     Args:
       rule: a rule with a centre.
@@ -412,7 +413,7 @@ class Centre(Membership):
         pairs = zip(self._now(), self._initial, strict=True)
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
-    def meet(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
         """Move the centre towards each replica of a trainer in turn, atomically.
 
         Raises:

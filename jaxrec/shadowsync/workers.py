@@ -154,7 +154,7 @@ class Trainer:
 
     def is_over(self) -> bool:
         """Return whether this trainer has ended or failed; being dropped by its group is a failure."""
-        if not self.ended and not self.failed and self.entered and (why := self.entered.why_gone):
+        if not self.ended and not self.failed and self.entered and (why := self.entered.exit_reason):
             self._stop(PeerLeft(f"trainer {self.number} {why}"), f"of trainer {self.number}")
         return self.ended or self.failed
 
@@ -271,7 +271,7 @@ class Trainer:
             with self.lock:
                 before = self.shared.step.copy(self.dense.params)  # a later step donates them
             # Without `lock`, as a round waits for the other trainers.
-            fold = foreground.meet(before)
+            fold = foreground.sync_round(before)
             with self.lock:
                 # Folded into the current parameters, as other workers kept training during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))

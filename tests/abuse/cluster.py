@@ -29,7 +29,7 @@ if importlib.util.find_spec("ray") is None:
     flags_that("remote tables without Ray", r"needs Ray, which is not installed: .*\[cluster\]", "--tables", "remote")
 
 for address in ("", " ", "ray://10.0.0.1:10001", "10.0.0.1", ":6379", "10.0.0.1:head", 6379):
-    situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a cluster that runs")(
+    situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a running cluster")(
         lambda directory, address=address: Cluster(address)
     )
 
@@ -68,7 +68,7 @@ def _(directory):
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
-@situation("a supervisor of no cluster", ValueError, "cluster is a NoneType, but a Cluster that was entered is wanted")
+@situation("a supervisor of no cluster", ValueError, "cluster is a NoneType, but must be an entered Cluster")
 def _(directory):
     Supervisor(None, SPEC, adagrad(0.1))
 

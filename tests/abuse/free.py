@@ -279,9 +279,9 @@ def _(directory):
     assert engine.step == 2 and not engine.running
 
 
-@situation("a cut after a step of free trainers", ValueError, "no cut after step 3: save in a hook")
+@situation("a snapshot after a step of free trainers", ValueError, "no snapshot after step 3: save in a hook")
 def _(directory):
-    FreeTrainers(state_of(), STEP).cut(3, print)
+    FreeTrainers(state_of(), STEP).snapshot_at(3, print)
 
 
 @situation("shards that free trainers are to lose", ValueError, "cannot bring shards .1. back .* lock step")

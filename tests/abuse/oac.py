@@ -139,16 +139,16 @@ def _(directory):
 
 def call_in_the_save_of_a_cut(name):
     pipeline = pipeline_of(window=8)
-    pipeline.cut(6, lambda state: getattr(pipeline, name)())
+    pipeline.snapshot_at(6, lambda state: getattr(pipeline, name)())
     train(pipeline)
 
 
-@situation("close in the save of a cut", ValueError, "a thread of the pipeline cannot wait for it")
+@situation("close in the save of a snapshot", ValueError, "a thread of the pipeline cannot wait for it")
 def _(directory):
     call_in_the_save_of_a_cut("close")
 
 
-@situation("drain in the save of a cut", ValueError, "a thread of the pipeline cannot wait for it")
+@situation("drain in the save of a snapshot", ValueError, "a thread of the pipeline cannot wait for it")
 def _(directory):
     call_in_the_save_of_a_cut("drain")
 

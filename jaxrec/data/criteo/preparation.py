@@ -33,7 +33,7 @@ from jaxrec.data.preparation import (
     write_shards,
 )
 from jaxrec.data.sources import local_files, read_chunks
-from jaxrec.files import aside, local_path
+from jaxrec.files import atomic_write, local_path
 
 _TRAINS, _TESTS = 0, 2  # indices into SPLITS
 _CHANGE = "train_fraction, split or seed"
@@ -134,7 +134,7 @@ def _encoder(job: Job, side):
         good = (rows for _, rows in tables(job, "looks", parse))
         chunks = ((rows.category[t], rows.present[t]) for rows in good for t in [side(rows.row) == _TRAINS])
         kept = encode.vocabulary(encode.count_values(chunks, FIELDS), job.options["min_count"])
-        with aside(path) as partial, open(partial, "wb") as file:
+        with atomic_write(path) as partial, open(partial, "wb") as file:
             np.savez(file, allow_pickle=False, **{f"C{i + 1}": values for i, values in enumerate(kept)})
     kept = load_vocabulary(path, COUNT_AGAIN)
     cardinalities = [2 + len(values) for values in kept]

@@ -20,7 +20,7 @@ from jaxrec.data.tabular.encode import flattened, numbers
 from jaxrec.data.tabular.reading import Table
 from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Schema, table_of
 from jaxrec.data.tabular.splits import ByTime
-from jaxrec.files import aside
+from jaxrec.files import atomic_write
 
 PENDING_VALUES = 1 << 20  # counted at once, which bounds the memory of counting
 PERIODS = 20
@@ -171,7 +171,7 @@ def save(path: Path, look: Look, found: dict[str, Any]) -> None:
         parts[f"{number}.counts"] = look.counts[name]
     words = {"tables": list(look.vocabularies), "summary": look.summary, "found": found}
     parts["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
-    with aside(path) as partial, open(partial, "wb") as file:
+    with atomic_write(path) as partial, open(partial, "wb") as file:
         np.savez(file, allow_pickle=False, **parts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.files import aside
+from jaxrec.files import atomic_write
 
 _COLUMNS = {
     "ratings.dat": ("user", "movie", "rating", "time"),
@@ -54,7 +54,7 @@ def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
     whole = numbers.join(users, on="user", how="left", maintain_order="left")
     whole = whole.join(movies.drop("title"), on="movie", how="left", maintain_order="left")
     whole = whole.with_columns(pl.Series("history", histories(whole["user"], whole["time"], whole["movie"])))
-    with aside(path) as partial:
+    with atomic_write(path) as partial:
         whole.write_parquet(partial, row_group_size=1 << 16)
     return [path]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.data.blocks import tfds_module
-from jaxrec.files import Lock, aside, local_path, make_directory, write_json
+from jaxrec.files import Lock, atomic_write, local_path, make_directory, write_json
 
 _ROWS = 1 << 14  # in memory at once
 _ABOUT = "records.json"
@@ -113,7 +113,7 @@ def _write(builder, split, columns, path, progress) -> None:
     import pyarrow.parquet
 
     writer, features = None, _leaves(builder.info.features)
-    with aside(path) as partial:
+    with atomic_write(path) as partial:
         try:
             for records in _some(builder.as_data_source(split=split)):
                 if writer is None:

@@ -1,4 +1,4 @@
-"""A cut whose save meets lost shards comes again when they are back: whole, at the step where the run is by then."""
+"""A snapshot whose save meets lost shards is saved after their recovery: whole, at the step of the run by then."""
 
 import threading
 import traceback
@@ -81,7 +81,7 @@ def batches(stop):
 
 @each
 def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says(tmp_path, make):
-    """An image that said the cut's step, with the dense state of a later one, would train batches twice."""
+    """An image that said the snapshot's step, with the dense state of a later one, would train batches twice."""
     states = {}
 
     def keep(state, step, plans, metrics):
@@ -91,7 +91,8 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
     with make(Mortal.dying_in(save=2)) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path, 2))
         list(engine.run(batches(3 * SAVE_EVERY), [keep, recovery.hook]))
-        # The third one picks its rows ahead, when the late cut is over: a cut that was never ended would keep it.
+        # The third one picks its rows ahead, when the late snapshot is over: a snapshot that was never ended would keep
+        # it.
         assert recovery.failed == 1 and recovery.saves == 3
     assert not same(bits(engine.state), plain(3 * SAVE_EVERY)[0])  # negative control: the run has noticed the loss
     for path in deltas(tmp_path):
@@ -161,7 +162,7 @@ def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
             raise ShardsLost([1])
         saved.append((engine.step, bits(state)))
 
-    engine.cut(8, save)
+    engine.snapshot_at(8, save)
     with engine:
         if within:
             engine.enter(Reviver(engine))
@@ -203,15 +204,18 @@ AGAIN = "again, after 8 recoveries"
 def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step):
     """Step 12 is the last one: there a pipeline has no thread left, and saves on that of the caller.
 
-    It counts for the cut, as it may commit steps before the save has failed again.
+    It counts for the snapshot, as it may commit steps before the save has failed again.
     """
 
     def save(state):
         raise ShardsLost([2])
 
     engine = make(Mortal.dying_in(save=99))
-    engine.cut(step, save)
-    with pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at (the cut of step {step}|step \d+): "), engine:
+    engine.snapshot_at(step, save)
+    with (
+        pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at (the snapshot of step {step}|step \d+): "),
+        engine,
+    ):
         watcher = engine.enter(Reviver(engine))
         list(engine.run(batches(12)))
     assert len(watcher.steps) == 8 and watcher.steps[0] >= step
@@ -225,12 +229,15 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         raise ShardsLost([2])
 
     engine = Pipeline(Mortal.dying_in(save=99), UPDATE, window=4)
-    engine.cut(6, save)
-    with pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the cut of step 6: bring them back"), engine:
+    engine.snapshot_at(6, save)
+    with (
+        pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: bring them back"),
+        engine,
+    ):
         watcher = engine.enter(Reviver(engine))
         list(engine.run(batches(100)))
     assert len(set(watcher.steps)) == len(watcher.steps) == 8 and engine.step < 100
-    engine.reset(TrainState(engine.state.dense, engine.tables))  # which forgets the cut
+    engine.reset(TrainState(engine.state.dense, engine.tables))  # which forgets the snapshot
     assert len(list(engine.run(batches(3)))) == 3
 
 
@@ -239,7 +246,7 @@ def test_a_reset_forgets_what_was_to_be_saved_again():
         raise ShardsLost([1])
 
     engine = Serial(Mortal.dying_in(save=99), STEP)
-    engine.cut(2, save)
+    engine.snapshot_at(2, save)
     with engine:
         with pytest.raises(ShardsLost):
             list(engine.run(batches(4)))
