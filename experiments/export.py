@@ -282,7 +282,7 @@ def check_no_newer_image(saver: Checkpointer, step: int) -> None:
     """Refuse a directory with images of this step, or with images that would pass for newer ones."""
     saver.check_no_newer_image(step)
     there = saver.path_of(step)
-    refuse({f"{there} is there already: give another --into, or remove it.": is_intact(there)})
+    refuse({f"{there} exists already: give another --into, or remove it.": is_intact(there)})
     for path in deltas(saver.directory):
         try:
             newer = read_manifest(path).step >= step

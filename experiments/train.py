@@ -256,7 +256,7 @@ def rules(config: Config) -> dict[str, object]:
         f"--patience {config.patience} never ends {config.evaluations} evaluations early: give more --evaluations.": (
             config.patience is not None and config.patience >= config.evaluations
         ),
-        "--save-every-steps 0 saves nothing that --cpr could bring back: leave one of them out.": (
+        "--save-every-steps 0 saves nothing that --cpr could restore: leave one of them out.": (
             config.cpr != "none" and config.save_every_steps == 0
         ),
     }

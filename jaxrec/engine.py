@@ -421,7 +421,7 @@ class EngineBase:
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
             remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
-            raise ShardsLost(shards, f"no watcher brings them back: {remedy}")
+            raise ShardsLost(shards, f"no watcher restores them: {remedy}")
         # Counted per step: storage that loses restored shards again and again would loop forever.
         self._tries.count(f"step {step}", shards, again)
         return watchers
@@ -593,7 +593,7 @@ class Serial(EngineBase):
     def _recover(self, shards):
         if not shards:
             return
-        watchers = self._recovering_watchers(self.step, shards, "what brings them back does not")
+        watchers = self._recovering_watchers(self.step, shards, "the watchers do not restore them")
         try:
             self._run_recovery(watchers, shards)
         except ShardsLost as lost:  # during the recovery: recover all once more

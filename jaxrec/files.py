@@ -124,7 +124,7 @@ class Lock:
         except BlockingIOError:
             self._file.close()
             raise ValueError(
-                f"{path} is locked: somebody else is {what}. Wait until that is done, or take another directory."
+                f"{path} is locked: another process is {what}. Wait until that is done, or take another directory."
             ) from None
 
     def release(self) -> None:

@@ -237,7 +237,7 @@ def test_who_is_not_watched_ends_with_the_name_of_the_server(start):
     servers = start()
     with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
         kill(servers, 1)
-        with pytest.raises(ShardsLost, match="no watcher brings them back"):
+        with pytest.raises(ShardsLost, match="no watcher restores them"):
             list(engine.run(map(batch_at, range(3))))
     with pytest.raises(ShardsLost, match=r"server 1 \(incarnation 1\) is gone: its process \d+ on .* has ended"):
         servers.tables.read(of_rows(range(40)))

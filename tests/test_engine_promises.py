@@ -290,7 +290,7 @@ def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again(
     state, stream = fresh("host"), stream_from(0)
     tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at("read", 5)
     with Serial(state._replace(tables=tables), STEP) as engine:
-        with pytest.raises(ShardsLost, match="no watcher brings them back: engine.enter"):
+        with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter"):
             list(engine.run(stream))
         assert engine.step == 5
         engine.exclusive(emptied)

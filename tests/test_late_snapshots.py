@@ -231,7 +231,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
     engine = Pipeline(Mortal.dying_in(save=99), UPDATE, window=4)
     engine.snapshot_at(6, save)
     with (
-        pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: bring them back"),
+        pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: restore them"),
         engine,
     ):
         watcher = engine.enter(Reviver(engine))

@@ -49,7 +49,7 @@ def test_a_place_is_taken_once_and_must_exist(make, trainer, message):
             Shadow(transport, trainer).__enter__()
         with pytest.raises(ValueError, match=message), Foreground(transport, trainer, every_steps=1):
             pass
-    with pytest.raises(ValueError, match="=0 left without `finish` after its round 0, and no trainer comes back"):
+    with pytest.raises(ValueError, match="=0 left without `finish` after its round 0, and no trainer can rejoin"):
         transport.join(0)
 
 
@@ -150,7 +150,7 @@ def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(clock):
     meets = [lambda: transport.sync_round(0, of(2.0), True), lambda: transport.sync_round(1, of(4.0), True)]
     targets = in_threads(*meets, time_passes)[:2]
     assert [(target["w"][0, 0], last) for target, last in targets] == [(3.0, True), (3.0, True)]
-    with pytest.raises(ValueError, match="trainer=2 never joined within timeout_s=0.2.*no trainer comes back"):
+    with pytest.raises(ValueError, match="trainer=2 never joined within timeout_s=0.2.*no trainer can rejoin"):
         transport.join(2)
     with pytest.raises(ValueError, match="trainer=0 has finished"):
         transport.sync_round(0, of(2.0), False)

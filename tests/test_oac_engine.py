@@ -248,7 +248,7 @@ def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_b
     stream, pipeline = iter(BATCHES), Pipeline(mortal(*[("read", 6, 1)] * real), update_of(SPEC), window=3)
     hook = at_step(5, lambda state: None if real else pipeline.lose([1]))
     with pipeline:
-        with pytest.raises(ShardsLost, match="no watcher brings them back: pipeline.enter") as raised:
+        with pytest.raises(ShardsLost, match="no watcher restores them: pipeline.enter") as raised:
             list(pipeline.run(stream, [hook]))
         assert raised.value.shards == (1,) and not getattr(raised.value, "__notes__", [""])[1:]
         at = pipeline.step
@@ -259,7 +259,7 @@ def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_b
 
 def test_shards_that_are_lost_while_a_run_is_left_are_told_and_come_back_in_the_next_one():
     stream, pipeline = iter(BATCHES), Pipeline(mortal(("write", 4, 1)), update_of(SPEC), window=3)
-    with pytest.raises(ShardsLost, match="bring them back in `exclusive`"), pipeline:
+    with pytest.raises(ShardsLost, match="restore them in `exclusive`"), pipeline:
         for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 5:
                 break  # its write may come now, or has come

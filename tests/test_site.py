@@ -135,4 +135,4 @@ def unsaid(page: str) -> list[str]:
 def test_troubleshooting_quotes_messages_that_are_given():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert page.count("\n### `") >= 10 and unsaid(page) == []
-    assert unsaid("### `nobody says this`\n### `is locked: somebody else is`\n") == ["nobody says this"]
+    assert unsaid("### `nobody says this`\n### `is locked: another process is`\n") == ["nobody says this"]

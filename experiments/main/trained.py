@@ -46,7 +46,7 @@ def open_run(directory: Path) -> Trained:
     try:
         config = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): mend it, or bring it back.") from None
+        raise ValueError(f"{path} is damaged ({error}): repair or restore it.") from None
     missing = [key for key in ("data", "path", "model") if key not in config]
     if config.get("experiment") != "train" or missing:
         raise ValueError(

@@ -231,7 +231,7 @@ class Split:
 
 
 def _remedy(directory: Path) -> str:
-    return f"Bring the file back, or delete {directory} and run the preparation again."
+    return f"Restore the file, or delete {directory} and run the preparation again."
 
 
 def open_split(directory: str | Path, name: str) -> Split:

@@ -185,7 +185,7 @@ def _checked(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, int, in
 def changed(path: Path) -> ValueError:
     """Make the error for a file whose text changed after rows were made from it."""
     return ValueError(
-        f"{path} is not the text that rows were prepared from before: it was edited, cut or has grown. Bring the old "
+        f"{path} is not the text that rows were prepared from before: it was edited, cut or has grown. Restore the old "
         "text back, take another directory, or delete the directory and prepare anew."
     )
 

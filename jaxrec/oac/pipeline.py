@@ -44,7 +44,7 @@ from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
-REMEDY = "bring them back in `exclusive`, or go on from an image with `reset`"
+REMEDY = "restore them in `exclusive`, or go on from an image with `reset`"
 
 
 class Pipeline(EngineBase):

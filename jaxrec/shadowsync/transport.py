@@ -122,7 +122,7 @@ class Membership:
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
             if member.state != "expected" and not self._lacks(member):
                 raise ValueError(
-                    f"trainer={trainer} {member.why or 'has finished'}, and no trainer comes back: a group or a "
+                    f"trainer={trainer} {member.why or 'has finished'}, and no trainer can rejoin: a group or a "
                     "transport is for one training, make a new one."
                 )
             self._raise_failure(trainer)  # before joining, as no round will follow

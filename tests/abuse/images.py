@@ -139,7 +139,7 @@ def _(directory):
     RowCheckpointer(directory, run="other")
 
 
-@situation("a second writer of images", ValueError, "images.lock is locked: somebody else is saving images in it")
+@situation("a second writer of images", ValueError, "images.lock is locked: another process is saving images in it")
 def _(directory):
     with Checkpointer(directory) as first:
         first.save(state_of(1))

@@ -608,7 +608,7 @@ def _(directory):
     files(directory)
 
 
-@situation("two that create tables at once", ValueError, "tables.lock is locked: somebody else is making tables in")
+@situation("two that create tables at once", ValueError, "tables.lock is locked: another process is making tables in")
 def _(directory):
     from jaxrec.embedding.host import making
 

@@ -464,6 +464,6 @@ def _(directory):
     out_and_back(directory, prepare_into=lambda into: saved(into, 2))
 
 
-@situation("an image where it came from", ValueError, "step_00000001 is there already")
+@situation("an image where it came from", ValueError, "step_00000001 exists already")
 def _(directory):
     out_and_back(directory, into="images")

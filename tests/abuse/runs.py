@@ -356,7 +356,7 @@ def _(directory):
     train.Recorder.extra(recorder, 3)
 
 
-@situation("another run's tables in use", ValueError, "lock is locked: somebody else is training on these tables")
+@situation("another run's tables in use", ValueError, "lock is locked: another process is training on these tables")
 def _(directory):
     with train.own(directory, "a"), train.own(directory, "b"):
         pass

@@ -197,7 +197,7 @@ def _(directory):
     exchanged(jax.tree.map(lambda x: np.zeros(x.shape), PARAMS))
 
 
-@situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer comes back")
+@situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer can rejoin")
 def _(directory):
     transport = meeting()
     trainer(transport)()

@@ -353,7 +353,7 @@ def test_two_preparations_do_not_meet(tmp_path):
     thread = threading.Thread(target=first)
     thread.start()
     inside.wait()
-    with pytest.raises(ValueError, match="somebody else is preparing"):
+    with pytest.raises(ValueError, match="another process is preparing"):
         prepare([path], tmp_path / "out", **SMALL)
     leave.set()
     thread.join()

@@ -47,7 +47,7 @@ def open_encoder(directory: str | Path) -> Encoder:
     if cap is not None:
         digest = hashlib.sha256(f"hash {cap}".encode()).hexdigest()[:16]
         return Encoder(lambda category, present: encode.hash_ids(category, present, cap), cardinalities, digest)
-    path, remedy = directory / VOCABULARY, f"bring it back, or delete {directory} and run the preparation again."
+    path, remedy = directory / VOCABULARY, f"restore it, or delete {directory} and run the preparation again."
     if not path.exists():
         raise ValueError(f"{path} is missing, and it says which category has which id: {remedy}")
     kept = load_vocabulary(path, remedy)
