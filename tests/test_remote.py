@@ -590,7 +590,7 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
             for tracker, tables in zip(trackers, homes, strict=True):
                 tables.put(plans, changed(tables.read(plans), step))
                 tracker.mark_trained(step, plans)
-            what = data.draw(st.sampled_from(["save", "fail", "die", "begin", "go on", "go on"]), label="what")
+            what = data.draw(st.sampled_from(["save", "fail", "die", "lose", "begin", "go on"]), label="what")
             for tracker in trackers:
                 tracker.track_until(step)
             if what in ("save", "fail"):
@@ -610,6 +610,10 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
                     restore_shards(None, tables, lost)
                     for shard in lost:
                         tracker.restored(tables, shard)
+            elif what == "lose":  # emulated: the server lives on
+                for tracker, tables in zip(trackers, homes, strict=True):
+                    restore_shards(None, tables, [step % spec.shards])
+                    tracker.restored(tables, step % spec.shards)
             elif what == "begin":
                 for tracker, tables in zip(trackers, homes, strict=True):
                     tracker.begin(tables, tracker.remember())
