@@ -137,7 +137,7 @@ class Pipeline(EngineBase):
         self._snapshots, self._streams = SnapshotSaver(self._stages, self._device_step), Streams()
         self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
         # The tables of yielded states, which refuse to be read while they lag.
-        self._view: HostTables | GuardedTables = self.tables
+        self._guarded_tables: HostTables | GuardedTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
 
@@ -168,7 +168,7 @@ class Pipeline(EngineBase):
         return self._state()
 
     def _state(self):
-        return TrainState(self._device_step.dense, self._view)
+        return TrainState(self._device_step.dense, self._guarded_tables)
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -226,7 +226,7 @@ class Pipeline(EngineBase):
                 raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
             return
         except BaseException as error:
-            self._leave(recovers=isinstance(error, ShardsLost))  # which reports the lost shards
+            self._leave(recovers=isinstance(error, ShardsLost))  # ShardsLost itself reports the lost shards
             add_failures(error, self._pop_unraised())
             raise
         if failures := self._pop_unraised():
@@ -247,7 +247,7 @@ class Pipeline(EngineBase):
     def _next_batch_number(self):
         """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
         lookahead = self._stages.options.lookahead
-        while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._some_to_recover():
+        while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._has_lost_shards():
             self._recover_lost()
         return number
 
@@ -279,7 +279,7 @@ class Pipeline(EngineBase):
         """Commit one batch atomically; the caller defers signals."""
         item, before = self._stages.items[number], self._device_step.dense
         try:
-            item.committed, metrics = self._device_step.commit(item, self.scheduler.floor)
+            item.committed, metrics = self._device_step.commit(item, self.scheduler.void_before)
         except BaseException as error:
             if self._device_step.dense is not before:  # the step is done, and its rows are lost
                 self.scheduler.mark_committed(number)
@@ -290,7 +290,7 @@ class Pipeline(EngineBase):
             raise
         # Freed before another batch needs the memory.
         item.loaded = item.inputs = None
-        self._view = GuardedTables(self._progress, self.step + 1)
+        self._guarded_tables = GuardedTables(self._progress, self.step + 1)
         # Last: from here on a fetcher may take the rows, and the step counts as committed.
         self.scheduler.mark_committed(number)
         self._device_step.losses.note(self.step, metrics)
@@ -302,7 +302,7 @@ class Pipeline(EngineBase):
             for hook in hooks:
                 before = self._state()
                 state = run_hooks([hook], before, self.step, plans, metrics)
-                if not isinstance(state, TrainState) or state.tables not in (self._view, self.tables):
+                if not isinstance(state, TrainState) or state.tables not in (self._guarded_tables, self.tables):
                     raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
                 check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
                 # After each hook: the next one may raise, and the hook may have donated the earlier state.
@@ -323,13 +323,13 @@ class Pipeline(EngineBase):
           Any error of the save of a snapshot.
         """
         self._refuse()
-        self._refuse_elsewhere()
+        self._check_thread()
         self.scheduler.drain()
         self._progress.refuse_broken()
-        self._refuse_unsaved()
+        self._check_snapshot_saved()
         if self._stages.options.skip_writes:
             self.scheduler.wait_for_snapshot()  # it writes the same skipped rows
-            self._refuse_unsaved()
+            self._check_snapshot_saved()
         with uninterrupted():
             # After a run all rows are written, and another pipeline may have trained the tables since.
             if not self._left:
@@ -367,7 +367,7 @@ class Pipeline(EngineBase):
     def _changed(self, change):
         self.drain()
         self.scheduler.wait_for_snapshot()  # its save may still be active
-        self._refuse_unsaved()
+        self._check_snapshot_saved()
         try:
             self.scheduler.pause()
             self._progress.refuse_broken()
@@ -399,7 +399,7 @@ class Pipeline(EngineBase):
           Any error of the save of an earlier snapshot.
         """
         self._refuse()
-        self._refuse_unsaved()
+        self._check_snapshot_saved()
         self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
 
     def reset(self, state: TrainState) -> None:
@@ -428,7 +428,7 @@ class Pipeline(EngineBase):
         self._progress.refuse_others(state.tables)
         notify_restarted(self._watchers, state)
         before, self._marked_lost = self.step, set()
-        self.tables = self._view = self._stages.tables = state.tables
+        self.tables = self._guarded_tables = self._stages.tables = state.tables
         self._progress = TableProgress(state.tables, self._progress.counted)  # earlier states stay stale
         self._device_step.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
@@ -462,10 +462,10 @@ class Pipeline(EngineBase):
 
     def _recover_lost(self):
         """Have watchers recover shards that the row storage has lost, until none is lost."""
-        while self._some_to_recover():
+        while self._has_lost_shards():
             self._recover(self.scheduler.lost_shards)
 
-    def _some_to_recover(self):
+    def _has_lost_shards(self):
         # A run with another failure raises that one, and the next run begins with the lost shards.
         return (
             bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.snapshot_error is None
@@ -540,7 +540,7 @@ class Pipeline(EngineBase):
             self._within -= 1
         return self._pop_unraised()
 
-    def leave_at_exit(self) -> None:
+    def close_at_exit(self) -> None:
         """Leave a run that is active when the process ends, whichever thread iterates."""
         self._leave()
         if failures := self._pop_unraised():
@@ -600,7 +600,7 @@ class Pipeline(EngineBase):
             self.scheduler.fail_after_commit(self.scheduler.committed, error)
         else:
             self._progress.mark_current()
-            self._view = self.tables
+            self._guarded_tables = self.tables
 
     def _refuse(self):
         """Raise if the pipeline cannot be used: lost rows, failures not raised yet, tables in use by another run."""
@@ -616,11 +616,11 @@ class Pipeline(EngineBase):
         if threading.current_thread() in self._workers.threads:
             raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
 
-    def _refuse_unsaved(self):
+    def _check_snapshot_saved(self):
         if not self._left and self.scheduler.snapshot_error is not None:
             raise self.scheduler.snapshot_error
 
-    def _refuse_elsewhere(self):
+    def _check_thread(self):
         # A step in another thread may donate the dense state that this call would read.
         generator, here = self._generator(), threading.current_thread()
         if generator is not None and generator.gi_running and self._iterating is not here:
@@ -631,11 +631,11 @@ _pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 @atexit.register
-def _leave_all():
+def _close_all():
     """Write committed rows and raise failures before the interpreter exits, which stops threads at any point."""
     with contextlib.ExitStack() as stack:
         for pipeline in list(_pipelines):
-            stack.callback(pipeline.leave_at_exit)
+            stack.callback(pipeline.close_at_exit)
 
 
 # A forked child has none of a run's threads, and nothing to wait for.

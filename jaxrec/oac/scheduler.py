@@ -33,12 +33,12 @@ class BatchScheduler:
       ahead: number of batches that may be planned beyond the window.
       writers: number of writer threads; each writes its own shards of every batch.
       first: number of the first batch.
-      one_stale: whether batch t - 1 is written only after batch t is gathered (semisync).
+      semisync: whether batch t - 1 is written only after batch t is gathered (semisync).
     """
 
-    def __init__(self, window: int, ahead: int, writers: int, first: int, one_stale: bool = False):
+    def __init__(self, window: int, ahead: int, writers: int, first: int, semisync: bool = False):
         self._changed = threading.Condition()
-        self.alive: collections.Counter = collections.Counter()  # {stage: number of live threads}
+        self.live_threads: collections.Counter = collections.Counter()  # {stage: number of live threads}
         # Number after the last batch to commit, at the end of the stream or before a failed batch; None if unknown.
         self.end: int | None = None
         self.stopped = self.finished = False
@@ -50,15 +50,15 @@ class BatchScheduler:
         self.snapshot_error: BaseException | None = None  # of the first snapshot that could not be saved
         # Shards that the row storage has lost and that are not recovered yet.
         self.lost_shards: frozenset[int] = frozenset()
-        self.window, self.ahead, self.one_stale, self.first = window, ahead, one_stale, first
-        self.planned = self.claimed = self.committed = self.fetching = first
-        self.floor = first  # ring entries of earlier batches are void
+        self.window, self.ahead, self.semisync, self.first = window, ahead, semisync, first
+        self.planned = self.claimed = self.committed = self.next_fetch = first
+        self.void_before = first  # ring entries of earlier batches are void
         self.written = [first] * writers
         self.loaded: set[int] = set()
         self.fetched: set[int] = set()
         self.last_gathered = first - 1
-        self.hold: int | None = None  # batches from this number on must not be written yet
-        self.gathering, self.epoch, self.paused = 0, 0, False
+        self.write_limit: int | None = None  # batches from this number on must not be written yet
+        self.active_gathers, self.epoch, self.paused = 0, 0, False
 
     @property
     def rows_lost(self) -> bool:
@@ -133,7 +133,7 @@ class BatchScheduler:
             if void():
                 return None
             # Atomic with reading the watermark, as rows written from here on may be read torn.
-            self.gathering += 1
+            self.active_gathers += 1
             return self.watermark()
 
     def _may_gather(self):
@@ -148,7 +148,7 @@ class BatchScheduler:
     def mark_loaded(self, number: int, epoch: int, store: Callable[[], None]) -> None:
         """Mark that the rows of a batch are on the device; `store` stores them unless the claim has become void."""
         with self._changed:
-            self.gathering -= 1
+            self.active_gathers -= 1
             if self.epoch == epoch:
                 store()
                 self.loaded.add(number)
@@ -163,7 +163,7 @@ class BatchScheduler:
         with self._changed:
             # Atomic, as the recovery waits until no gather is in progress and must know all lost shards by then.
             self.lost_shards |= frozenset(lost)
-            self.gathering -= 1
+            self.active_gathers -= 1
             self._changed.notify_all()
 
     def wait_to_commit(self, lookahead: int) -> int | None:
@@ -189,8 +189,8 @@ class BatchScheduler:
     def claim_fetch(self) -> int | None:
         """Wait for the next committed batch to fetch; return its number, or None if there will be no more."""
         with self._changed:
-            number = self.fetching
-            self.fetching += 1
+            number = self.next_fetch
+            self.next_fetch += 1
             return number if self._wait_for(number, lambda: number < self.committed) else None
 
     def mark_fetched(self, number: int, store: Callable[[], None]) -> None:
@@ -205,11 +205,11 @@ class BatchScheduler:
         number = self.written[writer]
 
         def ready():
-            read = not self.one_stale or self.last_gathered > number or number + 1 == self.end or self.stopped
+            read = not self.semisync or self.last_gathered > number or number + 1 == self.end or self.stopped
             # While shards are lost, the next batch cannot be gathered; it is gathered again after the recovery.
             read = read or bool(self.lost_shards)
             # Batches from the hold on are not part of the snapshot: their rows are newer than its dense state.
-            return number in self.fetched and read and (self.hold is None or number < self.hold)
+            return number in self.fetched and read and (self.write_limit is None or number < self.write_limit)
 
         with self._changed:
             return number if self._wait_for(number, ready) else None
@@ -243,23 +243,23 @@ class BatchScheduler:
         with uninterrupted(), self._changed:
             # Under the lock, so that a gather is either admitted earlier and awaited below, or not admitted.
             self.paused = True
-        self.wait(lambda: self.rows_lost or not self.gathering)
+        self.wait(lambda: self.rows_lost or not self.active_gathers)
 
     def restart(self, void: Callable[[int], None]) -> None:
         """Continue after `pause`: drop the loaded rows with `void(floor)`, and load all uncommitted batches again."""
         with uninterrupted(), self._changed:
             self.epoch += 1  # earlier claims are void
-            self.claimed = self.floor = self.committed
+            self.claimed = self.void_before = self.committed
             # In semisync the last write waits again until the next batch is gathered again.
             self.last_gathered = min(self.last_gathered, self.committed - 1)
             self.loaded.clear()
-            void(self.floor)
+            void(self.void_before)
             self.paused = False
             self._changed.notify_all()
 
     def wait_for_release(self) -> None:
         """Wait until no snapshot holds writes."""
-        self.wait(lambda: self.rows_lost or self.hold is None)
+        self.wait(lambda: self.rows_lost or self.write_limit is None)
 
     def hold_writes(self) -> int:
         """Let writers write the batches committed so far and no later ones, and return the number after the last.
@@ -268,25 +268,25 @@ class BatchScheduler:
         """
         with uninterrupted(), self._changed:
             # The snapshot consists of exactly the batches committed by now.
-            self.hold = self.committed
-            return self.hold
+            self.write_limit = self.committed
+            return self.write_limit
 
     def wait_for_hold(self) -> bool:
         """Wait until all writers have reached the hold; return False if rows before it, or any shards, are lost."""
         with self._changed:
-            hold = self.committed if self.hold is None else self.hold
+            hold = self.committed if self.write_limit is None else self.write_limit
             self._changed.wait_for(lambda: self.lost_shards or self.watermark() >= min(hold, self.first_lost_batch))
             return hold <= self.first_lost_batch and not self.lost_shards
 
     def release_writes(self) -> None:
         """End the hold."""
         with self._changed:
-            self.hold = None
+            self.write_limit = None
             self._changed.notify_all()
 
     def wait_for_snapshot(self) -> None:
         """Wait until no snapshot is being saved."""
-        self.wait(lambda: not self.alive["snapshot"])
+        self.wait(lambda: not self.live_threads["snapshot"])
 
     # Lost shards: the other shards are still written, and no batch is committed until the recovery.
 
@@ -346,7 +346,7 @@ class BatchScheduler:
         """Start a thread, which must call `leave` as its last action."""
         with self._changed:
             # Before the start, as the thread may call `leave` at once.
-            self.alive[stage] += 1
+            self.live_threads[stage] += 1
         try:
             thread.start()
         except BaseException:
@@ -356,7 +356,7 @@ class BatchScheduler:
     def leave(self, stage: str) -> None:
         """Mark that a thread ends."""
         with self._changed:
-            self.alive[stage] -= 1
+            self.live_threads[stage] -= 1
             self._changed.notify_all()
 
     def wait_for_threads(self, enough: Callable[[], bool] = lambda: False) -> None:
@@ -364,7 +364,7 @@ class BatchScheduler:
         self.wait(lambda: self._ended() or enough())
 
     def _ended(self):
-        return self.alive.total() == (self.in_stream and self.alive["plan"])
+        return self.live_threads.total() == (self.in_stream and self.live_threads["plan"])
 
     def over(self) -> bool:
         """Return whether the run is finished and all threads have ended, except a planner inside the stream."""
@@ -374,6 +374,6 @@ class BatchScheduler:
         """End commits; threads end when all committed batches are written."""
         with uninterrupted(), self._changed:
             self.stopped = self.finished = True
-            if not self.alive["snapshot"]:
-                self.hold = None  # left by a snapshot that was interrupted before its thread started
+            if not self.live_threads["snapshot"]:
+                self.write_limit = None  # left by a snapshot that was interrupted before its thread started
             self._changed.notify_all()

@@ -142,7 +142,7 @@ class DeviceStep:
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self.losses = Losses()
         self._layout, self._jitted, self._programs = tables.layout, self.update, compile_ops(mesh, tuple(tables.layout))
-        self._numbers_there = options.repairs and not options.plans_sources
+        self._row_numbers_on_device = options.repairs and not options.plans_sources
         self._read: dict = {}  # {shapes: Inputs of bool}
 
     def compiled(self) -> int:
@@ -170,7 +170,7 @@ class DeviceStep:
             # The same dead-code elimination by which `jit` drops unused arguments.
             read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
             found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
-            if self._numbers_there:
+            if self._row_numbers_on_device:
                 plans = {name: p._replace(unique=True, count=True) for name, p in found.plans.items()}
                 found = found._replace(plans=plans)
             self._read[key] = found
@@ -227,7 +227,7 @@ class DeviceStep:
 
     def _append(self, planned, inputs, new):
         """Append the rows of a batch to the ring, and its row numbers on the side that reads them."""
-        unique = {name: p.unique for name, p in inputs.plans.items()} if self._numbers_there else {}
+        unique = {name: p.unique for name, p in inputs.plans.items()} if self._row_numbers_on_device else {}
         self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
         for name, held in self.numbers.items():
             held[:, planned.number % self.depth] = planned.plans[name].unique
@@ -236,7 +236,7 @@ class DeviceStep:
         """Create the ring at the first batch, whose rows are always all sent; widen it when a capacity has grown."""
         capacity = capacity_of(planned.plans)
         if self.ring is None:
-            self.ring = self._programs["init"](rows, self.depth, self._numbers_there)
+            self.ring = self._programs["init"](rows, self.depth, self._row_numbers_on_device)
             shape = lambda p: (len(p.unique), self.depth, p.unique.shape[1])
             if self.options.skip_writes:  # for rows that no later batch rewrote
                 self.numbers = {name: np.full(shape(p), -1, np.int32) for name, p in planned.plans.items()}
@@ -376,7 +376,7 @@ class Stages:
           scheduler: scheduler of the run, notified when the tables have been read.
         """
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
-        floor = scheduler.floor  # ring entries of earlier batches are void
+        floor = scheduler.void_before  # ring entries of earlier batches are void
         if self.options.skip_reads and number - window >= floor:  # else the ring lacks some of the window
             plans = self._without_gaps(plans, {name: where < 0 for name, where in source.items()})
         read = self.tables.read(plans)
@@ -430,7 +430,7 @@ class Stages:
         there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
         step = int(self.tables.steps[:, 1].max())  # this write is not a new step
         with self.tables.overwriting(there, step), marking_lost_shards(scheduler):
-            self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.floor), there)
+            self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.void_before), there)
 
     def _without_gaps(self, plans, keep):
         """Return plans of the rows in `keep` only, padded to one of few sizes C, so that few programs are compiled."""

@@ -117,7 +117,7 @@ class TableProgress:
         ]
 
 
-# Of all live pipelines, and of those garbage-collected on one of their own threads until their threads have ended.
+# Progress of all live pipelines, and of garbage-collected ones until their threads have ended.
 _all: weakref.WeakSet[TableProgress] = weakref.WeakSet()
 _lock = threading.Lock()
 

@@ -124,7 +124,7 @@ class Workers:
         scheduler.finish()
         self._wait(asked, patience_seconds)
         for thread in self.threads:
-            if not (scheduler.alive["plan"] and thread is self.threads[0]):  # the stream blocks it
+            if not (scheduler.live_threads["plan"] and thread is self.threads[0]):  # the stream blocks it
                 thread.join()
         # After the joins: no thread plans, or holds any part of a batch, when the batches return to the stream.
         left = [self.stages.items[number].planned.batch for number in range(scheduler.committed, scheduler.planned)]
@@ -176,7 +176,7 @@ class Workers:
     def _plan(self, batch: Any, number: int):
         scheduler, stages = self.scheduler, self.stages
         planned = stages.plan(batch, number)
-        scheduler.mark_planned(lambda: stages.enter(planned, scheduler.floor, scheduler.committed))
+        scheduler.mark_planned(lambda: stages.enter(planned, scheduler.void_before, scheduler.committed))
 
     def _load_all(self, worker):
         while (claim := self.scheduler.claim()) is not None:
