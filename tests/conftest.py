@@ -11,13 +11,13 @@ import threading
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Half of the time of all tests was compilation, of programs that another test has compiled before: what one process has
-# compiled the others read, also those that tests start. A directory of this run, as nothing old shall be believed.
+# Half of the tests' time went into compiling programs that another test had compiled before, so all processes,
+# including those that tests start, share one compilation cache. It is new for every run: no stale entry is trusted.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxrec-programs-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-# What another process is still writing, or was killed in, cannot be read: it is compiled again, with a warning.
+# A cache entry that is still being written, or whose writer was killed, is unreadable: jax warns and compiles again.
 os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent comp,ignore:Error writing persistent comp"
 
 from pathlib import Path
@@ -28,22 +28,22 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Under nohup the one is ignored, in the background of a script the other, and by all processes that tests start, too:
-# they would not end with their terminal, nor on Ctrl-C.
+# nohup ignores SIGHUP, a shell script's background jobs ignore SIGINT, and child processes inherit this: they would end
+# neither with their terminal nor on Ctrl-C.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: the first example of a shape compiles. The same examples for everybody: what is drawn at random is found
-# by `make test-all`, which names the other profile. Hypothesis has one of its own where CI is set; it is not used.
+# No deadline: the first example of a shape compiles. The examples are fixed; `make test-all` selects the profile that
+# draws them at random. Hypothesis' own CI profile is not used.
 hypothesis.settings.register_profile("laws", deadline=None, max_examples=50, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("random", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "laws"))
 
-LIMIT_OF_SLOW_TESTS_S = 900  # all others: `timeout` in pyproject.toml
+LIMIT_OF_SLOW_TESTS_S = 900  # the limit of other tests is `timeout` in pyproject.toml
 
 
 def pytest_configure(config):
-    config.real_stderr = os.fdopen(os.dup(2), "w")  # while a test runs, 2 is captured, and lost with the process
+    config.real_stderr = os.fdopen(os.dup(2), "w")  # pytest captures fd 2, lost if the process ends
 
 
 def pytest_collection_modifyitems(items):
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _turn(item):
-    """What is read and not run comes first, as it takes seconds and says much; processes come last."""
+    """Sort key: checks of source text first, as they take seconds and find much; tests that start processes last."""
     if item.get_closest_marker("process"):
         return 2
     return int(item.path.stem not in ("test_floors", "test_docs", "test_site"))
@@ -62,8 +62,8 @@ def _turn(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item, settings):
-    """Ends the process, with all stacks, if a test outlives its limit by half: a C call hears no signal, and what the
-    signal interrupts may hang again where it is closed."""
+    """Dumps all stacks and ends the process at 1.5 times a test's limit: a C call ignores the time-out's signal, and an
+    interrupted object may hang again while it is closed."""
     faulthandler.dump_traceback_later(1.5 * settings.timeout, exit=True, file=item.config.real_stderr)
 
 
@@ -80,14 +80,14 @@ def pytest_enter_pdb():
 
 
 def pytest_unconfigure(config):
-    """A thread that a test left behind may not keep the run from ending."""
+    """Ends the run even if a test has left a thread running."""
     if any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread()):
         faulthandler.dump_traceback_later(60, exit=True, file=config.real_stderr)
 
 
 @pytest.fixture
 def real_data() -> Path:
-    """The directory of real data, where there is one."""
+    """The directory of real data; skips the test if there is none."""
     if "JAXREC_DATA" not in os.environ:
         pytest.skip("JAXREC_DATA names no directory of real data")
     return Path(os.environ["JAXREC_DATA"])

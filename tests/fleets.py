@@ -1,4 +1,4 @@
-"""Servers of shards in this process, that die when a test says so, and the successors of the dead."""
+"""In-process shard servers that die on demand, and their successors."""
 
 from in_process import InProcess
 
@@ -7,13 +7,13 @@ from jaxrec.embedding.servers import ShardServer, deal
 
 
 class Fleet:
-    """The servers of some tables; as a watcher of an engine, entered before a recovery, it starts successors.
+    """The shard servers of one set of tables; as a watcher entered before a `Recovery`, it starts successors.
 
     Args:
-      servers: how many.
-      fate: (server, incarnation, verb, number of the message with that verb) -> as for `InProcess`.
-      way: made of a spec, a layout, shards and an incarnation; it reaches a server of these.
-      options: of RemoteTables.
+      servers: number of servers.
+      fate: (server, incarnation, verb, index of the message among those of its verb) -> a fate of `InProcess`.
+      way: (spec, layout, shards, incarnation) -> a connection to a new server; default: `InProcess`.
+      options: passed to RemoteTables.
     """
 
     def __init__(self, spec, row_optimizer, servers=2, fate=lambda *message: "", way=None, **options):
@@ -31,7 +31,7 @@ class Fleet:
     def recover(self, shards):
         for number, mine in enumerate(self.shards):
             if set(mine) & set(self.tables.lost):
-                assert set(mine) <= set(shards)  # all rows of a server go with it
+                assert set(mine) <= set(shards)  # a dead server loses all of its rows
                 self.died.append(number)
                 self.ways[number].kill()
                 self.ways[number] = self.start(number, 1 + self.died.count(number))
@@ -46,5 +46,5 @@ class Fleet:
 
 
 def remote(spec, row_optimizer, servers=2, **options):
-    """RemoteTables over servers of their own, which end with this process."""
+    """RemoteTables over new servers, which end with this process."""
     return Fleet(spec, row_optimizer, servers, **options).tables

@@ -1,4 +1,4 @@
-"""A small model for trainers that run freely, and ways to synchronise them."""
+"""A small model for free-running trainers, and configurations of their synchronisation."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ PARAMS = {"w": jnp.ones(4)}
 
 
 def counting(params, activations, batch):
-    """The gradient of a batch by row 0, all whose examples look it up, and by w is -1 in every step."""
+    """A loss whose gradient by w, and by row 0 if all examples look it up, is -1 at every step."""
     return -activations["item"].sum(-1) - params["w"].sum()
 
 
@@ -25,7 +25,7 @@ def stream(seed, batches, rows=40, size=8):
 
 
 def freely(tables, streams, synchroniser=None, workers=1, **more):
-    """Trains the small model over some tables."""
+    """Trains the small model over the given tables."""
     dense, rows = optax.sgd(0.1), sgd(0.1)
     return train_freely(SPEC, loss, dense, rows, PARAMS, tables, streams, synchroniser, workers, **more)
 
@@ -46,7 +46,7 @@ WAYS = {
 
 
 def raising(error):
-    """Three batches, then the error."""
+    """Yields three batches, then raises the error."""
     yield from stream(0, 3)
     raise error
 
@@ -56,7 +56,7 @@ def every(steps, kind):
 
 
 def lasting(number, batches, made):
-    """So many batches of one that is not dropped, and as many more as a round of its own needs."""
+    """At least `batches` batches for trainer `number`, and more until it has completed a round."""
     for count, batch in enumerate(stream(number, 20_000)):
         if count >= batches and made[number].rounds:
             return

@@ -1,8 +1,8 @@
-"""Hooks that several files of tests use."""
+"""Hooks shared by several test files."""
 
 
 def at_step(step, act):
-    """A hook that does something with the state after one step."""
+    """A hook that calls a function with the state after one given step."""
 
     def hook(state, number, plan, metrics):
         if number == step:

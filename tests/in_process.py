@@ -1,5 +1,6 @@
-"""A shard server in this process: a thread of its own answers, one message after the other, in the order in which they
-were sent. With faults, what a network and machines do to messages can be had at will.
+"""A shard server in this process: its thread answers messages one at a time, in sending order.
+
+Faults emulate what a network and machines do to messages.
 """
 
 import collections
@@ -11,30 +12,30 @@ from typing import Any
 
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 
-# How often a message arrives at once.
+# How often a message is handled on arrival.
 _TIMES = {"": 1, "twice": 2, "twice, once late": 1, "late": 0, "drop": 0, "answer and die": 1}
 
 
 class InProcess:
-    """A way to a server in this process, see `Server`.
+    """A connection to a shard server in this process, see `Server`.
 
-    What goes there and what comes back are copies, as between processes.
+    Messages and answers are copied, as between processes.
 
     Args:
-      server: that answers.
-      fate: (verb, number) -> what becomes of the number-th message of this verb, from 0: '' if it arrives once;
-        'twice'; 'late', after the message that is sent next; 'twice, once late'; 'drop'; 'die', when the server ends
-        before it looks at the message, or 'answer and die', when it ends after it, and no answer comes.
+      server: the server that answers.
+      fate: (verb, index) -> the fate of the message with this index, from 0, among those of its verb: '' arrives once;
+        'twice'; 'late', after the next message; 'twice, once late'; 'drop'; 'die', the server dies before it handles
+        the message; or 'answer and die', the server dies after handling it and the answer is lost.
     """
 
     def __init__(self, server: ShardServer, fate: Callable[[str, int], str] = lambda verb, number: ""):
         self._server: ShardServer | None = server
         self._fate, self._counts, self._late = fate, collections.Counter[str](), list[tuple]()
         self._pool, self._lock = ThreadPoolExecutor(1, "shard-server"), threading.Lock()
-        self._waiting: set[Future] = set()  # answers that are still to come
+        self._waiting: set[Future] = set()  # answers still pending
 
     def call(self, verb: str, sender: Sender, *args) -> Future:
-        """Sends a message, as `Server`."""
+        """Sends a message, as `Server.call`."""
         answer: Future = Future()
         with self._lock:
             if self._server is None:
@@ -45,7 +46,7 @@ class InProcess:
         return answer
 
     def kill(self) -> None:
-        """The server ends, and its rows are gone; a message that it is at is done, and nobody hears of it."""
+        """Ends the server and loses its rows; a message being handled is completed, but its answer is lost."""
         with self._lock:
             self._server, waiting, self._waiting = None, self._waiting, set()
         for answer in waiting:
@@ -59,7 +60,7 @@ class InProcess:
         self.kill()
         self._pool.shutdown()
 
-    # ---- in the thread
+    # ---- in the server's thread
 
     def _arrive(self, message):
         verb, late, self._late = message[0], self._late, []
@@ -93,7 +94,7 @@ class InProcess:
 
     def _tell(self, answer, found=None, error=None):
         with self._lock:
-            if answer not in self._waiting:  # it was told already, or the server is dead
+            if answer not in self._waiting:  # already answered, or the server is dead
                 return
             self._waiting.discard(answer)
         answer.set_result(found) if error is None else answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""Processes that kill themselves, with signal 9, at a chosen call that changes the disk."""
+"""Processes that send themselves SIGKILL at a chosen call that changes the disk."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ _PRELOADED = ["jax", "optax", "orbax.checkpoint", "jaxrec.checkpoint"]
 
 
 def kill_at_call(number: int) -> None:
-    """Makes the number-th call from now on that changes the disk the last thing that this process does."""
+    """Kills this process right before the number-th call from now on, from 1, that changes the disk."""
     count = 0
 
     def counted(function):
@@ -30,7 +30,7 @@ def kill_at_call(number: int) -> None:
 
 
 def was_killed(target: Callable, *args) -> bool:
-    """Runs a function in a process of its own; whether it was killed. Any other failure is one of the test."""
+    """Runs a function in a new process; returns whether it was killed. Any other failure fails the test."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     child = context.Process(target=target, args=args)

@@ -1,4 +1,4 @@
-"""Transports that a test holds up, a clock that it moves, and trainers of a few numbers."""
+"""Transports that a test can block, a clock that it advances, and trainers with a few parameters."""
 
 import functools
 import itertools
@@ -18,14 +18,14 @@ PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
 
 
 def state_of(*values):
-    """A state of as many replicas as values."""
+    """A state with one replica for each value."""
     params = {"w": jnp.asarray(values, jnp.float32)[:, None] * jnp.ones((1, 3)), "b": jnp.zeros((len(values), 2))}
     return TrainState(DenseState(jnp.zeros((), jnp.int32), params, {}), None)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def step_dense(dense, change):
-    """Adds to every parameter; the state is donated, as a train step does."""
+    """Adds `change` to every parameter and donates the state, as a train step does."""
     return dense._replace(step=dense.step + 1, params=jax.tree.map(lambda x: x + change, dense.params))
 
 
@@ -38,15 +38,14 @@ def weights(state):
 
 
 def of(*values):
-    """Parameters of as many replicas as values, as a transport takes them."""
+    """Parameters of one replica for each value, in the form that a transport takes."""
     return {"w": np.array(values, np.float32)[:, None] * np.ones(3, np.float32)}
 
 
 def waits(transport, *trainers):
-    """A condition that holds once each of them has looked at the clock, as who waits in `sync_round` does again and
-    again.
+    """A condition that holds once each trainer has read the clock, as those waiting in `sync_round` do repeatedly.
 
-    Made before they come, it says that they wait there.
+    Created before the trainers enter `sync_round`, it holds once all of them wait there.
     """
     before = [transport.last_seen(trainer) for trainer in trainers]
     return lambda: all(transport.last_seen(i) != seen for i, seen in zip(trainers, before, strict=True))
@@ -59,15 +58,15 @@ def joined(transport, *trainers):
 
 
 def in_meet(transport):
-    """The names of the threads that wait for others in `sync_round` of an AllToAll or a Centre."""
+    """The names of the threads that wait for other trainers in `sync_round` of an AllToAll or a Centre."""
     meeting = [thread for thread in threading.enumerate() if is_inside(type(transport).sync_round, thread)]
     return [thread.name for thread in meeting if is_inside(wait, thread)]
 
 
 class Clock:
-    """The clock of transports and of who meets there: it goes on when the test says so, and a nanosecond at each look.
+    """The clock of transports and synchronisers: it advances on demand, and by a nanosecond at each read.
 
-    Who waits for a transport looks at it often: real seconds between two looks are an eighth of its `timeout_s`.
+    Waiting trainers read it often: every eighth of the transport's `timeout_s`, in real seconds.
     """
 
     def __init__(self, monkeypatch):
@@ -82,7 +81,7 @@ class Clock:
         return self.now + 1e-9 * next(self.looks)
 
     def goes_on(self, seconds, transport=None, *trainers, unless=lambda: False):
-        """Let seconds pass at once; return when these trainers, waiting in `sync_round`, have seen it or need not."""
+        """Advances by `seconds` at once; returns when trainers waiting in `sync_round` have seen it or `unless()`."""
         self.now += seconds
         if trainers:
             seen = waits(transport, *trainers)
@@ -90,7 +89,7 @@ class Clock:
 
 
 def folded(shadow, state):
-    """The state with the result of one round more, which is folded in as soon as it is there."""
+    """The state after one more round, whose result is folded in as soon as it is available."""
     rounds, end = shadow.rounds, time.monotonic() + DEADLINE_S
     while shadow.rounds == rounds:
         assert time.monotonic() < end, "no round"
@@ -100,7 +99,7 @@ def folded(shadow, state):
 
 
 class Around:
-    """A transport over another one; what it does not do itself, that one does."""
+    """A transport that delegates to another one all that it does not override."""
 
     def __init__(self, transport):
         self.transport = transport
@@ -110,7 +109,7 @@ class Around:
 
 
 class Gate(Around):
-    """A transport that waits until it is opened, or fails."""
+    """A transport whose rounds block until it is opened, then run or raise `error`."""
 
     def __init__(self, transport, error=None):
         super().__init__(transport)
@@ -125,7 +124,7 @@ class Gate(Around):
 
 
 class Once(Around):
-    """A transport of one round over another one, which trainer 0 has joined; who brings more waits until it leaves."""
+    """A transport of a single round over one that trainer 0 has joined; later rounds block until a trainer leaves."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -146,7 +145,7 @@ class Once(Around):
 
 
 class Steps(Around):
-    """A transport whose rounds begin one by one, when the test releases them; it keeps what they brought."""
+    """A transport whose rounds begin one by one, as the test releases them; it records the parameters brought."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -166,7 +165,7 @@ class Steps(Around):
 
 
 class InOrder(Around):
-    """A centre to which trainers bring their last round in the order of their numbers, from when the test says so."""
+    """A centre that, once `ordered`, admits each trainer's next round in the order of trainer numbers."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -183,7 +182,7 @@ class InOrder(Around):
 
 
 class Ends(Around):
-    """A transport that keeps the first weight that each trainer had when it was done."""
+    """A transport that records each trainer's first weight at its last round."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -196,7 +195,7 @@ class Ends(Around):
 
 
 class Stuck(Around):
-    """A transport whose `sync_round` returns when the test lets it, whoever leaves."""
+    """A transport whose `sync_round` returns only when the test allows it, even if trainers leave."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -209,14 +208,14 @@ class Stuck(Around):
         return [np.asarray(leaf) for leaf in before], False
 
     def end(self):
-        """Its threads end, and have done nothing more."""
+        """Lets its threads end and checks that they have begun no other round."""
         self.returns.set()
         join_all(workers("shadow-"))
         assert no_threads_left() and self.met == 1
 
 
 def in_threads(*acts):
-    """What each returned or raised, in order."""
+    """Runs each function in a thread; returns what each has returned or raised, in order."""
     found = [None] * len(acts)
 
     def run(number, act):

@@ -1,4 +1,4 @@
-"""Servers of shards in processes of their own, which can be killed: messages are pickled and go through pipes."""
+"""Shard servers in separate processes, which can be killed; messages are pickled and sent through pipes."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from jaxrec.embedding.servers import ServerGone, ShardServer
 
 
 def serve(pipe, *args):
-    """What the process does: it answers, one message after the other, until nobody asks any more."""
+    """The server process: answers messages one at a time until the pipe is closed."""
     server = ShardServer(*args)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -23,7 +23,7 @@ def serve(pipe, *args):
 
 
 class OverPipe:
-    """A way to a server in another process, see `Server`."""
+    """A connection to a shard server in another process, see `Server`."""
 
     def __init__(self, *args):
         context = multiprocessing.get_context("forkserver")

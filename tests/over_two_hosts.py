@@ -2,8 +2,8 @@
 
     python over_two_hosts.py ADDRESS DIRECTORY
 
-It trains undisturbed, and twice with saves. At step `AT` of each of those it says `at`, and goes on when it is told
-that the second host has lost its power. Its last line is what it has found, as JSON.
+It trains once undisturbed and twice with saves. At step `AT` of each of the latter it prints `at` and waits for a line
+on stdin: the second host has lost its power. Its last line holds its results as JSON.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ AT = 10
 
 
 def undisturbed(servers):
-    """Where the servers are, and whether a run has the bits of host tables."""
+    """Addresses of the servers, and whether an undisturbed run equals host tables bit for bit."""
     with Pipeline(fresh("host")._replace(tables=servers.tables), UPDATE, window=3) as engine:
         losses = [float(metrics["loss"]) for _, metrics in engine.run(map(batch_at, range(LENGTH)))]
         found = {"addresses": servers.addresses, "shorter_is_equal": same(bits(engine.state), plain(LENGTH - 1)[0])}
@@ -30,7 +30,7 @@ def undisturbed(servers):
 
 
 def without_power(servers, directory):
-    """The end of a run whose servers' host goes in the middle: (bits, what was lost, at which steps)."""
+    """A run whose servers' host loses power in the middle: (final bits, failed shards, losses by step)."""
 
     def gate(index):
         if index == AT:
@@ -43,12 +43,12 @@ def without_power(servers, directory):
 
 
 def main(address, directory):
-    """Prints what it has found."""
+    """Runs all three trainings and prints the results."""
     warnings.simplefilter("ignore")
     runs = Path(directory)
     with Cluster(address) as cluster:
 
-        def start(**options):  # the resource is the second host's alone
+        def start(**options):  # only the second host has the resource
             return contextlib.closing(Supervisor(cluster, SPEC, ROWS, 2, resources={"rows": 0.01}, **options))
 
         with start() as servers:
@@ -58,7 +58,7 @@ def main(address, directory):
             found |= {"deaths": [death.server for death in servers.deaths], "failed": failed}
         found["equal_to_serial"] = same(state, serially(runs / "wanted", "mfu", losses))
         found["equal_without_losses"] = same(state, serially(runs / "control", "mfu", {}))
-        # Two deaths are those of the host.
+        # The host's death counts as two, one per server.
         with start(directory=runs / "goes", start_timeout_s=20.0, most_deaths=2) as servers:
             try:
                 without_power(servers, runs / "goes")

@@ -1,4 +1,4 @@
-"""A process that trains through a pipeline while signals come at random: prints how often it was interrupted.
+"""Trains through a pipeline under random signals; prints how often it was interrupted.
 
 python storms.py SEED ROUNDS
 """
@@ -36,7 +36,7 @@ def shoot(delays):
 
 
 def train(pipeline, stream):
-    """All batches that are left, with some of everything on the way."""
+    """Trains all remaining batches, with drains, exclusive access and a snapshot in between."""
 
     def hook(state, step, plan, metrics):
         if step % 5 == 0:
@@ -47,14 +47,14 @@ def train(pipeline, stream):
 
     with pipeline:
         if pipeline.step < 12:
-            with contextlib.suppress(ValueError):  # announced before the signal
+            with contextlib.suppress(ValueError):  # already announced before the signal
                 pipeline.snapshot_at(12, lambda state: None, unreached="ignore")
         for _ in pipeline.run(stream, [hook]):
             pass
 
 
 def on_signal(number, frame):
-    """Ctrl-C, but only where the pipeline is in use: this file itself is no subject."""
+    """Raises KeyboardInterrupt only inside `train`: the script's own code is not under test."""
     while frame is not None:
         if frame.f_code is train.__code__:
             raise KeyboardInterrupt
@@ -62,7 +62,7 @@ def on_signal(number, frame):
 
 
 def interrupted(pipeline, stream, delays):
-    """Whether a signal came while it was training."""
+    """Trains while signals are sent; returns whether one interrupted the training."""
     shooter = threading.Thread(target=shoot, args=(delays,))
     shooter.start()
     try:
@@ -93,7 +93,7 @@ def main(seed: int, rounds: int) -> None:
         step = pipeline.step
         right = no_threads_left() and same((pipeline.state, []), (states[step], []))
         with contextlib.suppress(Exception):
-            train(pipeline, stream)  # goes on where it was
+            train(pipeline, stream)  # resumes
             right = right and same((pipeline.state, []), (states[len(BATCHES)], []))
         if not right or pipeline.step != len(BATCHES):
             counts["wrong"] += 1
@@ -103,6 +103,6 @@ def main(seed: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    # What another process is still writing, or was killed in: it is compiled again.
+    # A cache entry that is still being written, or whose writer was killed, is compiled again.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""What the laws of several files draw, random specs and ids, and how much of it the gate takes."""
+"""Random specs and ids for property tests of several files, and the share of them that the gate runs."""
 
 import os
 
@@ -10,18 +10,18 @@ from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 
 
 def examples(gate, more):
-    """How many examples a law draws whose examples are dear: few in the gate, more in `make test-all`."""
+    """Number of examples of a property test with expensive examples: `gate` in the gate, `more` in `make test-all`."""
     return more if os.environ.get("HYPOTHESIS_PROFILE") == "random" else gate
 
 
 def chosen(cases, gate):
-    """The cases of a law as parameters, tuples; those of which `gate(*case)` is false are no part of the gate."""
+    """Pytest parameters of the cases (tuples); a case is in the gate only if `gate(*case)` is true."""
     return [pytest.param(*case, marks=[] if gate(*case) else pytest.mark.more) for case in cases]
 
 
 @st.composite
 def specs(draw, shards=None):
-    """Specs of one or two widths with lookups of every form."""
+    """Specs with one or two widths and lookups of every form."""
     widths = draw(st.lists(st.sampled_from([1, 3, 4]), min_size=1, max_size=2, unique=True))
     tables, lookups = {}, {}
     for width in widths:

@@ -1,4 +1,4 @@
-"""Every bad situation that we could think of is refused by name or survived: none is silent, none loses anything."""
+"""Every misuse we could think of is refused with a clear error or survived: none is silent, none loses data."""
 
 import importlib
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_refused_by_name_or_survived(case, tmp_path):
         return
     with pytest.raises(case.error, match=case.match) as caught:
         case.act(tmp_path)
-    assert len(str(caught.value)) < 1000  # a sentence or three, not a dump
+    assert len(str(caught.value)) < 1000  # a few sentences, not a dump
 
 
 def test_the_table_names_each_situation_once():

@@ -1,4 +1,4 @@
-"""The accelerator kit: its runner survives parts that fail or hang, and every part works in smoke form."""
+"""The accelerator kit: its runner survives parts that fail or hang, and every part runs as a smoke test."""
 
 import importlib
 import itertools
@@ -24,12 +24,12 @@ def python(*lines):
 
 
 def part_of(out, script, seconds=60.0):
-    """Runs a script of the shell, which begins at once, as the process of a part."""
+    """Runs a shell script, which starts at once, as the process of a part."""
     return on_accelerator.run_part("fake", ["sh", "-c", script], out, seconds)
 
 
 def before_its_time_begins(monkeypatch, act):
-    """Calls `act` before the runner waits for a part, whose limit counts from then on."""
+    """Calls `act` right before the runner waits for a part; the part's time limit counts from then on."""
     wait = subprocess.Popen.wait
 
     def act_and_wait(process, timeout=None):
@@ -41,7 +41,7 @@ def before_its_time_begins(monkeypatch, act):
 
 
 def alive(pid):
-    """Whether a process runs; a zombie does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -49,12 +49,12 @@ def alive(pid):
 
 
 def gone(pid):
-    """Waits until a process that was killed is gone."""
+    """Waits until a killed process has ended."""
     until(lambda: not alive(pid))
     return True
 
 
-# The figures.
+# The figures
 
 
 def test_the_interval_covers_the_median_and_shrinks_with_rounds():
@@ -63,7 +63,7 @@ def test_the_interval_covers_the_median_and_shrinks_with_rounds():
     for _ in range(200):
         found = interval(rng.normal(5, 1, 24), draws=400)
         covered += found["low"] <= 5 <= found["high"]
-    assert 180 <= covered < 200  # 95 % of 200, and not all
+    assert 180 <= covered < 200  # 95 % of 200, but not all
     few, many = (interval(rng.normal(5, 1, n)) for n in (6, 600))
     assert many["high"] - many["low"] < (few["high"] - few["low"]) / 3 and many["rounds"] == 600
 
@@ -77,7 +77,7 @@ def test_the_interval_repeats_and_refuses_what_is_none():
 
 
 def test_a_ratio_is_of_paired_rounds():
-    """A slow minute that hits both ways leaves the ratio as it is."""
+    """A slow minute that affects both sides leaves the ratio unchanged."""
     below = np.array([1.0, 1.0, 10.0, 1.0])
     found = over(2 * below, below)
     assert found["median"] == found["low"] == found["high"] == 2
@@ -97,7 +97,7 @@ def test_ways_take_turns_and_keep_the_time(monkeypatch):
     ways = {"a": lambda: way("a"), "b": lambda: way("b")}
     found = in_turns(ways, until=11.0, end=1e9, rounds=24)
     assert called == ["a", "b"] * 5 and [len(v) for v in found.values()] == [5, 5]  # a sixth round would end at 12
-    assert len(in_turns(ways, until=0.0, end=1e9)["a"]) == measure.LEAST_ROUNDS  # what is begun has an interval
+    assert len(in_turns(ways, until=0.0, end=1e9)["a"]) == measure.LEAST_ROUNDS  # enough for an interval
     assert len(in_turns(ways, until=0.0, end=clock[0] + 5)["a"]) == 2  # but not beyond the end
     assert len(in_turns(ways, until=1e9, end=1e9, rounds=1)["b"]) == 1
 
@@ -142,7 +142,7 @@ def test_a_row_is_kept_and_said():
     assert json.loads(said[0].removeprefix(ROW)) == task.rows[0] and said[0].startswith(ROW)
 
 
-# The runner.
+# The runner
 
 
 def test_a_part_that_fails_says_why_and_keeps_its_rows(tmp_path, capsys, monkeypatch):
@@ -154,10 +154,10 @@ def test_a_part_that_fails_says_why_and_keeps_its_rows(tmp_path, capsys, monkeyp
     assert "before" in capsys.readouterr().out
     assert not part_of(tmp_path, ":")
     assert "ended with code 0 and without a result" in (tmp_path / "fake.failed.txt").read_text()
-    before_its_time_begins(monkeypatch, (tmp_path / "begins").touch)  # the runner has seen that there is no result
+    before_its_time_begins(monkeypatch, (tmp_path / "begins").touch)  # the runner has seen no result yet
     write = f"until [ -e '{tmp_path}/begins' ]; do sleep 0.01; done; echo x > '{tmp_path}/fake.json'"
     assert part_of(tmp_path, write) and not (tmp_path / "fake.failed.txt").exists()
-    assert not part_of(tmp_path, ":")  # the result is of an earlier time
+    assert not part_of(tmp_path, ":")  # the result is from an earlier run
 
 
 def test_a_part_that_dies_by_a_signal_is_a_failure(tmp_path):
@@ -175,7 +175,7 @@ def test_a_part_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeypa
 
 @pytest.mark.process
 def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
-    """Else it would keep the card."""
+    """Otherwise it would hold the accelerator."""
     hang = "import time; time.sleep(1000)"
     lines = [
         "import os, subprocess, sys, threading, on_accelerator",
@@ -198,7 +198,7 @@ def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
 
 
 def fake_parts(monkeypatch, outcomes):
-    """Replaces the processes of parts: {name: what it does with the directory}; returns the names in turn."""
+    """Replaces the parts' processes by `outcomes`, {name: act(result path)}; returns the list of names as they run."""
     ran = []
 
     def run_part(name, command, out, seconds):
@@ -218,10 +218,10 @@ def test_a_failing_part_does_not_stop_the_next_and_is_tried_again(tmp_path, monk
     assert on_accelerator.main(given) == 1 and ran == list(on_accelerator.PARTS)
     assert "oac         no result" in capsys.readouterr().out
     ran.clear()
-    assert on_accelerator.main(given) == 1 and ran == ["oac"]  # what has a result is not run again
+    assert on_accelerator.main(given) == 1 and ran == ["oac"]  # parts with a result are not run again
     ran.clear()
     on_accelerator.main(on_accelerator.flags(["saves", "shadow", "--again", "--out", str(tmp_path)]))
-    assert ran == ["shadow", "saves"]  # in their order
+    assert ran == ["shadow", "saves"]  # in the kit's order
 
 
 def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
@@ -234,14 +234,14 @@ def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
     minutes.clear()
     on_accelerator.main(on_accelerator.flags(["--out", str(tmp_path), "--minutes-per-part", "0.5"]))
     assert minutes == [0.5] * 6
-    for line in on_accelerator.__doc__.splitlines():  # the commands for a machine lent for ten minutes a command
+    for line in on_accelerator.__doc__.splitlines():  # for a machine with ten minutes a command
         if "--out $OUT" in line:
             parts = line.partition("on_accelerator.py")[2].partition("--out")[0].split()
             assert sum(on_accelerator.PARTS[name].minutes for name in parts) <= 9.5
 
 
 def test_a_full_disk_does_not_stop_the_next_part(tmp_path, capsys):
-    (tmp_path / "fake.failed.txt.partial").mkdir()  # where the text would be written aside
+    (tmp_path / "fake.failed.txt.partial").mkdir()  # blocks the temporary file of the text
     assert not part_of(tmp_path, "exit 1")
     assert "could not be written" in capsys.readouterr().out
 
@@ -277,7 +277,7 @@ def test_a_part_refuses_a_machine_without_accelerator(tmp_path):
 
 @pytest.mark.process
 def test_the_kit_imports_nothing_that_a_bare_machine_lacks():
-    """Tyro, polars, tensorflow-datasets, matplotlib, tqdm and scipy are not there; scipy comes with jax."""
+    """Tyro, polars, tensorflow-datasets, matplotlib, tqdm and scipy are missing there; scipy comes with jax."""
     lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy torch'.split():"]
     lines += ["    sys.modules[name] = None", "import importlib, on_accelerator"]
     lines += [f"importlib.import_module({part.module!r})" for part in on_accelerator.PARTS.values()]
@@ -288,7 +288,7 @@ def test_the_kit_imports_nothing_that_a_bare_machine_lacks():
     assert done.returncode == 0, done.stderr
 
 
-# The parts.
+# The parts
 
 
 def smoke(name, out):
@@ -326,12 +326,12 @@ def test_step_time(tmp_path):
 @pytest.mark.process
 def test_oac(tmp_path):
     found, rows = smoke("oac", tmp_path)
-    assert found["left_out"] == []  # pinned memory is known to the CPU too
+    assert found["left_out"] == []  # the CPU supports pinned memory, too
     link, *equality, modes = rows.values()
     assert link["fetch_async_gb_per_s"]["median"] > 0 and len(equality) == 2
     for figures in equality:
         assert figures["sync_again_bitwise_equal"] and figures["oac_4_bitwise_equal"]
-        assert figures["oac_4_stale_rows"] > 0 and not figures["async_4_bitwise_equal"]  # it was no easy case
+        assert figures["oac_4_stale_rows"] > 0 and not figures["async_4_bitwise_equal"]  # the case is not trivial
     assert modes["oac_4_rate_over_sync"]["median"] > 0 and modes["oac_4_validation_device_ms"]["median"] > 0
 
 
@@ -350,7 +350,7 @@ def test_shadow(tmp_path):
     _, rows = smoke("shadow", tmp_path)
     assert len(rows) == 2
     for figures in rows.values():
-        assert figures["foreground_sync_gap_steps"]["median"] == 6  # one round in six steps
+        assert figures["foreground_sync_gap_steps"]["median"] == 6  # one round every six steps
         assert all(figures[f"{way}_rate_over_none"]["median"] > 0 for way in ("shadow", "blocked", "foreground"))
 
 
@@ -378,7 +378,7 @@ def test_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_pytorch_has_the_same_work_to_do():
-    """As many dense parameters, and every variant of a model gives the same losses from the same start."""
+    """Same number of dense parameters; every model variant gives the same losses from the same initial values."""
     torch = pytest.importorskip("torch")
     import jax
     from studies.reference import Job, reference_work, synthetic
@@ -395,7 +395,7 @@ def test_pytorch_has_the_same_work_to_do():
 
 
 def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
-    """By a loop over examples and fields; ids are in the stack of all tables where the variant has one."""
+    """Checked by a loop over examples and fields; ids index the stack of all tables if the variant has one."""
     torch = pytest.importorskip("torch")
     from studies.reference import Job, in_bags, reference_work, synthetic
 

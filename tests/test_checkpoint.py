@@ -1,4 +1,4 @@
-"""One harness over homes, meshes, shards and optimizers; kills and flipped bytes; nothing half, nothing believed."""
+"""Checkpoints over all placements, meshes, shards and optimizers; kills, flipped bits; no torn or unverified image."""
 
 import json
 import multiprocessing
@@ -24,7 +24,7 @@ from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Ta
 from jaxrec.files import write_json
 
 OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
-SLOTS_ALIKE = ("sgd", "adagrad")  # they travel as those of rowwise_adagrad do
+SLOTS_ALIKE = ("sgd", "adagrad")  # saved and restored as those of rowwise_adagrad
 TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
 
 
@@ -33,7 +33,7 @@ def spec_of(shards=8, tables=None):
 
 
 def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7, 3)):
-    """A state of the given placement; random values if there is a seed."""
+    """A state with the given placement; random values if a seed is given."""
     mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), OPTIMIZERS[optimizer]
     tables = HostTables.create(spec, rows) if home == "host" else DeviceTables.create(spec, rows, mesh)
     params = {"kernel": jnp.zeros(dense), "bias": jnp.zeros(3), "empty": jnp.zeros((0, 2))}
@@ -97,7 +97,7 @@ def test_one_shard_is_restored_alone(tmp_path):
     write_image(tmp_path / "step_1", snapshot(state))
     other = make("host", spec, seed=2).tables
     before = snapshot(jaxrec.TrainState(state.dense, other))
-    # All files of other shards may be gone: they are neither verified nor read.
+    # All files of other shards may be missing: they are neither verified nor read.
     for leaf in (tmp_path / "step_1" / "arrays.0000").glob("rows.*"):
         if ".0003." not in leaf.name:
             shutil.rmtree(leaf)
@@ -114,7 +114,7 @@ def test_one_shard_is_restored_alone(tmp_path):
 
 
 def _save_attached(directory, path):
-    """What a process does that has the table files and the spec, but no mesh and no dense state."""
+    """Saves an image in a process that has the table files and the spec, but no mesh and no dense state."""
     tables = HostTables.attach(spec_of(), OPTIMIZERS["rowwise_adagrad"], directory)
     state = jaxrec.TrainState(jaxrec.DenseState(np.int32(12), {}, {}), tables)
     write_image(path, snapshot(state))
@@ -185,7 +185,7 @@ def whole(tmp_path_factory):
 
 
 def flip_and_restore(whole, place, bit):
-    """Flips one bit somewhere in the newest image; what restoring it says."""
+    """Flips one bit in the newest image; returns the error that restoring it raises."""
     image, spec = whole / "step_00000002", spec_of(2)
     files = sorted(file for file in image.rglob("*") if file.is_file())
     sizes = np.cumsum([file.stat().st_size for file in files])
@@ -231,7 +231,7 @@ def test_a_missing_file_is_named(whole, tmp_path):
 
 
 def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
-    """Negative control: why loads verify."""
+    """Negative control: the reason why our loads verify."""
     image = read_manifest(shutil.copytree(whole, tmp_path / "copy") / "step_00000002")
     (leaf,) = [name for name in image.files if name.startswith("arrays.0000/dense.0000/") and name.endswith("/0")]
     content = (image.path / leaf).read_bytes()
@@ -263,7 +263,7 @@ def _save_for_ever(directory, start, die_at):
 
 
 def kill_often(tmp_path, instants):
-    """Every restart finds a whole image, never older than the newest one that was there before."""
+    """Checks that every restart finds a whole image, never older than the newest one before the kill."""
     spec, newest, killed = spec_of(2), 0, 0
     for die_at in instants:
         killed += was_killed(_save_for_ever, tmp_path, newest + 1, die_at)
@@ -342,7 +342,7 @@ def test_a_snapshot_shares_no_memory_with_the_state():
 
 @pytest.fixture
 def flushed(monkeypatch):
-    """The calls of fsync, rename and replace, each with its path, in their order."""
+    """The calls of fsync, rename and replace with their paths, in order."""
     calls = []
     fsync, moves = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
 
@@ -364,19 +364,19 @@ def flushed(monkeypatch):
 
 
 def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, flushed):
-    """A power cut finds all files on disk once the name is there, and the name once training goes on."""
+    """After a power cut all files are on disk if the name is, and the name is once training has continued."""
     directory, spec = tmp_path / "made" / "on the way", spec_of(2)
     write_image(directory / "step_1", snapshot(make("host", spec)))
     renamed, partial = flushed.index(("rename", str(directory / "step_1"))), directory / "step_1.partial"
     files = [partial / path.relative_to(directory / "step_1") for path in (directory / "step_1").rglob("*")]
     assert {("fsync", str(path)) for path in [*files, partial]} <= set(flushed[:renamed])
     assert ("fsync", str(directory)) in flushed[renamed:]
-    for made in (directory, tmp_path / "made"):  # a directory is there when the one above it is flushed
+    for made in (directory, tmp_path / "made"):  # a directory is durable once its parent is flushed
         assert ("fsync", str(made.parent)) in flushed
 
 
 def test_a_file_is_flushed_before_and_its_directory_after_it_has_its_name(tmp_path, flushed):
-    """The same for whatever is written through `files`, config.json for example."""
+    """The same holds for all that is written through `files`, such as config.json."""
     write_json(tmp_path / "config.json", {"seed": 0})
     moved = ("rename", str(tmp_path / "config.json"))
     assert flushed == [("fsync", str(tmp_path / "config.json.partial")), moved, ("fsync", str(tmp_path))]
@@ -386,12 +386,12 @@ SHARD_ROWS = 400_000  # 51 MB
 
 
 def _extra_memory(directory, copy, connection):
-    """Peak memory of a save beyond what the process had before it, in shards of the tables."""
+    """Peak memory of a save beyond the process's memory before it, in units of one shard."""
     spec = EmbeddingSpec({"t": Table(4 * SHARD_ROWS, 32)}, {"t": Lookup("t")}, shards=4)
     state = jaxrec.TrainState(jaxrec.DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
     small = EmbeddingSpec({"t": Table(8, 32)}, {"t": Lookup("t")}, shards=4)
     write_image(directory / "warm", snapshot(state._replace(tables=HostTables.create(small, sgd(0.1)))))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory_kb("VmRSS")
     with Checkpointer(directory / copy, copy=copy) as checkpointer:
         checkpointer.save(state)
@@ -405,17 +405,17 @@ def _memory_kb(what):
 
 
 @pytest.mark.process
-@pytest.mark.realtime  # it looks at the memory of a process
+@pytest.mark.realtime  # it measures the memory of a process
 @pytest.mark.parametrize(("copy", "at_least", "at_most"), [("shards", 0, 1.3), ("whole", 3.9, 8)])
 def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_path, copy, at_least, at_most):
-    context = multiprocessing.get_context("spawn")  # a child that has used little memory before
+    context = multiprocessing.get_context("spawn")  # the child starts with little memory
     here, there = context.Pipe()
     child = context.Process(target=_extra_memory, args=(tmp_path, copy, there))
     child.start()
     shards, done = here.recv()
     child.join()
     assert at_least <= shards <= at_most, shards
-    assert done or copy == "whole"  # training waits for the write
+    assert done or copy == "whole"  # with "shards", training waits for the write
     assert read_manifest(tmp_path / copy / "step_00000001").nbytes > 4 * SHARD_ROWS * 32 * 4
 
 

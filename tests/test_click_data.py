@@ -1,5 +1,4 @@
-"""The data of the click job: every step has its batch, whatever was trained before; the three sets have nothing in
-common."""
+"""The data of the click job: a step's batch does not depend on where training began; the three sets are disjoint."""
 
 import inspect
 from pathlib import Path
@@ -22,7 +21,7 @@ CARDINALITIES = (30, 20, 10)
 
 
 def raw_file(path, lines=LINES):
-    """Criteo lines whose first number is that of the line."""
+    """Criteo lines whose first feature is the line number."""
     rng = np.random.default_rng(0)
     line = lambda number: [number % 2, number, *rng.integers(0, 50, 12), *(f"{x:08x}" for x in rng.integers(0, 9, 26))]
     path.write_text("".join("\t".join(map(str, line(number))) + "\n" for number in range(lines)))
@@ -40,7 +39,7 @@ def directories(tmp_path_factory):
 
 
 def lines_of(batches):
-    """The first dense feature of each example that counts: another one for each line, and in the order of the lines."""
+    """The first dense feature of each example with weight: it identifies the line and grows with its number."""
     found = [batch.dense[batch.weight > 0, 0] for batch in batches]
     return np.concatenate(found) if found else np.zeros(0)
 
@@ -52,7 +51,7 @@ def assert_same_batches(a, b):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-# Steps.
+# Steps
 
 ORDERS = {"epochs": st.integers(1, 4), "shuffle": st.booleans(), "seed": st.integers(0, 3)}
 
@@ -102,7 +101,7 @@ def test_a_step_that_the_run_does_not_have_is_refused_at_once(directories):
                 data.train(first)
 
 
-# Epochs and order.
+# Epochs and order
 
 
 def test_one_pass_in_the_order_of_the_file_is_what_it_always_was(directories):
@@ -141,7 +140,7 @@ def test_shuffled_synthetic_batches_have_another_order_for_each_epoch_and_seed()
     assert found[:20] == order(0, 1)
 
 
-# What trains, what validates and what tests.
+# Training, validation and test sets
 
 
 @pytest.mark.parametrize("split", ["time", "random"])
@@ -154,7 +153,7 @@ def test_train_validation_and_test_have_no_row_in_common_and_are_all_rows(direct
     assert len(validated) == int(share * (len(trained) + len(validated)))
     if split == "time":
         assert trained.max() < validated.min() and validated.max() < tested.min()
-    elif share == 0.5:  # a part of every block, drawn: neither the last rows nor every other one
+    elif share == 0.5:  # a random part of every block: neither the last rows nor every second one
         assert validated.min() < np.quantile(trained, 0.1) and trained.max() > np.quantile(validated, 0.9)
         assert len(set(np.diff(np.sort(validated)))) > 2
 
@@ -164,7 +163,7 @@ def test_validation_and_test_are_the_same_whatever_a_run_does_in_training(direct
     usual = criteo_clicks(directories[split], 32, validation_fraction=0.2)
     other = criteo_clicks(directories[split], 7, 5, epochs=3, shuffle_seed=8, validation_fraction=0.2)
     assert_same_batches(usual.validation(), other.validation())
-    assert_same_batches(usual.validation(), usual.validation())  # once more
+    assert_same_batches(usual.validation(), usual.validation())  # repeatable
     assert_same_batches(usual.test(), criteo_clicks(directories[split]).test())
 
 
@@ -177,7 +176,7 @@ def test_without_a_share_nothing_validates_and_training_keeps_its_rows(directori
 
 
 def test_synthetic_sets_are_streams_apart():
-    """Not one example of a stream is in another, however far one reads."""
+    """No example of a stream occurs in another, however far they are read."""
     clicks = SyntheticClicks(CARDINALITIES, seed=3)
     streams = [{}, {"test": True}, {"validation": True}]
     rows = [np.concatenate([batch.dense for batch in clicks.stream(16, batches=40, **stream)]) for stream in streams]
@@ -192,7 +191,7 @@ def test_synthetic_sets_are_streams_apart():
         np.testing.assert_array_equal(np.concatenate([batch.dense for batch in found]), wanted)
 
 
-@example(sizes=[0], percent=50, seed=0)  # a source without rows has none to share
+@example(sizes=[0], percent=50, seed=0)  # an empty source has no rows to split
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     percent=st.integers(0, 100),
@@ -217,14 +216,14 @@ def test_rows_set_apart_and_the_others_are_a_partition_in_order(sizes, percent, 
     assert len(labels[1]) == apart and sorted(np.concatenate(labels)) == list(range(sum(sizes)))
     if seed is None:
         assert list(labels[1]) == list(range(sum(sizes)))[sum(sizes) - apart :]
-    else:  # an equal share of every block, to a row
+    else:  # an equal share of every block, within one row
         for index, size in enumerate(sizes):
             start = sum(sizes[:index])
             taken = int(((labels[1] >= start) & (labels[1] < start + size)).sum())
             assert abs(taken - apart * size / max(sum(sizes), 1)) < 1
 
 
-# Flags.
+# Flags
 
 
 def checked(**flags):
@@ -235,7 +234,7 @@ def checked(**flags):
 
 
 def test_the_flags_of_the_preparation_reach_it(tmp_path, monkeypatch, capsys):
-    """And each way to prepare a file has a directory of its own, so that one does not refuse the other."""
+    """Each way of preparing a file has its own directory, so that one does not refuse the other."""
     monkeypatch.chdir(tmp_path)
     path = (raw_file(tmp_path / "train.txt"),)
     flags = {"path": path, "data": "criteo", "batch_size": 64}
@@ -260,7 +259,7 @@ def test_the_flags_of_the_preparation_reach_it(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_given_as_the_default_is_the_default():
-    """So that nothing is prepared twice, and directories of earlier versions are found again."""
+    """Nothing is prepared twice, and directories of earlier versions are found again."""
     assert preparation(DataFlags()) == preparation(DataFlags(min_count=6, split="time", train_fraction=5 / 6)) == {}
     source = (Path("/data/train.txt"),)
     assert prepared_directory(source) == prepared_directory(source, {}) == Path("train.0b1fc966.prepared")

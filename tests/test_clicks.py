@@ -1,4 +1,4 @@
-"""The click job: its data are what was asked for, seeds mean what they say, and every engine takes it."""
+"""The click job: its data follow the configuration, seeds work as documented, and every engine runs it."""
 
 import itertools
 import os
@@ -46,7 +46,7 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize(
     ("flags", "steps", "examples"),
     [
-        ({"batch_size": 64}, 4, 200),  # three full ones, and one filled up
+        ({"batch_size": 64}, 4, 200),  # three full ones, one padded
         ({"batch_size": 64, "padded": False}, 3, 192),
         ({"batch_size": 64, "steps": 2}, 2, 128),
         ({"batch_size": 50, "examples": 120, "padded": False}, 2, 100),
@@ -111,7 +111,7 @@ def test_an_unknown_model_is_refused():
 
 @pytest.mark.process
 def test_the_reference_work_wants_nothing_but_jaxrec():
-    """Where benchmarks run on a bare machine there are none of these."""
+    """A bare benchmark machine has no optional packages."""
     lines = ["import sys", "for name in 'tyro polars tensorflow_datasets matplotlib tqdm simpy'.split():"]
     lines += ["    sys.modules[name] = None", "from studies.reference import Job, reference_work"]
     lines += ["spec, *_ = reference_work(Job(rows=100, model='dcnv2'))", "assert 'main.cli' not in sys.modules"]

@@ -1,6 +1,6 @@
-"""Rows with servers on Ray, which are really killed: the bits of host tables, and of `Serial` with the same failures.
+"""Rows on Ray servers that are really killed: bit for bit as host tables, and as `Serial` with the same failures.
 
-One Ray for all tests, as it takes seconds to start: they are of one group, and slow.
+All tests share one Ray, which takes seconds to start: they form one group and are slow.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore:shards .* has taken its place:UserWarning"),
 ]
-OF_STOPPED_S = 2.0  # a server that is stopped has died after so many
+OF_STOPPED_S = 2.0  # a stopped server counts as dead after this time
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def cluster():
 
 @pytest.fixture
 def start(cluster):
-    """Makes supervisors, whose servers end with the test."""
+    """Creates supervisors whose servers end with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(servers=2, **options):
@@ -77,14 +77,14 @@ def is_alive(process):
 
 
 def until(true, seconds=60):
-    """Looks again and again; a test that waits in vain fails."""
+    """Polls a condition; fails the test if it does not come true in time."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited in vain"
         threading.Event().wait(0.02)
 
 
-# ---- the bits of host tables
+# ---- bit for bit as host tables
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
@@ -111,12 +111,12 @@ def test_an_image_that_servers_have_written_is_restored_into_others_and_into_hos
 
 
 def spilled():
-    """Files that Ray has written because its store was full."""
+    """Files that Ray has spilled because its store was full."""
     return [path for path in Path(tempfile.gettempdir()).glob("jaxrec-*/session_2*/ray_spilled*/*") if path.is_file()]
 
 
 def test_what_was_read_stays_what_it_was_and_nothing_spills(start):
-    """Answers are views of shared memory, which Ray uses again; 320 MB go through a store of 256 MiB."""
+    """Answers are views of shared memory, which Ray reuses; 320 MB pass through a store of 256 MiB."""
 
     def megabytes(stack, shard, parts, number):
         return np.full(1 << 20, number, np.float32)
@@ -139,7 +139,7 @@ def test_what_was_read_stays_what_it_was_and_nothing_spills(start):
 
 @pytest.fixture
 def killing():
-    """Kills a server as soon as a message is on its way to it: takes what `Killing` takes."""
+    """Kills a server as soon as a message is on its way to it; takes the arguments of `Killing`."""
     plans = []
 
     def add(*args, **options):
@@ -156,14 +156,14 @@ def killing():
 def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step(
     engine, death, start, killing, tmp_path
 ):
-    """The other pairs are those of cluster_soak.py."""
+    """The other pairs of engine and instant are covered by cluster_soak.py."""
     scheme = "vanilla" if death == "put" else "mfu"
     servers = start()
     verb, number = {"read": ("read", 9), "put": ("put", 9), "save": ("take", 2), "restore": ("put", 9)}[death]
     first = killing(servers, verb, number)
     if death == "restore":
         killing(servers, "change", incarnation=2)
-    # In a save the death is noticed before the next batch is there, so that all know at which step.
+    # In a save the death is noticed before the next batch arrives, so that its step is known.
     gate = lambda index: (
         index in (EVERY, 3 * EVERY // 2) and death == "save" and first.dead.wait(1 if index == EVERY else 60)
     )
@@ -177,14 +177,14 @@ def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step
 
 @pytest.mark.parametrize("also", [{}, {10: [1]}, {10: [1, 3]}], ids=str)
 def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_the_next_call(start, tmp_path, also):
-    """Also where a hook has lost some of its shards, or all, at the same step."""
+    """Also if a hook loses some or all of its shards at the same step."""
     servers = start()
     first = servers.processes[1]
 
     def hook(state, step, plans, metrics):
         if step == 10:
             kill(servers, 1)
-            until(lambda: servers.deaths and servers.processes[1] != first)  # nobody calls meanwhile
+            until(lambda: servers.deaths and servers.processes[1] != first)  # no call meanwhile
             assert servers.tables.lost == (1, 3)
         return state
 
@@ -207,7 +207,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
     assert servers.processes[1] == spare and servers.spares not in ([], [spare])
     assert same(found, serially(tmp_path / "wanted", "mfu", log.losses))
     (dead,), before = servers.spares, servers.processes[0]
-    os.kill(dead, signal.SIGKILL)  # a spare that is dead is passed over
+    os.kill(dead, signal.SIGKILL)  # a dead spare is skipped
     until(lambda: not is_alive(dead))
     with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
         engine.enter(servers)
@@ -241,7 +241,7 @@ def test_who_is_not_watched_ends_with_the_name_of_the_server(start):
             list(engine.run(map(batch_at, range(3))))
     with pytest.raises(ShardsLost, match=r"server 1 \(incarnation 1\) is gone: its process \d+ on .* has ended"):
         servers.tables.read(of_rows(range(40)))
-    assert servers.deaths == []  # and nobody begins a successor that nobody would use
+    assert servers.deaths == []  # and no unused successor is started
 
 
 def test_one_death_too_many_ends_the_run_and_says_so(start, tmp_path):
@@ -271,7 +271,7 @@ def test_full_recovery_over_servers_that_are_killed_ends_as_a_run_without_failur
     assert images(tmp_path)
 
 
-# ---- what is refused, by name and in time
+# ---- refusals, by name and in time
 
 
 def test_a_server_without_a_machine_is_named_in_time(cluster):
@@ -315,7 +315,7 @@ PATH = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 def driver_of(address, **variables):
-    """A driver in a process of its own, and the first thing that it says."""
+    """Starts a driver process; returns it and its first output."""
     code, environment = DRIVER.format(path=PATH, address=address), os.environ | variables
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     driver = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
@@ -324,7 +324,7 @@ def driver_of(address, **variables):
 
 @pytest.fixture
 def by_hand(short):
-    """Starts a Ray as people do by hand: {variables} -> its address."""
+    """Starts Ray as a user does by hand: {environment variables} -> its address."""
     directories = []
 
     def begin(variables):
@@ -366,7 +366,7 @@ def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand,
 
 
 def started(short):
-    """A driver whose Ray lies in a directory, and its servers' processes."""
+    """A driver whose Ray has its files in the given directory, and the process ids of its servers."""
     driver, said = driver_of(None, TMPDIR=str(short))
     word, *processes = said.split()
     assert word == "begun"
@@ -375,7 +375,7 @@ def started(short):
 
 @pytest.fixture
 def short():
-    """A directory with a short path, as for sockets."""
+    """A directory with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as directory:
         yield Path(directory)
 
@@ -422,7 +422,7 @@ def undisturbed(tmp_path_factory):
 
 
 def job(workdir, *flags, short=None, steps=STEPS):
-    """The main job in a process of its own."""
+    """Starts the main job in a new process."""
     words = [word.format(steps=steps) for word in JOB] + [*flags, "--workdir", str(workdir), "--resume"]
     script = Path(__file__).parent.parent / "experiments" / "train.py"
     environment = os.environ | ({"TMPDIR": str(short)} if short else {})
@@ -431,7 +431,7 @@ def job(workdir, *flags, short=None, steps=STEPS):
 
 
 def servers_of(short):
-    """The processes of servers, in the order in which they have begun."""
+    """The process ids of servers, in the order of their start."""
     return sorted(servers_below(short))
 
 
@@ -478,7 +478,7 @@ def test_the_main_job_without_a_recovery_names_the_dead_server_and_goes_on_when_
 
 def test_the_main_job_survives_a_death_after_its_last_step_and_says_so_in_one_line(short, undisturbed, tmp_path):
     first = job(tmp_path, "--tables", "remote", "--servers", "2", "--cpr", "full", short=short)
-    first.read(4)  # of the last evaluation, after which come the last save and the test
+    first.read(4)  # the last evaluation; the last save and the test follow
     os.kill(servers_of(short)[-1], signal.SIGKILL)
     ended = first.ended()
     assert ended.code == 0 and differences(undisturbed, tmp_path) == []
@@ -491,7 +491,7 @@ def test_the_main_job_survives_a_death_after_its_last_step_and_says_so_in_one_li
 def test_a_run_that_goes_on_counts_the_deaths_since_its_image(short, tmp_path):
     flags = ["--tables", "remote", "--servers", "2", "--cpr", "vanilla"]
     first = job(tmp_path, *flags, short=short)
-    first.read(3)  # of the first evaluation
+    first.read(3)  # the first evaluation
     os.kill(servers_of(short)[-1], signal.SIGKILL)
     until((tmp_path / "failures.json").exists, LIMIT_S)
     first.send(signal.SIGKILL)

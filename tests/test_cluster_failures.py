@@ -1,5 +1,7 @@
-"""What is measured of servers that are killed: when they are, what of the time is whose, and what equations make of
-it. The experiment itself is slow, as it starts Ray."""
+"""Measurements of killed servers: times of the kills, breakdown of the recovery, and costs by CPR's equations.
+
+The experiment itself is slow, as it starts Ray.
+"""
 
 import importlib.util
 import json
@@ -51,7 +53,7 @@ def test_a_trace_gives_gaps_in_their_proportions_and_the_servers(tmp_path):
 
 
 def of(step=10, start=100.0, repeating=None, checking=0.0):
-    """A kill whose parts take 1, 2, 3 and 4 seconds, and repeating."""
+    """A kill whose parts take 1, 2, 3 and 4 seconds, plus `repeating` seconds of replay."""
     kill = Kill(
         step, 0, start, 0, start + 1, start + 3, start + 6 + checking, start + 10 + checking, None, 20, checking
     )
@@ -74,7 +76,7 @@ def test_the_parts_of_a_kill_add_up_and_what_looking_took_is_left_out():
 
 
 def rows():
-    """Figures of all arms: none takes 100 s, the others what their names say."""
+    """Figures of all arms; the one without failures takes 100 s."""
     seconds = {"none": 100.0, "full": 150.0, "vanilla": 140.0, "mfu": 120.0, "ssu": 110.0}
     more = {"saves": 5, "saving_s": 10.0, "pls": 0.1, "lost_steps": 0}
     return {arm: {"seconds": at, "test_auc": 0.75 + at * 1e-5} | more for arm, at in seconds.items()}
@@ -91,7 +93,7 @@ def test_overheads_are_over_the_run_without_failures_and_equations_take_measured
     assert measured["auc_lost_full"] == pytest.approx(-0.0005)
     config = sized(Config(kills=2, steps=400, save_every_steps=80, servers=2))
     law = modelled(config, rows(), found)
-    # Saves of 2 s every 20 s; twice 3 s of load, 3 s to notice and start, and half an interval to repeat.
+    # Saves of 2 s every 20 s; two failures, each 3 s of load, 3 s to notice and start, and half an interval to replay.
     assert law["partial_overhead_percent_modelled"] == pytest.approx(10 + 2 * 6)
     assert law["full_overhead_percent_modelled"] == pytest.approx(10 + 2 * (6 + 10))
     assert law["full_save_every_steps_modelled"] == pytest.approx(4 * math.sqrt(2 * 2 * 50))
@@ -130,7 +132,7 @@ def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["kills"] == 4 and found["survivors_bit_identical"] and found["equal_to_serial"]
-    assert found["vanilla_differs_from_none"]  # the control
+    assert found["vanilla_differs_from_none"]  # negative control
     assert all(found[f"{arm}_shards_failed"] == 4 for arm in ARMS[1:]) and found["full_lost_steps"] > 0
     assert 0 < found["seconds_restoring"] < found["seconds_kill_to_next_step"]
     assert all(f"auc_lost_{arm}" in found and f"{arm}_overhead_percent" in found for arm in SCHEMES)

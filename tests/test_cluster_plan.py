@@ -1,4 +1,4 @@
-"""A plan for many servers follows from costs that are given, and costs from times; the measurement itself needs Ray."""
+"""A plan for many servers follows from given costs, and costs from measured times; the measurement needs Ray."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""Every notebook runs from start to end, is committed without outputs, and installs jaxrec where it is not.
+"""Every notebook runs from start to end, is committed without outputs, and installs jaxrec where it is missing.
 
-`python tests/test_colabs.py` writes the cell that installs into all of them, with the address of pyproject.toml.
+`python tests/test_colabs.py` writes the install cell, with the address of pyproject.toml, into all of them.
 """
 
 import ast
@@ -22,7 +22,7 @@ MOST_LINES = 10
 
 
 def repository() -> str:
-    """The address of the repository, empty while nobody has published it."""
+    """The address of the repository; empty until it is published."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project.get("urls", {}).get("Repository", "")
 
@@ -40,7 +40,7 @@ if "google.colab" in sys.modules and importlib.util.find_spec("jaxrec") is None:
 
 
 def written(path: Path, address: str) -> str:
-    """A notebook with the cell that installs after its title, in place of one that it has."""
+    """The notebook with the install cell after its title, replacing an existing one."""
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.id != INSTALL]
     cell = nbformat.v4.new_code_cell(install_cell(address), id=INSTALL)
@@ -68,7 +68,7 @@ def test_a_colab_is_stripped_and_installs_first(path):
 
 
 def ends_well(source: str) -> bool:
-    """Whether a cell ends in a picture or a law; or only says what a name means."""
+    """Whether a cell ends in a picture or an assertion, or only defines names."""
     if any(line.startswith(("assert ", "plt.show()")) for line in source.split("\n")[-3:]):
         return True
     last = ast.parse(source).body[-1]

@@ -1,4 +1,4 @@
-"""Costs that are measured, and plans in steps: what lies between the equations of CPR and a run that saves."""
+"""Measured costs, and plans in steps: they connect the equations of CPR with a run that saves."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def listing(directory):
 
 
 class NotedTables(HostTables):
-    """Tables that note what is written into them, and which images are whole by then."""
+    """Tables that record each restored shard, and which images are intact at that time."""
 
     def with_shard(self, stack, shard, parts):
         self.seen.append((shard, [is_intact(path) for path in self.place.rglob("step_*") if path.is_dir()]))
@@ -45,7 +45,7 @@ class NotedTables(HostTables):
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_recovery_takes_a_plan_in_steps(tmp_path, mode):
-    """And saves at the steps of its hours: with 90 s per step and a save each 0.1 h, at steps 4, 8 and 12."""
+    """It saves at the steps of the planned hours: with 90 s per step and a save every 0.1 h, at steps 4, 8 and 12."""
     decided = plan_recovery(SETTING_A, 0.1)._replace(mode=mode, save_every_hours=0.1, total_hours=0.3)
     with Serial(state_of(HostTables), make_train_step(SPEC, loss, DENSE, ROWS)) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, **decided.in_steps(seconds_per_step=90)))
@@ -56,10 +56,10 @@ def test_recovery_takes_a_plan_in_steps(tmp_path, mode):
 @pytest.mark.parametrize("copy", ["whole", "shards"])
 @pytest.mark.parametrize("home", [HostTables, DeviceTables])
 def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed(tmp_path, home, copy):
-    """Beside a run that has saved in the directory and still holds its locks."""
+    """Measured beside a run that has saved in the same directory and still holds its locks."""
     train_step, plans = make_train_step(SPEC, loss, DENSE, ROWS), plan(SPEC, batch(0).ids)
     state, _ = train_step(state_of(home), plans, batch(0))
-    state = state._replace(dense=state.dense._replace(step=jnp.int32(7)))  # as of tables that others have written, too
+    state = state._replace(dense=state.dense._replace(step=jnp.int32(7)))  # as if others had written the tables
     before = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4"), state.tables.step))
     with Checkpointer(tmp_path) as saver:
         saver.save(state)
@@ -71,7 +71,7 @@ def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert 0 < costs.save_hours < 1 and 0 < costs.load_hours < 1 and 0 < costs.partial_load_hours < 1
     assert costs[2:7] == (0.1, 28, 56, 4, 2) and plan_recovery(costs, 0.1).mode == "partial"
-    train_step(state, plans, batch(0))  # it is fit for training
+    train_step(state, plans, batch(0))  # the state can still be trained
 
 
 def test_measuring_really_saves_all_and_restores_all_and_then_the_failed_shards(tmp_path):

@@ -1,4 +1,4 @@
-"""One shard comes back bit for bit from base and deltas; what is damaged, deleted, killed or full loses nothing."""
+"""A shard is restored bit for bit from base and deltas; damage, deletion, kills and a full disk lose nothing."""
 
 import errno
 import os
@@ -80,7 +80,7 @@ def random_tables(home, spec, seed):
 
 
 class Saved:
-    """A run that saves rows, and what every row's image should be."""
+    """A run that saves rows, with the expected saved value of every row."""
 
     def __init__(self, directory, home="host", base=True, shards=8):
         self.directory, self.home, self.spec = directory, home, spec_of(shards)
@@ -92,7 +92,7 @@ class Saved:
             self.expected = parts_of(state.tables, self.spec)
 
     def state(self, step):
-        """Random rows, of that step, and next to nothing dense."""
+        """Random rows at the given step, and an empty dense state."""
         return TrainState(DenseState(np.int32(step), {}, {}), random_tables(self.home, self.spec, step))
 
     def note(self, tables, rows):
@@ -107,7 +107,7 @@ class Saved:
         self.note(tables, rows)
 
     def check(self, path=None, home="host", shards=None):
-        """One shard after the other: it has its image to the bit, and all others what they had."""
+        """Restores shards one by one: each equals its image bit for bit, and all others are unchanged."""
         for shard in range(self.spec.shards) if shards is None else shards:
             tables = random_tables(home, self.spec, 99)
             before = parts_of(tables, self.spec)
@@ -131,7 +131,7 @@ def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
         run.save(step)
     run.check(home=target, shards=(0, 5))
     assert newest(tmp_path) == run.path
-    run.check(tmp_path, target, shards=(7,))  # the newest of a directory
+    run.check(tmp_path, target, shards=(7,))  # the newest chain of a directory
     assert [image.step for image in chain(run.path)] == ([0] if base else []) + [1, 2, 3]
 
 
@@ -183,7 +183,7 @@ def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
 def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(
     tmp_path, base, written, piece_bytes, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_PIECE_BYTES", piece_bytes)  # of a function's name
+    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_PIECE_BYTES", piece_bytes)  # shadowed by a function
     run = Saved(tmp_path, base=base)
     for step in (1, 2):
         run.save(step)
@@ -211,9 +211,9 @@ def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_wer
     )
     damaged.write_bytes(damaged.read_bytes()[::-1])
     with pytest.raises(DamagedImage, match=r"rows.width_4.0003.value.* is damaged"):
-        restore_shards(run.path, tables, [5, 3])  # of one server
+        restore_shards(run.path, tables, [5, 3])  # two shards of one server
     check([])
-    restore_shards(run.path, tables, [5])  # whose own files are whole
+    restore_shards(run.path, tables, [5])  # the files of this shard are intact
     before = check([5])
     if not base:
         run.expected = initial(run.spec)
@@ -276,7 +276,7 @@ def test_a_flipped_bit_is_found_and_changes_nothing(four, tmp_path):
         damaged = file.relative_to(directory).parts[0]
         assert damaged in str(caught.value)
         now = parts_of(tables, four.spec)
-        for key in now:  # the first shard may be whole
+        for key in now:  # the first shard may be intact
             assert (now[key][1::2] == before[key][1::2]).all()
         file.write_bytes(content)
     four.check(directory / four.path.name)
@@ -407,7 +407,7 @@ def rows_of_step(spec, step):
 
 
 def _save_rows_for_ever(directory, die_at):
-    """Goes on saving rows where the directory ends, and kills itself at a call that changes the disk."""
+    """Continues the chain in the directory, and kills itself at the given call that changes the disk."""
     kill_at_call(die_at)
     spec, base = spec_of(2), newest(directory)
     tables = HostTables.create(spec, ROWS)
@@ -422,7 +422,7 @@ def _save_rows_for_ever(directory, die_at):
 
 
 def kill_often(directory, instants):
-    """After every kill the newest chain holds exactly what was saved up to its step, and never less than before."""
+    """Checks after every kill that the newest chain holds exactly the rows saved up to its step, which never falls."""
     spec, step, killed = spec_of(2), 0, 0
     expected, tables = initial(spec), HostTables.create(spec, ROWS)
     for die_at in instants:

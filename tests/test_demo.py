@@ -1,4 +1,4 @@
-"""What a run shows of its techniques: failures where they were, a table with units, and all three in one picture."""
+"""What a run reports of its techniques: failures at their steps, a table with units, and one picture of all three."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ LOST = [{"step": 3, "examples": 192, "shards": [3]}, {"step": 8, "examples": 512
 
 @pytest.fixture
 def pictures(monkeypatch):
-    """All that is drawn."""
+    """All figures that are saved."""
     drawn, save = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda self, *to, **how: (drawn.append(self), save(self, *to, **how))
@@ -33,19 +33,19 @@ def pictures(monkeypatch):
 
 
 def dotted(picture):
-    """Where each visible panel has its dotted lines, and the words above them."""
+    """Positions of the dotted lines in each visible panel, and the labels above them."""
     panels = [axis for axis in picture.axes if axis.get_visible()]
     places = [[line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == ":"] for axis in panels]
     return places, [[text.get_text() for text in axis.texts if text.xy[1] == 1] for axis in panels]
 
 
-# The record of failures.
+# The record of failures
 
 
 @pytest.mark.slow
 def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_all(tmp_path, pictures):
     train.main(dataclasses.replace(FAILING, pipeline="oac", workdir=tmp_path))
-    # A failure comes after the row of its step.
+    # A failure follows the row of its step, so the next row reports it.
     assert {row["step"]: row["failures"] for row in rows_of(tmp_path)} == {3: [], 6: LOST[:1], 9: LOST[1:], 12: []}
     places, words = dotted(pictures[-1])
     assert len(places) >= 4 and all(where == [192, 512, 768] for where in places)
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_tells_of_each_failure_once(tmp_path, monkeypatch, pi
     with monkeypatch.context() as patched:
         stream = lambda data: lambda start: signalled(data.train(start), 7, signal.SIGTERM)
         patched.setattr(train, "data_of", lambda flags: (data := whole(flags))._replace(train=stream(data)))
-        with pytest.raises(Stopped):  # between the two
+        with pytest.raises(Stopped):  # between the two failures
             train.main(config)
     assert rows_of(tmp_path) == []
     train.main(dataclasses.replace(config, resume=True))
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_tells_of_each_failure_once(tmp_path, monkeypatch, pi
     assert dotted(pictures[-1])[0][0] == [192, 512, 768]
 
 
-# The table.
+# The table
 
 
 def test_the_table_has_names_and_units_for_all_that_a_run_says():
@@ -96,7 +96,7 @@ def test_nothing_of_a_run_is_left_over_below_its_table(tmp_path, capsys):
     assert table.index("OAC: ") < table.index("ShadowSync: ") < table.index("CPR: shards failed")
 
 
-# The demonstration.
+# The demonstration
 
 
 def test_both_arms_differ_in_the_techniques_alone_and_failures_lie_within_the_run():
@@ -121,7 +121,7 @@ def demonstrate(directory, *flags):
 @pytest.mark.slow
 def test_the_demonstration_stops_on_a_signal_goes_on_and_trains_no_arm_twice(tmp_path):
     with demonstrate(tmp_path) as first:
-        line = next(line for line in first.stdout if line.startswith("step "))  # the first arm is at work
+        line = next(line for line in first.stdout if line.startswith("step "))  # the first arm is training
         os.kill(first.pid, signal.SIGTERM)
         said, wrong = first.communicate()
     assert first.returncode == 128 + signal.SIGTERM and "--resume" in wrong and line

@@ -1,4 +1,4 @@
-"""The click job over a prepared table: each kind of column is a feature, and a history is weighed by its candidate."""
+"""The click job over a prepared table: every kind of column is a feature; DIN weighs a history by its candidate."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ TABLE = {
 
 
 def batch_of(seed, size=256):
-    """A click follows from whether the item was seen before, and from nothing else."""
+    """Examples whose click depends only on whether the item was seen before."""
     rng = np.random.default_rng(seed)
     seen = np.where(rng.random((size, T)) < 0.3, -1, rng.integers(2, ITEMS, (size, T)))
     item = np.where(rng.random(size) < 0.5, seen[:, 0], rng.integers(2, ITEMS, size)).clip(0)
@@ -52,7 +52,7 @@ def auc_of(model, steps=250):
 
 @pytest.mark.slow
 def test_a_history_is_weighed_by_its_candidate():
-    """Which the mean of a history, beside the candidate, does not tell in so few steps."""
+    """The mean of a history, concatenated with the candidate, does not reveal this in as few steps."""
     weighed, pooled = auc_of(DIN((32, 16), (16, 8))), auc_of(DNN((32, 16)))
     assert weighed > 0.8 and weighed > pooled + 0.1, (weighed, pooled)
 
@@ -65,7 +65,7 @@ def test_what_is_missing_in_a_history_does_not_count():
     padded = batch._replace(ids=batch.ids | {"seen": shorter})
     np.testing.assert_allclose(logit(padded), logit(batch), rtol=1e-5, atol=1e-6)
     fuller = batch._replace(ids=batch.ids | {"seen": np.abs(batch.ids["seen"])})
-    assert (logit(fuller) != logit(batch)).any()  # the negative control
+    assert (logit(fuller) != logit(batch)).any()  # negative control
 
 
 def test_every_model_takes_a_table():

@@ -1,4 +1,4 @@
-"""What pages say: their Python runs, their links lead somewhere, their figures are those of runs."""
+"""The documentation: its Python runs, its links resolve, its figures are those of runs."""
 
 import dataclasses
 import doctest
@@ -24,7 +24,7 @@ SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
 WITH_EXAMPLES = [path.stem for path in SCRIPTS if "    >>> " in path.read_text()]
 KINDS = ("measured", "emulated", "modelled", "simulated")
 CACHE_MAY_WARN = [part for verb in ("reading", "writing") for part in ("-W", f"ignore:Error {verb} persistent")]
-NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # where things lay
+NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # locations and outputs
 A_RUN = re.compile(
     r"^`python experiments/(\w+)\.py([^`]*)`(?: \(in `make soak`\))? on (\d{4}-\d\d-\d\d):\n"
     r"\[(\w+)\.json\]\(\.\./experiments/results/(\w+)\.json\)",
@@ -37,15 +37,15 @@ def text_of(page: str) -> str:
 
 
 def python(directory, *command):
-    """A process of a user: on the devices of the machine, with warnings as errors; but for those of the cache of
-    programs, which tests share, and another process may be writing."""
+    """Runs code as a user would: on the machine's devices, with warnings as errors, except those of the compilation
+    cache, which tests share and another process may be writing."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "error::UserWarning", *CACHE_MAY_WARN, *map(str, command)]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
-# ---- the README is short, and what pages show runs
+# ---- the README is short, and code on pages runs
 
 
 def test_the_readme_has_a_snippet_for_each_technique_and_says_first_how_to_install():
@@ -121,7 +121,7 @@ def test_all_three_techniques_run_in_two_trainers(tmp_path):
 
 
 def dangling(page: Path) -> list[str]:
-    """Links of a page that lead to no file; those to the web are not followed."""
+    """Links of a page to missing files; web links are not followed."""
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     return [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
@@ -146,7 +146,7 @@ def test_scripts_and_tests_that_a_page_names_are_there(page):
 
 
 class Measurement(NamedTuple):
-    """A section of docs/measured.md that has a file of results."""
+    """A section of docs/measured.md with a results file."""
 
     experiment: str
     flags: str
@@ -161,25 +161,25 @@ def measurements(page: str) -> list[Measurement]:
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """The tables of a page: lines of cells, the heading first."""
+    """The tables of a page: rows of cells, the heading first."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", page, re.M)
     rows = [[line.strip("|").split("|") for line in block.splitlines()] for block in blocks]
     return [[[cell.strip() for cell in row] for row in [table[0], *table[2:]]] for table in rows]
 
 
 def kind_of(table: list[list[str]]) -> str:
-    """The first word of a heading, as in "emulated: window"."""
+    """The first word of a heading: "emulated" in "emulated: window"."""
     return re.split("[: ]", table[0][0])[0]
 
 
 def config_of(experiment, flags):
-    """What an experiment makes of its flags, as results.json has it."""
+    """An experiment's configuration by its flags, as stored in results.json."""
     found = tyro.cli(importlib.import_module(experiment).Config, args=shlex.split(flags))
     return json.loads(json.dumps(dataclasses.asdict(found), default=str))
 
 
 def differences(wanted, found):
-    """{flag: (of the command, of the file)}; flags that are younger than the file are not compared."""
+    """{flag: (value in the command, value in the file)}; flags newer than the file are not compared."""
     synthetic_only = {"rows"} if found.get("data") == "criteo" else set()
     shared = (wanted.keys() & found.keys()) - NOT_OF_THE_RUN - synthetic_only
     gone = {name: ("no such flag", found[name]) for name in found.keys() - wanted.keys() - {"experiment", "run"}}
@@ -196,7 +196,7 @@ MEASURED = measurements(TEXT)
 
 def test_every_results_file_has_one_section():
     assert sorted(each.file for each in MEASURED) == [path.stem for path in RESULTS]
-    assert text_of("docs/measured.md").count("/experiments/results/") == len(RESULTS)  # each link was understood
+    assert text_of("docs/measured.md").count("/experiments/results/") == len(RESULTS)  # every link was parsed
 
 
 @pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
@@ -218,7 +218,7 @@ VERSIONS = re.search(
 def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
     from_date, newer, older, newer_python, older_python = VERSIONS.groups()
     is_newer = each.date >= from_date or each.file == "train_soak"
-    is_newer &= not each.file.endswith("_older_jax")  # its section says so
+    is_newer &= not each.file.endswith("_older_jax")  # as its section states
     had = results_of(each.file)["environment"]
     assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
 
@@ -246,10 +246,10 @@ def numbers_in(found) -> list[float]:
 
 
 def strangers(section: str, results) -> list[str]:
-    """Figures of a section's tables that round no number of its results; signs are the words' matter."""
+    """Figures in a section's tables that are no rounded number of its results; signs are not compared."""
     values, found = np.abs(numbers_in(results)), []
     for cell in (cell for table in tables(section) for row in table[1:] for cell in row[1:]):
-        scales = np.array([1, 100] if "%" in cell else [1])[:, None]  # of shares, given in percent or not
+        scales = np.array([1, 100] if "%" in cell else [1])[:, None]  # shares may be in percent
         for shown in re.findall(r"\d[\d,]*(?:\.\d+)?", cell):
             whole, _, decimals = shown.replace(",", "").partition(".")
             step = 10.0 ** (-len(decimals) or len(whole) - len(whole.rstrip("0")))

@@ -1,4 +1,4 @@
-"""The emulation of many trainers: one is plain training, the script is the rules', the order is seeded."""
+"""The emulation of many trainers: one is plain training, a script follows the rules, the order is seeded."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +75,7 @@ def test_the_order_is_the_seeds_and_runs_repeat_to_the_bit(script):
 
 
 def test_every_gradient_is_applied_once():
-    """With a loss linear in all parameters, order and age change nothing but rounding."""
+    """With a loss that is linear in all parameters, order and staleness affect rounding only."""
     linear = lambda params, activations, batch: -activations["item"].sum(-1) - params["w"].sum()
     found = Emulation(SPEC, linear, optax.sgd(1.0), sgd(1.0), PARAMS, trainers=3, workers=4)
     before = table(found)
@@ -89,7 +89,7 @@ def test_every_gradient_is_applied_once():
 
 
 def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
-    """FR-MA-1 with SGD and all-reduce; rows see sums over trainers, which a learning rate divided by n undoes."""
+    """FR-MA-1 with SGD and all-reduce; rows add up over trainers, which a learning rate divided by n offsets."""
     n, dense, rows = 4, optax.sgd(0.1), sgd(0.1 / 4)
     averaged, _ = emulate(40, n, script=Script(model_averaging(1.0), 1), rows=rows)
     reduced, _ = emulate(40, n, script=ALL_REDUCE, rows=rows)
@@ -101,29 +101,29 @@ def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
         state, _ = step(state, plan(SPEC, large.ids), large)
     close(weights(reduced), np.broadcast_to(state.dense.params["w"], (n, 4)))
     close(table(reduced), state.tables.shards["width_4"][0]["value"])
-    # Averaging after each step reads rows of other trainers' newer events: near, not equal (test_shadow has equal).
+    # Averaging after each step reads rows with other trainers' newer updates: close, not equal (test_shadow has equal).
     np.testing.assert_allclose(weights(averaged).mean(axis=0), weights(reduced)[0], atol=2e-4)
     alone, _ = emulate(40, n, rows=rows)  # negative control
     assert np.ptp(weights(alone), axis=0).max() > 3 * np.ptp(weights(averaged), axis=0).max()
 
 
 def walk(params, activations, batch):
-    """Its gradient by every weight is a constant of the batch, so that a trainer needs no program to make a step."""
+    """A loss whose gradient by every weight is a constant of the batch, so that steps can be computed by hand."""
     return -params["w"].sum() * (1 + batch.label)
 
 
 def walks(trainers, ticks):
-    """What every tick adds to each trainer's weights: f32[ticks, trainers]."""
+    """Increments of each trainer's weights at every tick: f32[ticks, trainers]."""
     means = [1 + batch.label.mean() for batch in batches(trainers * ticks)]
     return np.array(means, np.float32).reshape(ticks, trainers)
 
 
 class Plainly:
-    """A script played by plain code, over trainers that walk.
+    """A plain implementation of a script, for trainers with the loss `walk`.
 
     Attributes:
-      live: weights of each trainer. shared: what the rule shares. before: copies that a round under way has taken.
-      rounds: of all trainers.
+      live: weights of each trainer. shared: the rule's shared state. before: weights copied by a round in progress.
+      rounds: number of rounds, summed over trainers.
     """
 
     def __init__(self, rule, added, every, latency):
@@ -132,7 +132,7 @@ class Plainly:
         self.live, self.before = [np.ones(4, np.float32) for _ in range(n)], [None] * n
         self.shared, self.rounds = rule.init(np.ones(4, np.float32)), 0
         for tick in range(1, ticks + 1):
-            if tick > 1:  # what a tick has computed is applied in the next
+            if tick > 1:  # updates are applied one tick after they are computed
                 self.live = [w + more for w, more in zip(self.live, added[tick - 2], strict=True)]
             for number, group in enumerate(self.groups):
                 begins, ends = ((t + number) % every == 0 < t for t in (tick, tick - latency))
@@ -157,7 +157,7 @@ class Plainly:
 )
 @pytest.mark.parametrize("latency", [0, 2])
 def test_a_script_does_what_the_rules_say(rule, latency):
-    """Beside plain code, with rows that do not move and a dense part that walks by its own constant step."""
+    """Compared with the plain implementation; rows are frozen, dense parameters move by constant steps."""
     n, every, ticks = 3, 4, 13
     found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, n, script=Script(rule, every, latency))
     found.run(batches(n * ticks))
@@ -187,7 +187,7 @@ def emulated(rule, latency=0, finish=True):
 
 
 def in_earnest(rule, kind, finish, **more):
-    """The same by the real transport, `exchange` at the end of every tick; the weights, and the rounds of each."""
+    """The same with the real transport, `exchange` at the end of every tick: (weights, rounds of each trainer)."""
     transport = InOrder(Centre(rule, PARAMS, TRAINERS)) if rule.has_centre else AllToAll(rule, PARAMS, TRAINERS)
     live, added = (
         [dict(PARAMS) for _ in range(TRAINERS)],
@@ -214,7 +214,7 @@ def in_earnest(rule, kind, finish, **more):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
 def test_the_foreground_in_earnest_is_the_emulation(rule):
-    """To 1e-6 and not to the bit: the emulation's rules are compiled, the transport's run in NumPy."""
+    """To 1e-6, not bit for bit: the emulation compiles the rules, the transport runs them in NumPy."""
     found, rounds = in_earnest(rule, Foreground, finish=False, every_steps=EVERY)
     assert min(rounds) >= 6
     played = emulated(rule, finish=False)
@@ -236,12 +236,12 @@ def test_the_last_rounds_are_those_of_finish(rule):
             plain.end(group)
         close(weights(played)[0], plain.shared)
     assert (weights(played) != weights(before)).any()
-    assert played.average_sync_gap == before.average_sync_gap  # last rounds do not count, as in `Figures`
+    assert played.average_sync_gap == before.average_sync_gap  # last rounds are not counted, as in `Figures`
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())
 def test_a_round_under_way_is_folded_in_before_the_last_ones(rule):
-    """By plain code."""
+    """Compared with the plain implementation."""
     plain, played = Plainly(rule, walks(TRAINERS, TICKS), EVERY, latency=4), emulated(rule, latency=4)
     assert all(weights is not None for weights in plain.before)
     for group in plain.groups:

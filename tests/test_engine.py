@@ -1,4 +1,4 @@
-"""One harness over all engines: what they train, in which order, and what is left when a run is left."""
+"""All engines under one harness: the training result, the order of events, and the state after a run is left."""
 
 import signal
 import threading
@@ -48,14 +48,14 @@ ENGINES = {
     "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
     "pipeline over servers": lambda: Pipeline(fresh("remote"), UPDATE, window=3),
 }
-MORE = ("serial over servers", "pipeline in sync")  # each of their halves is in another engine
+MORE = ("serial over servers", "pipeline in sync")  # both parts are covered by other engines
 each = pytest.mark.parametrize(
     "make", [pytest.param(make, id=name, marks=[pytest.mark.more] * (name in MORE)) for name, make in ENGINES.items()]
 )
 
 
 def bits(state):
-    """Copies of everything, as arrays on the host, whatever the home."""
+    """Copies of all arrays on the host, wherever the tables are placed."""
     rows = {name: [np.array(a) for a in part] for name, part in state.tables.parts("width_4").items()}
     return jax.tree.map(np.array, (state.dense, rows))
 
@@ -65,7 +65,7 @@ def same(one, other):
 
 
 def plain(steps, home="host", act=lambda state, step: state):
-    """What a loop of five lines gives; `act` is called after every step."""
+    """(bits, losses) of a plain training loop; `act` is called after every step."""
     state, losses = fresh(home), []
     for index in range(steps):
         batch = batch_at(index)
@@ -137,7 +137,7 @@ def test_the_state_is_refused_inside_a_hook_and_a_hook_that_forgets_it_too(make)
 
 
 def emptied(tables):
-    """Shard 1 of zeros; tables on the device are donated."""
+    """The tables with shard 1 set to zero; device tables are donated."""
     rows = {part: np.zeros((10, one.width), np.float32) for part, one in SPEC.layout(ROWS)["width_4"].items()}
     return tables.with_shard("width_4", 1, rows)
 
@@ -164,7 +164,7 @@ def test_tables_change_in_a_hook_for_those_behind_it_and_for_the_step_to_come(ma
 
 
 class Watcher:
-    """Writes down what happens, and gives lost shards rows of zeros."""
+    """A watcher that records events and restores lost shards with zeros."""
 
     def __init__(self, engine, events):
         self.engine, self.events, self.thread = engine, events, threading.current_thread()
@@ -187,7 +187,7 @@ class Watcher:
 
     def recover(self, shards):
         assert threading.current_thread() is self.thread
-        self.engine.exclusive(emptied)  # which waits for the snapshot
+        self.engine.exclusive(emptied)  # waits for the snapshot
         self.events.append(("recover", self.engine.step, list(shards)))
 
 

@@ -1,4 +1,4 @@
-"""What every engine promises, whatever its user does: nothing is silent, nothing hangs, no state is lost."""
+"""Guarantees of every engine under misuse: nothing fails silently, nothing hangs, no state is lost."""
 
 import os
 import signal
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost
 
     def stream():
         yield from stream_from(0, 3)
-        os.kill(os.getpid(), signal.SIGINT)  # from the thread that plans, while the other one waits or trains
+        os.kill(os.getpid(), signal.SIGINT)  # while the main thread waits or trains
         assert more.wait(60)
         yield from stream_from(3)
 
@@ -184,11 +184,11 @@ def test_watchers_are_entered_within_a_block_whose_end_leaves_them_once_whatever
         engine.enter(Watcher(engine, events))
     with engine:
         engine.enter(Watcher(engine, events))
-        with engine:  # an inner block leaves nobody
+        with engine:  # an inner block leaves no watcher
             pass
         assert events == ["enter"]
     assert events == ["enter", ("exit", None, False)]
-    with engine:  # and a second one has watchers of its own
+    with engine:  # a second block has its own watchers
         watcher = engine.enter(Watcher(engine, events))
         list(engine.run(stream_from(0, 4), [watcher.hook]))
     assert [event[0] for event in events if event[0] == "recover"] == ["recover"]
@@ -237,14 +237,14 @@ def test_reset_forgets_the_cuts_to_come_and_says_so(make):
 
 
 class Mortal(HostTables):
-    """Tables that lose shard 1 in a chosen call; until it is emptied whoever reads it is refused."""
+    """Tables that lose shard 1 at a chosen call and refuse access to it until it is reset."""
 
     def dies_at(self, kind, number):
         self.__dict__.update(left={"read": -1, "put": -1} | {kind: number}, dead=False, lock=threading.Lock())
         return self
 
     def count(self, kind):
-        with self.lock:  # two loaders may read at once
+        with self.lock:  # two loaders may read concurrently
             self.left[kind] -= 1
             if self.left[kind] == -1:
                 self.__dict__["dead"] = True
@@ -314,7 +314,7 @@ def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_
 
 
 class Stumbles:
-    """An iterator that raises once, in the place of its third batch, and goes on."""
+    """An iterator that raises once, in place of its third batch, and then continues."""
 
     def __init__(self):
         self.calls = iter(range(13))
@@ -368,7 +368,7 @@ def test_a_watcher_may_refuse_another_state_and_what_was_lost_is_forgotten_with_
 
 
 def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
-    """Their home came up empty meanwhile, and says nothing more."""
+    """Their server was restarted empty in the meantime and reports no loss."""
     state, events, stream = fresh("host"), [], stream_from(0)
     tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at("put", 5)
     with Serial(state._replace(tables=tables), STEP) as engine:

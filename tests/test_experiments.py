@@ -1,4 +1,4 @@
-"""The experiments run as users run them and keep their cli."""
+"""The experiments run from the command line, and their flags stay stable."""
 
 import dataclasses
 import fcntl
@@ -78,7 +78,7 @@ def test_train_says_what_a_bad_file_has(tmp_path):
 
 @pytest.mark.slow
 def test_criteo_defaults_reach_their_auc(real_data, tmp_path):
-    """One seed here; the README's figure is the mean of three."""
+    """Uses one seed; the README's figure is the mean of three."""
     raw = real_data / "criteo" / "train_110000.tsv.gz"
     assert run("prepare", "--sources", raw, "--directory", tmp_path / "rows").returncode == 0
     done = run("train", "--data", "criteo", "--path", tmp_path / "rows", "--workdir", tmp_path / "run")
@@ -96,7 +96,7 @@ def start(workdir, *flags, **how):
 
 
 def read_until(stream, words):
-    """Reads what is said up to a line that begins with some words."""
+    """Reads output up to a line that begins with `words`; returns the line."""
     for line in stream:
         if line.startswith(words):
             return line
@@ -147,7 +147,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, way, name, code):
 
 @pytest.mark.slow
 def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
-    """At three stages of a run; what was said to be saved is there."""
+    """At three stages of a run; every reported save exists."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     steps = 0
@@ -167,7 +167,7 @@ def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_closed_terminal_saves(tmp_path):
-    """The terminal is a real one: its other end is closed, and all that is said from then on fails."""
+    """Uses a real terminal: once its other end is closed, all output fails."""
     terminal, theirs = pty.openpty()
     command = [sys.executable, ROOT / "experiments" / "train.py", *SMALL, "--steps", "4000", "--evaluations", "800"]
     child = subprocess.Popen(
@@ -201,7 +201,7 @@ exit $code
 
 
 def train_on_a_small_disk(directory, **disk):
-    """Trains in a file system of a few MB that is made for this."""
+    """Trains in a temporary file system of a few MB."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount: unshare -Urm fails")
     script = IN_A_SMALL_DISK.format(**disk)
@@ -212,7 +212,7 @@ def train_on_a_small_disk(directory, **disk):
 
 @pytest.mark.slow
 def test_a_full_disk_does_not_end_training(tmp_path):
-    """Space is made after the first failure: training goes on, and the last state is saved."""
+    """Space is freed after the first failure: training continues, and the last state is saved."""
     done = train_on_a_small_disk(tmp_path, size="30m", filler="29M", free="filler")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("a save failed; the next one tries again") >= 1 and "No space left" in done.stdout
@@ -249,7 +249,7 @@ def test_oac_throughput_compares_every_mode_in_every_regime(tmp_path):
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     assert found["emulated_link_balanced_link"] is True and found["emulated_link_no_link"] is False
-    lines = [line for line in done.stdout.splitlines() if line.startswith(REGIMES)]  # the table: good and bad alike
+    lines = [line for line in done.stdout.splitlines() if line.startswith(REGIMES)]  # all rows, good or bad
     for regime in REGIMES:
         for mode in ("sync", "semisync", "async", "oac", "oac_device"):
             assert found[f"examples_per_s_{mode}_{regime}"] > 0
@@ -282,7 +282,7 @@ def test_oac_throughput_over_servers_compares_the_modes_and_their_bits(tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     assert found["bitwise_equal_remote"] and found["bitwise_equal_savings_remote"]
-    assert not found["bitwise_equal_async_remote"]  # the control
+    assert not found["bitwise_equal_async_remote"]  # negative control
     keys = (
         "oac_over_sync_remote",
         "oac_over_async_remote",
@@ -294,7 +294,7 @@ def test_oac_throughput_over_servers_compares_the_modes_and_their_bits(tmp_path)
 
 
 class OtherRows(HostTables):
-    """Stands for servers whose rows begin with other values, in every mode alike."""
+    """Emulates servers whose initial rows differ, equally in every mode."""
 
     def reset_shard(self, stack, shard):
         super().reset_shard(stack, shard)
@@ -323,7 +323,7 @@ def test_the_emulated_link_counts_what_passes_and_takes_its_time():
 
 @pytest.mark.slow
 def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
-    """What is after the last counted batch is never trained, and the next turn goes on."""
+    """No batch after the last counted one is trained, and the next turn continues."""
     work = Work(Job(rows=2000, batch_size=32), number=12, window=4)
     for mode in ("sync", "oac", "oac_skip_rewritten"):
         pipeline = work.pipeline(mode, tables=work.create())
@@ -333,7 +333,7 @@ def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
 
 
 class PlanPrefetcher:
-    """Stands for a pipeline that plans 20 batches before it trains the first."""
+    """Emulates a pipeline that plans 20 batches before it trains the first."""
 
     def run(self, stream):
         stream = iter(stream)
@@ -345,7 +345,7 @@ class PlanPrefetcher:
 
 
 def test_a_turn_never_comes_to_the_end_of_its_stream():
-    """Else its last batches are trained with nothing to plan, gather and send beside them."""
+    """Otherwise its last batches would train with no planning, gathering and sending in parallel."""
     pipeline = PlanPrefetcher()
     assert turn(pipeline, list(range(9)), 6) > 0 and pipeline.closed
     with pytest.raises(ValueError, match="7 batches leave none to count after the first 6: give 8"):
@@ -362,7 +362,7 @@ def test_ratios_are_of_rates_within_a_round_and_windows_meet_their_like():
 
 
 def test_a_step_time_and_steps_make_modelled_seconds():
-    """Of the arm's own median step time; None where some seed never gets there."""
+    """Computed with the arm's own median step time; None if some seed never reaches the target."""
     quality = {"steps_to_target_sync_exponent_1.2": 100.0, "steps_to_target_oac_window_4_exponent_1.2": 100.0}
     quality |= {"steps_to_target_async_window_4_exponent_1.2": None}
     step_s = {"sync": [0.002, 0.004], "async_window_4": [0.001, 0.002], "oac_window_4": [0.001, 0.001]}
@@ -385,11 +385,11 @@ def test_oac_time_to_accuracy_tells_steps_from_seconds(tmp_path):
         seconds = 1e-3 * found[f"step_ms_{arm}"] * found[f"steps_to_target_{arm}_{end}"]
         assert found[f"seconds_to_target_modelled_{arm}_{end}"] == pytest.approx(seconds)
     again = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path, "--resume")
-    assert again.returncode == 0 and results(tmp_path) == found  # all arms were there
+    assert again.returncode == 0 and results(tmp_path) == found  # all arms were complete
 
 
 def test_time_to_accuracy_takes_each_seed_for_itself():
-    """Sync ends at step 200; an arm that never gets there makes the mean None, and is counted."""
+    """Sync ends at step 200; a seed below the target makes the arm's mean None; seeds that reach it are counted."""
     curve = lambda *aucs: [{"step": 100 * (i + 1), "test_auc": auc} for i, auc in enumerate(aucs)]
     curves = {(1.2, "sync", seed): curve(0.6, 0.7) for seed in (0, 1)}
     curves |= {(1.2, "late", 0): curve(0.6, 0.69, 0.71), (1.2, "late", 1): curve(0.6, 0.68, 0.699)}
@@ -398,7 +398,7 @@ def test_time_to_accuracy_takes_each_seed_for_itself():
     assert found["target_auc_exponent_1.2"] == pytest.approx(0.699)
     assert found["steps_to_target_late_exponent_1.2"] == pytest.approx((200 + 100 * 0.009 / 0.02 + 300) / 2)
     assert found["seeds_that_reach_target_late_exponent_1.2"] == 2
-    assert found["auc_loss_late_exponent_1.2"] == pytest.approx(0.015)  # where sync ends, not where the arm does
+    assert found["auc_loss_late_exponent_1.2"] == pytest.approx(0.015)  # at the end of sync, not of the arm
     assert found["steps_to_target_lost_exponent_1.2"] is None
     assert found["seeds_that_reach_target_lost_exponent_1.2"] == 1
 
@@ -413,7 +413,7 @@ def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
     assert 0.6 < found["test_auc_none_trainers_4"] < found["test_auc_one_replica_trainers_1"]
     assert found["spread_fr_ma_5_trainers_4"] < found["spread_none_trainers_4"]
     first = logged(tmp_path)
-    again = run("shadowsync_quality", *flags, "--resume")  # arm by arm: the first seed is there
+    again = run("shadowsync_quality", *flags, "--resume")  # the first seed is complete
     assert again.returncode == 0 and logged(tmp_path)[: len(first)] == first
     found = results(tmp_path)
     assert len(logged(tmp_path)) == 2 * len(first) and "auc_over_foreground_s_ma-lerp_trainers_4" in found
@@ -455,7 +455,7 @@ def test_shadowsync_quality_plays_every_rule_in_both_forms():
 
 
 def test_shadowsync_isolation_keeps_gaps_with_their_paces():
-    """A slow pace that has the shorter gap: sorted apart, its figures would be those of the other."""
+    """A slow pace has the shorter gap here: if gaps and paces were sorted separately, figures would be swapped."""
     turn = lambda step_s, gap: {"step_s": step_s, "gap": gap, "longest_step_over_median": 1.0}
     names = shadowsync_isolation.synchronisers_of(shadowsync_isolation.Config(pace_seconds=0.2))
     assert list(names) == [
@@ -498,13 +498,13 @@ def test_shadowsync_stands_stress(tmp_path):
 
 @pytest.mark.slow
 def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
-    """150 steps; that the defaults gain is a claim of the experiment's own 1,500."""
+    """150 steps; only the experiment's full 1,500 show a gain by the defaults."""
     done = run("shadowsync_classifier", "--preset", "smoke", "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     for model, rule in itertools.product(("linen", "nnx"), ("easgd", "ma", "bmuf")):
         assert found[f"rounds_least_{model}_s_{rule}"] > 0
-        assert found[f"test_accuracy_{model}_s_{rule}"] > 0.15  # of 20 classes
+        assert found[f"test_accuracy_{model}_s_{rule}"] > 0.15  # 20 classes
         assert f"above_none_{model}_s_{rule}" in found
 
 

@@ -1,4 +1,4 @@
-"""Failures: drawn as asked, fitted as drawn, and read from the formats of two published traces."""
+"""Failures: drawing, fitting, and reading the formats of two published traces."""
 
 import csv
 import gzip
@@ -34,7 +34,7 @@ def test_drawn_failures_take_distinct_nodes_and_keep_to_the_horizon(seed, nodes,
         assert (np.diff(failures.hours) >= 0).all() and (failures.hours < 200).all() and failures.nodes == nodes
         assert ((failures.node >= 0) & (failures.node < nodes)).all()
     assert len(interruptions(placed)[0]) == 5
-    longer = draw_failures(mtbf, 400.0, nodes, seed, shape, failed)  # the same failures, and more
+    longer = draw_failures(mtbf, 400.0, nodes, seed, shape, failed)  # the same failures and later ones
     np.testing.assert_allclose(longer.hours[: len(drawn.hours)], drawn.hours, rtol=1e-12)
 
 
@@ -42,7 +42,7 @@ def test_drawn_failures_take_distinct_nodes_and_keep_to_the_horizon(seed, nodes,
 def test_placed_failures_are_uniform_over_the_whole_job_and_over_its_nodes(nodes):
     placed = place_failures(4000, 56.0, nodes, 0)
     share = np.histogram(placed.hours, bins=8, range=(0, 56.0))[0] / 4000
-    assert np.abs(share - 1 / 8).max() < 0.02  # a standard deviation is 0.005
+    assert np.abs(share - 1 / 8).max() < 0.02  # the standard deviation is 0.005
     assert np.abs(np.bincount(placed.node, minlength=nodes) / 4000 - 1 / nodes).max() < 0.03
 
 
@@ -53,21 +53,21 @@ def test_fits_recover_what_was_drawn(seed, shape, mtbf):
     fit = fit_gamma(gaps)
     assert fit.shape == pytest.approx(shape, rel=0.15) and fit.mean_hours == pytest.approx(mtbf, rel=0.15)
     assert fit.ks_distance < 1.3 * fit.ks_limit and fit.survival_rmse < 0.03
-    for other in (0.99, 1.01):  # it is the maximum, and the likelihood is that of its density
+    for other in (0.99, 1.01):  # the fit maximises the likelihood
         assert density(gaps, other * fit.shape, gaps.mean() / (other * fit.shape)) < fit.log_likelihood
     assert density(gaps, fit.shape, fit.scale_hours) == pytest.approx(fit.log_likelihood)
     assert fit_exponential(gaps).scale_hours == pytest.approx(gaps.mean())
 
 
 def density(gaps, shape, scale):
-    """Log likelihood of gaps under a gamma law, as its density is written."""
+    """Log likelihood of gaps under a gamma distribution, by its density."""
     logs = (shape - 1) * np.log(gaps) - gaps / scale - shape * math.log(scale) - math.lgamma(shape)
     return logs.sum()
 
 
 @pytest.mark.parametrize("shape", [0.5, 2.0])
 def test_an_exponential_law_does_not_fit_gamma_gaps(shape):
-    """Negative control of both figures of fit."""
+    """Negative control of both goodness-of-fit figures."""
     gaps = np.diff(draw_failures(10, 20_000, 1, 0, shape).hours)
     wrong, right = fit_exponential(gaps), fit_gamma(gaps)
     assert wrong.ks_distance > 2 * wrong.ks_limit > 2 * right.ks_distance
@@ -75,7 +75,7 @@ def test_an_exponential_law_does_not_fit_gamma_gaps(shape):
 
 
 def test_figures_of_fit_by_hand():
-    """Two gaps, 1 and 3 hours: exponential of mean 2."""
+    """Two gaps of 1 and 3 hours: an exponential distribution with mean 2."""
     fit = fit_exponential([1.0, 3.0])
     first, second = 1 - math.exp(-0.5), 1 - math.exp(-1.5)
     assert fit.ks_distance == pytest.approx(max(first, 0.5 - first, second - 0.5, 1 - second))
@@ -138,7 +138,7 @@ def events_of(number, seed=0):
 
 
 def write(path, text):
-    """Plain or packed, by its suffix."""
+    """Writes a text file, compressed according to its suffix."""
     with {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "wt", encoding="utf-8", newline="") as file:
         file.write(text)
     return path

@@ -1,7 +1,7 @@
-"""Imports point down, techniques do not meet, and threads, clocks and disks are where they may be.
+"""Imports point down, techniques are independent, and only listed modules use threads, clocks and disks.
 
-docs/design.md shows these levels; `python tests/test_floors.py` prints what has to stand there. And
-of the tests: they look at the library from outside.
+docs/design.md shows these levels; `python tests/test_floors.py` prints the text for it. Tests use the library's
+public names only.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxrec"
-# A line imports from those above it only; inside of a package any order does that has no circle.
+# A level imports only from the levels above it in this list; within a package any acyclic order will do.
 LEVELS = [
     ["types", "files", "interrupts", "bounds", "metrics", "xla"],
     ["sharding", "ranking", "models"],
@@ -24,7 +24,7 @@ LEVELS = [
     ["cluster"],
     [""],
 ]
-# These alone may use threads, clocks and disks; all others are functions of their arguments.
+# Only these may use threads, clocks and disks; all others are functions of their arguments.
 HOST = [
     "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
     "embedding.host", "embedding.remote", "embedding.servers",
@@ -73,7 +73,7 @@ def ours(tree):
 
 
 def trees():
-    """{module: what it is parsed to}."""
+    """{module: its syntax tree}."""
     return {module_of(path, ROOT): parsed(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -102,7 +102,7 @@ def is_host(module):
 
 
 def levels_text():
-    """What docs/design.md shows: the highest level first."""
+    """The text in docs/design.md: the highest level first."""
     lines = ["```"]
     for number, packages in reversed(list(enumerate(LEVELS))):
         lines.append(f"{number}  {'  '.join(packages) or 'jaxrec itself: what `import jaxrec` gives'}")
@@ -163,7 +163,7 @@ def test_a_forbidden_import_is_found(path, line):
 
 
 TESTS = Path(__file__).parent
-NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public in spite of their names
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public despite the underscore
 MOST_PRIVATE_TOUCHES = 3
 
 
@@ -172,7 +172,7 @@ def is_private(name):
 
 
 def private_touches(tree):
-    """Lines that use a private name of another object, import one, or give it to `monkeypatch.setattr`."""
+    """Lines that use a private name of another object, import one, or pass one to `monkeypatch.setattr`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
@@ -189,7 +189,7 @@ def found_in_tests(rule):
 
 
 def test_tests_use_what_is_public():
-    """Faults come in by arguments: a stream, a hook, a transfer, a transport, a file that was changed on disk."""
+    """Tests inject faults through arguments: a stream, a hook, a transfer, a transport, a file changed on disk."""
     found = found_in_tests(private_touches)
     assert len(found) <= MOST_PRIVATE_TOUCHES, found
 

@@ -1,5 +1,5 @@
-"""Free trainers: one alone is plain training, no update is lost, all reach their end. And they go on: stretches are one
-run, every batch is trained once, who stops and goes on loses nothing."""
+"""Free trainers: one alone is plain training, no update is lost, all reach their end. As an engine: stretches make up
+one run, every batch is trained once, and a resumed run loses nothing."""
 
 import collections
 import itertools
@@ -48,7 +48,7 @@ def equal(one, other):
 
 
 def cases(all_of_them, kept):
-    """The cases of a law, of which the gate has some."""
+    """Pytest parameters of all cases; only `kept` ones are in the gate."""
     more = lambda case: pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.more)
     return [case if case in kept else more(case) for case in all_of_them]
 
@@ -57,7 +57,7 @@ def cases(all_of_them, kept):
 
 
 def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeypatch):
-    """A thread that has told that it is done is still there until the system has ended it."""
+    """A thread that has reported its end still exists until the system has ended it."""
     run = threading.Thread.run
     monkeypatch.setattr(threading.Thread, "run", lambda thread: (run(thread), threading.Event().wait(0.2)))
     freely(HostTables.create(SPEC, sgd(0.1)), [stream(0, 3)])
@@ -78,7 +78,7 @@ def test_one_trainer_with_one_worker_is_plain_training():
 
 
 def gained_by(trainers, workers, synchroniser=None):
-    """(what row 0 has gained, steps) after trainers x 40 batches that each add 1."""
+    """(increment of row 0, dense states, figures) after 40 batches per trainer, each of which adds 1."""
     rows = sgd(1.0)
     tables = HostTables.create(SPEC, rows)
     before = tables.shards["width_4"][0]["value"][0].copy()
@@ -91,15 +91,15 @@ def gained_by(trainers, workers, synchroniser=None):
 
 def test_no_update_of_rows_or_parameters_is_lost_with_hogwild_workers():
     gained, dense, figures = gained_by(trainers=2, workers=4)
-    np.testing.assert_allclose(gained, 80, rtol=0.1)  # adds take no lock: two at the same instant may count as one
+    np.testing.assert_allclose(gained, 80, rtol=0.1)  # adds take no lock: two concurrent ones may count as one
     assert figures.steps == [40, 40] and figures.example_level_parallelism == 8 * 4 * 2
     for state in dense:
-        np.testing.assert_array_equal(state.params["w"], 41)  # exact: the newest version is stepped under the lock
+        np.testing.assert_array_equal(state.params["w"], 41)  # exact: steps update the newest version under a lock
 
 
 @pytest.mark.parametrize(("verb", "gained"), [("add", 80), ("put", 40)])
 def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained):
-    """Two writers in a script: both read, one writes, the other writes, and so again for each of 40 batches."""
+    """Scripts two writers: both read, one writes, then the other writes; repeated for each of 40 batches."""
     add, both, one = HostTables.add, threading.Barrier(2), threading.Lock()
 
     def in_turns(self, plans, new, old):
@@ -115,7 +115,7 @@ def test_put_in_place_of_add_loses_one_of_two_updates(monkeypatch, verb, gained)
 
 
 class Far(AllToAll):
-    """Rounds whose result lies 1000 beyond the mean, until a trainer is done."""
+    """Rounds whose result is 1000 above the mean, except a trainer's last one."""
 
     def sync_round(self, trainer, before, done):
         target, last = super().sync_round(trainer, before, done)
@@ -124,7 +124,7 @@ class Far(AllToAll):
 
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_what_a_round_gives_is_what_the_workers_train_on(kind):
-    """No rate moves anything here, so a loss that falls below -1000 is that of parameters which a round has given."""
+    """Learning rates are zero, so a loss below -1000 can only come from parameters set by a round."""
     rule, losses = model_averaging(alpha=1.0), []
     more = {"every_steps": 3} if kind is Foreground else {}
     make = synchronisers(kind, rule, 1, Far, **more)
@@ -149,9 +149,9 @@ def test_uneven_trainers_reach_their_end_together(way):
     assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
     if kind is Foreground:
         assert figures.steps == [5, 20, 33]
-        assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats to and fro
+        assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats each way
         assert figures.average_sync_gap[2] == 3 and figures.average_sync_gap_per_worker[2] == 1.5
-    # Negative control: what synchronises brings the replicas nearer to each other.
+    # Negative control: synchronisation brings the replicas closer to each other.
     streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
     alone, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams)
     assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
@@ -161,7 +161,7 @@ def test_uneven_trainers_reach_their_end_together(way):
 
 
 class Gated(AllToAll):
-    """Rounds before the end wait for the test, and find each weight 100 above what was brought."""
+    """Rounds before the last one wait for the test, and return each weight 100 above the mean brought."""
 
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
@@ -182,7 +182,7 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
     transport, opened_at = Gated(rule, PARAMS, 1), []
 
     def hook(trainer, step, metrics):
-        """Once the round of step 4 has begun, step 7 is made, and lets it go; at step 8 the next is due."""
+        """Holds the round of step 4 until step 7, so that it ends before the next round is due at step 8."""
         if step in (5, 6):
             assert transport.entered.wait(60)
         if step == 7:
@@ -193,7 +193,7 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
     of_step = SPEC, counting, optax.sgd(1.0), sgd(0.0), PARAMS
     (found,), figures = train_freely(*of_step, tables, [stream(0, 15)], make, workers, hook=hook)
     assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
-    # Every step adds 1 and every round 100: those of the steps during a round are kept, and no round counts twice.
+    # Every step adds 1 and every round 100: steps during a round are kept, and no round counts twice.
     np.testing.assert_array_equal(found.params["w"], 1 + 15 + 300)
 
 
@@ -209,7 +209,7 @@ def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
 
 
 class Turns:
-    """Streams of two trainers that step one after the other: the next one when the last has asked for a batch again."""
+    """Streams of two trainers that step alternately: one steps when the other has asked for its next batch."""
 
     def __init__(self, batches):
         self.batches, self.asked, self.changed = batches, [0, 0], threading.Condition()
@@ -228,7 +228,7 @@ class Turns:
 
 
 def in_stretches(rule, lengths, trainers=2, every_steps=3, rows=ROWS):
-    """Dense states, tables, memory of the group and rounds after stretches of so many batches of each trainer."""
+    """(dense states, shards, group memory, rounds) after stretches of `lengths` batches for each trainer."""
     tables, step = HostTables.create(SPEC, rows), FreeStep(SPEC, loss, DENSE, rows)
     states = [init_state(PARAMS, DENSE, tables).dense for _ in range(trainers)]
     batches, memory, rounds = [stream(number, sum(lengths)) for number in range(trainers)], None, 0
@@ -254,9 +254,9 @@ def test_stretches_of_one_trainer_are_one_run():
 
 @pytest.mark.parametrize("name", cases(RULES, ["ma-lerp", "bmuf", "easgd"]))
 def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
-    """Rounds fall inside, at the end and across the ends of stretches; where all meet nobody else writes rows."""
+    """Rounds fall inside, at the end of and across stretches; where all trainers meet, no one writes rows meanwhile."""
     rule = RULES[name]
-    rows = ROWS if rule.has_centre else sgd(0.0)  # by turns; else two trainers write rows in any order
+    rows = ROWS if rule.has_centre else sgd(0.0)  # in turns; otherwise two trainers write rows in any order
     whole, parts = (in_stretches(rule, each, rows=rows) for each in ([20], [7, 3, 2, 8]))
     equal(whole, parts)
     assert whole[3] == 12
@@ -264,7 +264,7 @@ def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
 
 @pytest.mark.parametrize("name", cases(RULES, ["bmuf", "easgd"]))
 def test_without_what_the_group_knew_it_is_another_run(name, monkeypatch):
-    """The negative control of the test above."""
+    """Negative control of the test above."""
     rule = RULES[name]
     rows = ROWS if rule.has_centre else sgd(0.0)
     whole = in_stretches(rule, [14], rows=rows)
@@ -310,7 +310,7 @@ GROUPS = {
 
 
 class Counted:
-    """Counts which batches were trained: each has one example alone, of one row, to which its step adds 1."""
+    """Counts trained batches: each has a single example of one row, to which its step adds 1."""
 
     def __init__(self, batches):
         rows = np.arange(batches) % 40
@@ -380,7 +380,7 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
         )
         batch = next(stream(9, 1))
         assert evaluate(second.state, plan(SPEC, batch.ids), batch).shape == (8,)
-        # On from where it was: stretches end at the multiples of their length.
+        # It continues at its step: stretches end at multiples of their length.
         assert [step for step, _ in trained(second, itertools.islice(stream(0, 12), 6, None))] == [10, 12]
         assert second.state.dense.opt_state.steps.sum() == 12
 
@@ -560,7 +560,7 @@ class FailsOnce(HostTables):
         return self
 
     def wait_for_both(self):
-        """From now on the first write of either trainer waits for that of the other, so that both train."""
+        """From now on each trainer's first write waits for the other's, so that both train."""
         self.both = threading.Barrier(2)
 
     def add(self, plans, new, old):
@@ -602,7 +602,7 @@ def test_a_dropped_trainer_comes_back_in_the_next_stretch_and_its_batch_is_count
         with pytest.warns(RuntimeWarning, match="was dropped: OSError: the memory is gone"):
             state, metrics = next(run)
         one, other = np.asarray(state.dense.params["w"])
-        np.testing.assert_array_equal(one, other)  # a copy of the one that was not dropped
+        np.testing.assert_array_equal(one, other)  # a copy of the surviving trainer's replica
         assert metrics["batches_lost"] == 1 and int(state.dense.step) == 10
         tables.wait_for_both()
         for _, metrics in run:

@@ -1,4 +1,4 @@
-"""What a newcomer writes from README, `help` and docstrings alone runs as it stands, learns, and is short.
+"""Scripts written from README, `help` and docstrings alone run unchanged, learn, and are short.
 
 The third script, a ShadowSync group around a Flax NNX classifier, is in test_group.py.
 """
@@ -59,7 +59,7 @@ UNTRAINED = ("rowwise_adagrad(0.1), optax.adam(1e-2)", "rowwise_adagrad(0.0), op
 
 
 def run(directory, text):
-    """The numbers that a script prints, line by line, run as a user's file in a process of its own."""
+    """Runs a script as a user's file in a new process; returns the numbers it prints, line by line."""
     (directory / "mine.py").write_text(text)
     done = subprocess.run([sys.executable, "mine.py"], cwd=directory, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]

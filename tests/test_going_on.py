@@ -1,4 +1,4 @@
-"""What a run that was stopped goes on with: capacities as they were, all rows of its step, values of its own."""
+"""What a resumed run restores: its capacities, all rows at its step, and the caller's own values."""
 
 import os
 
@@ -41,7 +41,7 @@ def test_an_engine_plans_with_the_capacities_of_the_run_that_it_goes_on_with(kin
     for capacity in ({"width_4": capacities[-1]}, None):
         with kind(fresh("host"), program, capacity=capacity) as engine:
             list(engine.run([narrow], [note]))
-    assert capacities[0] == capacities[1] == capacities[2] > capacities[3]  # the last: the negative control
+    assert capacities[0] == capacities[1] == capacities[2] > capacities[3]  # the last is the negative control
 
 
 @pytest.mark.parametrize("kind", [Serial, Pipeline])
@@ -64,18 +64,18 @@ def test_from_a_whole_save_a_run_goes_on_with_the_same_bits(tmp_path, name):
         list(engine.run(stream_from(0, 7), [recovery.hook]))
         at_seven = bits(plain_state(engine))
         recovery.save_whole()
-        list(engine.run(stream_from(7, 12), [recovery.hook]))  # what comes later is in no whole image
+        list(engine.run(stream_from(7, 12), [recovery.hook]))  # later steps are in no whole image
     state, image = restore(images(tmp_path)[0], fresh(HOMES[name]))
     assert image.step == 7 and same(bits(state), at_seven)
     restored, tip = restore(tmp_path, fresh(HOMES[name]))
-    assert tip.step == 12 and not same(bits(restored), plain(12, HOMES[name])[0])  # a mosaic: the negative control
+    assert tip.step == 12 and not same(bits(restored), plain(12, HOMES[name])[0])  # mixed steps: negative control
     with engine_over(state, name) as engine:
         train(engine, stream_from)
         assert same(bits(plain_state(engine)), plain(12, HOMES[name])[0])
 
 
 def plain_state(engine):
-    """The state between two steps, its tables at rest."""
+    """The engine's state between two steps, with drained tables."""
     getattr(engine, "drain", lambda: None)()
     return engine.state
 

@@ -1,4 +1,4 @@
-"""The front door of ShadowSync: a group gives what the parts give by hand, to who has read its docstring only."""
+"""`SyncGroup`, ShadowSync's entry point: equals its parts assembled by hand, and needs only its docstring."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,7 +56,7 @@ def train(number):
 
 
 def classifiers(steps):
-    """What the newcomer's trainers have trained, in so many steps and until each had a round."""
+    """Models that the newcomer's trainers have trained for `steps` steps, and until each had a round."""
     names = {"STEPS": steps}
     exec(A_NEWCOMERS_SCRIPT, names)
     return together(names["train"], 2)
@@ -74,7 +74,7 @@ def test_a_classifier_of_flax_nnx_is_synchronised_in_less_than_thirty_lines():
 
 @pytest.mark.realtime
 def test_what_the_newcomer_has_trained_classifies():
-    """The rounds of two threads are free, so that no two runs are alike."""
+    """The two threads' rounds run freely, so that no two runs are alike."""
     (one, _), _ = classifiers(300)
     x = np.random.default_rng(9).normal(size=(2000, 2)).astype(np.float32)
     assert ((one(x).argmax(1) == 1) == (x[:, 0] * x[:, 1] > 0)).mean() > 0.85
@@ -86,7 +86,7 @@ def together(act, number):
 
 
 def trained(make, number=3, steps=6):
-    """The ends of trainers who walk at speeds of their own; `make` gives each its synchroniser."""
+    """(weights before `finish`, after it, rounds) of trainers with different steps; `make` creates synchronisers."""
 
     def train(i):
         params = jax.tree.map(jnp.asarray, PARAMS)
@@ -130,7 +130,7 @@ def test_with_a_centre_all_end_with_its_parameters():
 
 
 def test_a_train_state_is_taken_as_plain_parameters_are():
-    """Also by the hook, which `fit` and `Pipeline` call."""
+    """Likewise by the hook, which `fit` and `Pipeline` call."""
     state = TrainState(DenseState(jnp.int32(4), {"w": jnp.array([[0.0] * 3, [8.0] * 3])}, {}), "tables")
     with SyncGroup(model_averaging(1.0), PARAMS, 1, every_steps=1).trainer(0) as sync:
         found = sync.hook(state, 1, None, None)

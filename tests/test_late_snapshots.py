@@ -1,4 +1,4 @@
-"""A snapshot whose save meets lost shards is saved after their recovery: whole, at the step of the run by then."""
+"""A snapshot whose save meets lost shards is saved again after their recovery: whole, at the run's current step."""
 
 import threading
 import traceback
@@ -20,13 +20,13 @@ SAVE_EVERY = 8  # more than the window: a late save is done before the next one 
 
 
 class Mortal(HostTables):
-    """Tables whose shard 1 is lost when rows are copied for a chosen save, and refused until it is written anew."""
+    """Tables that lose shard 1 when rows are copied for a chosen save, and refuse it until it is restored."""
 
     @classmethod
     def dying_in(cls, save):
         state = jaxrec.init_state({"w": np.ones(4, np.float32)}, DENSE, HostTables.create(SPEC, ROWS))
         tables = cls(SPEC, state.tables.layout, state.tables.shards)
-        # How many copies go well before the death, what waits in the next look at the values, and whether it is dead.
+        # Copies that succeed before the shard is lost; a hook called when values are read; whether the shard is lost.
         tables.__dict__.update(copies=save - 1, look=lambda: None, dead=False)
         return state._replace(tables=tables)
 
@@ -49,7 +49,7 @@ class Mortal(HostTables):
 
     def read(self, plans):
         rows = super().read(plans)
-        self.refuse()  # after the read, in the middle of which the shard may have died
+        self.refuse()  # after the read, during which the shard may have died
         return rows
 
     def put(self, plans, rows, shards=None):
@@ -70,7 +70,7 @@ each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
 
 def recovery_of(engine, directory, pick_ahead_steps):
-    """Each save is a regular one, of all rows that were touched when they were picked."""
+    """A recovery whose every save is a regular one, with all rows touched by the time they are picked."""
     more = {"scheme": mfu(), "fraction": 1.0, "pick_ahead_steps": pick_ahead_steps}
     return Recovery(engine, directory, SAVE_EVERY, 40, **more)
 
@@ -81,7 +81,7 @@ def batches(stop):
 
 @each
 def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says(tmp_path, make):
-    """An image that said the snapshot's step, with the dense state of a later one, would train batches twice."""
+    """An image with the snapshot's step but a later dense state would train batches twice."""
     states = {}
 
     def keep(state, step, plans, metrics):
@@ -91,8 +91,7 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
     with make(Mortal.dying_in(save=2)) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path, 2))
         list(engine.run(batches(3 * SAVE_EVERY), [keep, recovery.hook]))
-        # The third one picks its rows ahead, when the late snapshot is over: a snapshot that was never ended would keep
-        # it.
+        # The third save picks its rows ahead, once the late snapshot has ended; one that never ended would block it.
         assert recovery.failed == 1 and recovery.saves == 3
     assert not same(bits(engine.state), plain(3 * SAVE_EVERY)[0])  # negative control: the run has noticed the loss
     for path in deltas(tmp_path):
@@ -104,7 +103,7 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
 
 @each
 def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(tmp_path, make):
-    """Under OAC it looks at its rows while batches of later steps are committed: those are not in it."""
+    """Under OAC the late save reads its rows while later batches are committed; these are not part of it."""
     told = threading.Event()
 
     def tell(state, step, plans, metrics):
@@ -127,7 +126,7 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         wanted = bits(engine.state)
         for shard in range(SPEC.shards):
             recovery.recover([shard])
-        assert same(bits(engine.state), wanted)  # the save of the last step holds all that was touched
+        assert same(bits(engine.state), wanted)  # the last step's save holds all touched rows
 
 
 class Fading(Mortal):
@@ -152,7 +151,7 @@ def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_p
 
 @pytest.mark.parametrize("within", [True, False])
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
-    """Of the same step: within the run, or before the next one if they come back between the two."""
+    """At the same step: within the run, or before the next run if the shards are restored in between."""
     saved, stream = [], iter([*batches(12)])
     engine = Serial(Mortal.dying_in(save=99), STEP)
 
@@ -173,14 +172,14 @@ def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
             with pytest.raises(ShardsLost, match=r"shards \[1\] are lost"):  # still
                 list(engine.run(stream))
             assert engine.step == 8
-            engine.exclusive(lambda tables: tables)  # whoever changes them between runs answers for them
+            engine.exclusive(lambda tables: tables)  # a change between runs counts as a recovery
             list(engine.run(stream))
     assert engine.step == 12 and saved[0] == "lost" and len(saved) == 2
     assert saved[1][0] == 8 and same(saved[1][1], plain(8)[0]) and same(bits(engine.state), plain(12)[0])
 
 
 class Reviver:
-    """A watcher that says that shards are back; here they were never gone."""
+    """A watcher that reports shards as restored; here they were never lost."""
 
     def __init__(self, engine):
         self.engine, self.steps = engine, []
@@ -202,9 +201,9 @@ AGAIN = "again, after 8 recoveries"
 @each
 @pytest.mark.parametrize("step", [6, 12])
 def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step):
-    """Step 12 is the last one: there a pipeline has no thread left, and saves on that of the caller.
+    """At step 12, the last one, a pipeline has no threads left and saves on the caller's thread.
 
-    It counts for the snapshot, as it may commit steps before the save has failed again.
+    A pipeline counts recoveries per snapshot, as it may commit steps before the save fails again.
     """
 
     def save(state):
@@ -222,7 +221,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step)
 
 
 def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
-    """Each time it fails only when one more step is committed: no step has more than one recovery."""
+    """Each save fails only after one more step is committed: no step has more than one recovery."""
 
     def save(state):
         assert engine.scheduler.wait_until(lambda: engine.step > int(state.dense.step), seconds=60)
@@ -237,7 +236,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         watcher = engine.enter(Reviver(engine))
         list(engine.run(batches(100)))
     assert len(set(watcher.steps)) == len(watcher.steps) == 8 and engine.step < 100
-    engine.reset(TrainState(engine.state.dense, engine.tables))  # which forgets the snapshot
+    engine.reset(TrainState(engine.state.dense, engine.tables))  # discards the snapshot
     assert len(list(engine.run(batches(3)))) == 3
 
 

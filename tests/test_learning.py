@@ -1,4 +1,4 @@
-"""The learning flags: one schedule for dense parameters and rows, and nothing changes where none is wanted."""
+"""The learning flags: one schedule for dense parameters and rows, and unchanged programs without one."""
 
 import typing
 
@@ -16,7 +16,7 @@ STEPS = 20
 
 
 def rates(steps=STEPS, **flags):
-    """The rates of dense parameters and of rows at each step of a run and one after it, each over its flag."""
+    """Learning rates of dense parameters and rows relative to their flags: f64[2, steps + 1]."""
     dense, rows = optimizers(
         LearningFlags(optimizer="sgd", row_optimizer="sgd", learning_rate=0.5, row_learning_rate=2.0, **flags), steps
     )

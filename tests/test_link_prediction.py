@@ -1,4 +1,4 @@
-"""Link prediction: scores, loss, ranks, files and batches against the plainest code; a small graph is learned."""
+"""Link prediction: scores, loss, ranks, files and batches against plain code; a small graph is learned."""
 
 import gzip
 import json
@@ -96,7 +96,7 @@ def test_wrong_shapes_are_refused():
 
 
 def loss_inputs(groups=2):
-    """A batch with a missing example at its end; in every group, one negative is the tail of an example."""
+    """Inputs with a missing example at the end; in every group, one negative is an example's tail."""
     batches = TripleBatches(both_directions(GRAPH.train, 3)[:11], 60, batch_size=12, negatives=5, groups=groups)
     batch = batches.batch(0)
     batch.ids["negative"][:, 2] = batch.ids["tail"][:: 12 // groups]
@@ -252,7 +252,7 @@ def test_batches_depend_on_their_index_alone():
     make = lambda **changed: TripleBatches(GRAPH.train, 60, **({"batch_size": 32, "negatives": 7, "seed": 3} | changed))
     first, last = list(make().stream(0, 40)), make().batches_per_epoch
     for seed in range(9):
-        make(seed=seed).batch(0)  # the orders of epochs that were kept are of others now
+        make(seed=seed).batch(0)  # evicts cached epoch orders
     for index in (39, last, last - 1, 0):
         jax.tree.map(np.testing.assert_array_equal, make().batch(index), first[index])
     others = [make(seed=4).batch(0), make().batch(1), make().batch(last)]
@@ -338,7 +338,7 @@ def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
     found = run_experiment(tmp_path, "--preset", "smoke", "--epochs", "5")
     for mode in ("sync", "async", "oac"):
         assert {f"{key}_{mode}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
-    for ratio in ("async_over_sync", "oac_over_sync", "oac_over_async"):  # in turns, before the training
+    for ratio in ("async_over_sync", "oac_over_sync", "oac_over_async"):  # measured in turns, before training
         assert 0 < found[f"{ratio}_low"] <= found[ratio] <= found[f"{ratio}_high"]
     assert found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a loss is given and may return: keys that repeat, figures and variables that devices average."""
+"""Arguments and results of losses: repeatable keys, and figures and variables averaged over devices."""
 
 import functools
 
@@ -60,14 +60,14 @@ def _gradients(batch, wanted, rng=None):
 
 
 def dropped(params, activations, batch, *, rng):
-    """A loss with dropout, which tells what its key draws."""
+    """A loss with dropout; returns its key's draw as a figure."""
     keep = jax.random.bernoulli(rng, 0.8, activations["pair"].shape)
     activations = {**activations, "pair": jnp.where(keep, activations["pair"], 0)}
     return loss(params, activations, batch), {"draw": jax.random.uniform(rng)}
 
 
 def run(batches, seed=3, home="device", mesh=None, state=None, wanted=dropped, start=None):
-    """The state after the batches, and the metrics of each step."""
+    """(state after the batches, metrics of each step)."""
     tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS, mesh)
     state = state or jaxrec.init_state(start or params(), OPTIMIZER, tables, mesh)
     step, told = jaxrec.make_train_step(SPEC, wanted, OPTIMIZER, ROWS, mesh, seed=seed), []
@@ -112,7 +112,7 @@ def all_at_once(params, activations, batch, *, rng):
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_device_and_each_replica_has_a_key_of_its_own(replicas):
-    """The examples of one device alone count, so that the figure is what this device has drawn."""
+    """Only one device's examples have weight, so that the figure is this device's draw."""
     mesh, found = jaxrec.make_mesh(replicas, jax.devices()[:4]), []
     for device in range(4):
         weight = np.where(np.arange(16) // 4 == device, 2, 0).astype(np.float32)
@@ -139,10 +139,10 @@ def test_a_loss_that_uses_nothing_new_is_the_same_program():
 
 
 def told_apart(params, activations, batch):
-    """Figures of both shapes and of several kinds; where a weight is 0 they hold nothing of use."""
+    """Figures of both shapes and several dtypes; invalid where weights are 0."""
     per_example = loss(params, activations, batch)
     broken = jnp.where(batch.weight > 0, per_example, jnp.nan)
-    own = jnp.sum(per_example * batch.weight) / jnp.sum(batch.weight)  # NaN on a device of padding alone
+    own = jnp.sum(per_example * batch.weight) / jnp.sum(batch.weight)  # NaN on a device with padding only
     figures = {"each": broken, "mean": own, "above": per_example > 1, "low": per_example.astype(jnp.bfloat16)}
     return per_example, {**figures, "constant": 0.25, "bias": params["bias"][0]}
 
@@ -166,7 +166,7 @@ def test_figures_are_averaged_as_the_loss_is(devices, replicas, padding):
     np.testing.assert_allclose(told["loss"], mean(per_example), rtol=1e-5)
     np.testing.assert_allclose(told["above"], mean((per_example > 1).astype(np.float32)), rtol=1e-5)
     np.testing.assert_allclose(told["low"], told["loss"], rtol=1e-2)
-    filled = np.mean([np.any(weight) for weight in weights])  # a replica without examples says 0, as its loss does
+    filled = np.mean([np.any(weight) for weight in weights])  # a replica without examples reports 0, as for its loss
     np.testing.assert_allclose([told["constant"], told["bias"]], [0.25 * filled, 0], rtol=1e-6)
 
 
@@ -180,7 +180,7 @@ def _per_example(batch):
 
 
 def keeps_means(params, activations, batch):
-    """A mean of the dense features that moves; of no meaning where only padding is."""
+    """A moving mean of the dense features; undefined where there is only padding."""
     mean = jnp.sum(batch.dense * batch.weight[:, None], axis=0) / jnp.sum(batch.weight)
     return loss(params, activations, batch), {}, {"seen": {"mean": 0.5 * params["seen"]["mean"] + 0.5 * mean}}
 
@@ -212,7 +212,7 @@ def test_variables_are_averaged_over_the_devices_of_a_replica(devices, padding):
     np.testing.assert_allclose(found, [wanted_means(slice(0, 16), padding)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("padding", [0, 9])  # 9: the second replica has padding only, and keeps what it has
+@pytest.mark.parametrize("padding", [0, 9])  # 9: the second replica, all padding, stays unchanged
 def test_each_replica_keeps_its_own_variables(padding):
     found = means(4, 2, padding)
     wanted = [wanted_means(slice(start, start + 8), padding) for start in (0, 8)]
@@ -228,7 +228,7 @@ def test_no_optimizer_touches_variables_and_without_examples_they_stay():
 
 
 class Normalised(nn.Module):
-    """Batch normalisation with the statistics of all devices of a replica, of one device, or with those kept."""
+    """Batch normalisation with statistics over a replica's devices, of one device, or with running ones."""
 
     over: str | None = "data"
 
@@ -240,7 +240,7 @@ class Normalised(nn.Module):
 
 
 def test_batch_normalisation_over_devices_is_that_of_one():
-    """Of equal weights: Flax gives each device the same share."""
+    """With equal weights: Flax gives each device the same share."""
     results = []
     for devices in (1, 4):
         mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
@@ -259,7 +259,7 @@ def normalised(params, activations, batch):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_padding_does_not_enter_batch_statistics(devices):
-    """With the mask of docs/your_model.md; of 8 devices some have padding alone, for which it makes way."""
+    """With the mask of docs/your_model.md, which allows for devices with padding only, as some of the 8 have here."""
 
     def masked(params, activations, batch):
         counts = (batch.weight > 0) | (batch.weight.sum() == 0)

@@ -1,4 +1,4 @@
-"""The main job with any of the three techniques: it learns, goes on where it stopped, and says what it lost."""
+"""The main job with each of the three techniques: it learns, resumes at its last step, and reports losses."""
 
 import dataclasses
 import itertools
@@ -26,8 +26,8 @@ TINY = train.Config(
     preset="smoke", rows=500, batch_size=64, steps=24, evaluations=3, embedding_width=8, model="small_dlrm",
     learning_rate=0.01, row_learning_rate=0.1,
 )  # fmt: skip
-STOP_AT = 15  # the batch whose drawing sends the signal; a pipeline has committed fewer
-# Of the work, and not of what was learned: a stop drains a pipeline, and a resumed run has a gap of its own.
+STOP_AT = 15  # the signal is sent when this batch is drawn; a pipeline has committed fewer
+# Depends on execution, not on learning: a stop drains a pipeline, and a resumed run has its own sync gap.
 OF_THE_WORK = {"train_seconds", "stale_share", "sync_gap_steps", "rows_saved"}
 
 DEVICE, HOST = {"tables": "device"}, {"tables": "host"}
@@ -36,7 +36,8 @@ SHADOW = {"shadowsync": "easgd"}
 MFU = {"cpr": "mfu", "fail": ("3:5",), "save_every_steps": 8}
 
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-# Each has the bits of an undisturbed run. Every home, pipeline, rule and scheme is in one of them at least.
+# Stopped and resumed, each equals an undisturbed run bit for bit. Together they cover every placement, pipeline mode,
+# rule and scheme.
 EXACT = {
     "device": DEVICE,
     "sync": HOST | {"pipeline": "sync"},
@@ -55,7 +56,7 @@ EXACT = {
     "epochs, shuffled, at a schedule": OAC
     | {"steps": 8, "epochs": 3, "shuffle": True, "schedule": "cosine", "warmup_steps": 3},
 }
-# They go on from the step that they stopped at, with other bits: a thread or a window of theirs began anew.
+# These resume at the step at which they stopped, but with other bits: a thread or a window starts anew.
 INEXACT = {
     "semisync": HOST | {"pipeline": "semisync"},
     "async and shadow": HOST | {"pipeline": "async", "window": 4} | SHADOW,
@@ -70,12 +71,12 @@ IN_ALL = ("all three",)  # in the gate
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """Few examples to look at, for all tests here."""
+    """Shrinks evaluations in all tests of this file."""
     look_at_few(monkeypatch)
 
 
 def look_at_few(monkeypatch):
-    """One batch to validate and to test on."""
+    """Validates and tests on one batch each."""
     whole = train.data_of
 
     def fewer(config):
@@ -87,13 +88,13 @@ def look_at_few(monkeypatch):
 
 
 def change_data(patch, change):
-    """Trains on change(data) instead of the data."""
+    """Trains on `change(data)` instead of the data."""
     whole = train.data_of
     patch.setattr(train, "data_of", lambda config: change(whole(config)))
 
 
 def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
-    """Sends a signal with a batch of the training."""
+    """Sends a signal when training batch `at` is drawn."""
 
     def signalled(batches, first):
         for index, batch in enumerate(batches, first):
@@ -105,7 +106,7 @@ def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
 
 
 def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
-    """Runs until a signal comes and to the end; returns the step between and the results."""
+    """Runs until a signal, then resumes to the end; returns the step of the stop and the results."""
     config, begun = dataclasses.replace(TINY, workdir=directory, **flags), []
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved") as stopped:
         stop_the_stream(patch, at)
@@ -115,7 +116,7 @@ def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
     with monkeypatch.context() as patch:
         change_data(patch, lambda data: data._replace(train=lambda k: begun.append(k) or data.train(k)))
         results = train.main(dataclasses.replace(config, resume=True))
-    assert begun[0] == step  # no batch is trained twice, and none left out
+    assert begun[0] == step  # no batch is trained twice or skipped
     return step, results
 
 
@@ -134,7 +135,7 @@ def arrays_of(directory):
 
 
 def differences(a, b):
-    """What differs between the last images and the rows of two runs."""
+    """Names of the arrays that differ in two runs' last images, and "metrics" if their metrics differ."""
     (step, one), (other_step, other) = arrays_of(a), arrays_of(b)
     assert one.keys() == other.keys() and step == other_step
     found = [name for name, array in one.items() if not np.array_equal(array, other[name])]
@@ -142,7 +143,7 @@ def differences(a, b):
 
 
 def check_learned(directory, results, flags):
-    """A run has learned, and has a figure for each technique that is on."""
+    """Checks that a run has learned and reports a figure for each enabled technique."""
     first, *_, last = rows_of(directory, but=())
     assert last["validation_auc"] > first["validation_auc"]
     assert results["last_state_saved"] and results["saves_failed"] == 0 and results["steps"] == 24 == last["step"]
@@ -178,7 +179,7 @@ def test_where_it_is_not_deterministic_it_goes_on_from_its_step(tmp_path, monkey
     if "free" in name:
         done = image_of(tmp_path).extra["techniques"]["trainers"]
         assert sum(done["steps"]) + done["batches_lost"] == 24
-        assert done["batches_lost"] <= 2 * flags.get("workers", 1)  # that were in work when the signal came
+        assert done["batches_lost"] <= 2 * flags.get("workers", 1)  # in flight when the signal came
 
 
 @pytest.mark.slow
@@ -212,7 +213,7 @@ def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch)
     assert differences(tmp_path / "whole", tmp_path / "cut")
 
 
-# What was saved last decides what a failure costs.
+# The last save determines the cost of a failure
 
 
 @pytest.mark.slow
@@ -221,7 +222,7 @@ def test_a_failure_behind_a_stop_finds_what_was_saved_there(tmp_path, monkeypatc
     flags = HOST | {"cpr": scheme, "fail": ("22:5",), "save_every_steps": 16}
     whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
     step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=20)
-    assert step > 16  # after the save that the other run goes back to
+    assert step > 16  # after the save to which the other run returns
     if scheme == "full":
         assert results["lost_steps"] == 22 - step < whole["lost_steps"] == 6
         assert arrays_of(tmp_path / "whole")[1].keys() == arrays_of(tmp_path / "cut")[1].keys()
@@ -258,7 +259,7 @@ def test_killed_it_goes_on_and_says_what_it_has_lost(tmp_path, capsys, name):
         train.main(dataclasses.replace(config, workdir=tmp_path / "whole", resume=False))
         assert differences(tmp_path / "whole", tmp_path / "cut") == []
     else:
-        assert ("not bit for bit" in said) == (behind > 0)  # from a delta, whatever its step
+        assert ("not bit for bit" in said) == (behind > 0)  # resumed from a delta
 
 
 @pytest.mark.slow
@@ -298,7 +299,7 @@ def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch)
     assert differences(tmp_path / "whole", tmp_path / "cut") == []
 
 
-# Early stopping, seeds, and where evaluations fall.
+# Early stopping, seeds, and steps of evaluations
 
 
 @pytest.mark.slow
@@ -307,7 +308,7 @@ def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch)
     turned = lambda batches, first: (
         batch._replace(label=1 - batch.label if index >= 8 else batch.label)
         for index, batch in enumerate(batches, first)
-    )  # from there on what is learned is the opposite
+    )  # labels are flipped from batch 8 on
     change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
     whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
     aucs = [row["validation_auc"] for row in rows_of(tmp_path / "whole")]
@@ -332,7 +333,7 @@ def test_a_state_whose_evaluation_was_left_off_is_not_taken_for_the_best(tmp_pat
 
 
 def signalled_at(batches, counts, wanted):
-    """The same batches; a signal comes with the first of one of the times."""
+    """Yields the batches; sends a signal before the first one in pass number `wanted`."""
     if next(counts) == wanted:
         os.kill(os.getpid(), signal.SIGTERM)
     yield from batches

@@ -1,5 +1,7 @@
-"""The main job with OAC and CPR is killed, goes on, and loses nothing but what it says; and who watches that is no
-friend of it: a hang, a wrong code and a bit that differs are found."""
+"""The main job with OAC and CPR is killed, resumes, and loses only what it reports.
+
+The soak's own checks are tested, too: they find a hang, a wrong exit code and a differing bit.
+"""
 
 import dataclasses
 import os
@@ -34,7 +36,7 @@ def undisturbed(tmp_path_factory):
 
 
 def _train_until_killed(config):
-    """Kills itself with batches in flight, once a save of a later step than the first is on the disk."""
+    """Kills itself with batches in flight, once a save of a step after 0 is on disk."""
     whole, saved = train.data_of(config), config.workdir / "checkpoints"
 
     def killed(start):
@@ -61,7 +63,7 @@ def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, caps
     results = train.main(config)
     said = capsys.readouterr().out
     assert step_begun(said) >= 1 and results["steps"] == TINY.steps
-    # A scheme saves some rows of each step, and never all: also where every step has its regular save.
+    # MFU saves some rows of each step, never all of them, even with a regular save at every step.
     lost = steps_told(said)
     assert (differences(undisturbed, tmp_path) == []) == (lost is None) == (cpr != "mfu")
     assert ((lost or 0) > 0) == (results["pls"] > 0) == (every == 16)
@@ -80,7 +82,7 @@ def _stopped_while_it_evaluates(config):
 
 @pytest.mark.slow
 def test_free_trainers_that_were_stopped_while_they_were_evaluated_go_on(tmp_path, monkeypatch):
-    """The image has the step, and the metrics have no row of it: that is made up for before the first stretch."""
+    """The image has the step, but the metrics lack its row, which is added before the first stretch."""
     config = dataclasses.replace(SMALL, tables="host", shadowsync="easgd", workdir=tmp_path, resume=True)
     data = _stopped_while_it_evaluates(config)
     with monkeypatch.context() as patched, pytest.raises(Stopped, match="saved at step 6"):
@@ -95,19 +97,19 @@ def test_free_trainers_that_were_stopped_while_they_were_evaluated_go_on(tmp_pat
 @pytest.mark.process
 @pytest.mark.random_instant
 def test_a_handful_of_real_processes_that_are_stopped_at_random_lose_no_run(tmp_path):
-    """What `make soak` does for ten minutes with all techniques, in short: OAC with CPR vanilla and with MFU."""
+    """A short version of `make soak`, which takes ten minutes: OAC with CPR vanilla and with MFU."""
     results = train_soak.main(Config(preset="smoke", workdir=tmp_path / "soak"))
     assert 3 <= results["signals"] <= 8 and results["runs"] == 2 and results["hangs"] == results["wrong"] == 0
     assert results["oac_vanilla_runs_equal"] == 1 and results["oac_mfu_auc_away"] <= train_soak.BAND
     assert not (tmp_path / "soak" / "files").exists()
 
 
-# ---- the watcher
+# ---- checks of the soak
 
 
 @pytest.mark.process
 def test_a_process_that_hangs_is_ended_and_is_wrong(tmp_path, monkeypatch):
-    """Its time begins when it hangs."""
+    """The time limit starts when the process hangs."""
     begun = threading.Event()
 
     class Limit(threading.Timer):
@@ -124,7 +126,7 @@ def test_a_process_that_hangs_is_ended_and_is_wrong(tmp_path, monkeypatch):
     ended = process.ended()
     assert ended.hung
     (wrong,) = judge(ended, "SIGTERM", tmp_path)
-    assert "hung" in wrong and "in wait" in wrong  # it says where
+    assert "hung" in wrong and "in wait" in wrong  # names the place of the hang
 
 
 AT_WORK = "test AUC to expect: 0.7\n"
@@ -137,7 +139,7 @@ AT_WORK = "test AUC to expect: 0.7\n"
         (-9, AT_WORK, "SIGKILL", None),
         (0, AT_WORK, "SIGHUP", None),
         (0, "", "nobody", None),
-        (-signal.SIGSEGV, "", "SIGINT", None),  # an extension that Ctrl-C meets in its import
+        (-signal.SIGSEGV, "", "SIGINT", None),  # Ctrl-C during the import of an extension
         (-signal.SIGSEGV, AT_WORK, "SIGINT", "ended with -11"),
         (1, "error: no", "nobody", "ended with 1"),
         (128, AT_WORK, "nobody", "ended with 128"),
@@ -153,7 +155,7 @@ def test_an_end_is_judged(tmp_path, code, said, way, wrong):
 
 
 class Actor:
-    """Processes of a run, each of which ends as its line of the play says."""
+    """Emulates a run's processes; each ends as its entry of the script says."""
 
     def __init__(self, play):
         self._play = iter(play)

@@ -1,4 +1,4 @@
-"""Who takes part: everyone is named who is missing, nobody waits for ever, who left is not used."""
+"""Participation in rounds: missing trainers are named, no trainer waits for ever, dropped ones are not used."""
 
 import threading
 
@@ -75,7 +75,7 @@ def test_who_is_overdue_was_last_seen_at_a_round(clock):
 
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
-    """They are woken: the time-out is longer than anybody waits for this test."""
+    """The others are woken: the time-out is far longer than the test."""
     transport, more = AllToAll(MEAN, PARAMS, 3, timeout_s=1e6), {"every_steps": 1} if kind is Foreground else {}
 
     def train(trainer):
@@ -169,7 +169,7 @@ def test_a_trainer_that_waits_is_dropped_with_nobody_left_to_wait_for():
 
 
 def test_a_trainer_that_is_done_waits_longer_than_the_time_out_for_who_still_comes(clock):
-    """The other comes ten times, each within the time-out, in all later than it."""
+    """The other trainer comes ten times, each within the time-out, in total well after it."""
     centre = joined(Centre(easgd(), PARAMS, 2, timeout_s=0.1), 0, 1)
 
     def late():
@@ -195,7 +195,7 @@ def test_a_trainer_on_a_slow_server_can_leave():
 
 
 class Interrupting(Around):
-    """A transport that sends Ctrl-C once the first trainer that has come to it waits there."""
+    """A transport that sends Ctrl-C once the first trainer to arrive waits in it."""
 
     def __init__(self, transport):
         super().__init__(transport)
@@ -229,7 +229,7 @@ def test_ctrl_c_while_it_waits_ends_its_part_and_the_others_hear_of_it(where):
 @pytest.mark.parametrize("rule", [MEAN, easgd(0.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule, clock):
-    """Trainer 1 is at work for six time-outs without a round, while trainer 0 waits for it at its end."""
+    """Trainer 1 trains for six time-outs without a round, while trainer 0 waits for it in its last round."""
     transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 2, timeout_s=0.1)
 
     def early():

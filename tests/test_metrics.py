@@ -35,7 +35,7 @@ def test_exact_auc_is_the_share_of_ordered_pairs(rows):
 @given(st.integers(0, 10_000), st.floats(0.3, 4.0))
 @settings(max_examples=30)
 def test_streaming_auc_is_exact_but_for_pairs_of_one_bin(seed, spread):
-    """Such a pair counts one half, and is one or nothing: the error is at most half of their share."""
+    """Such a pair counts as one half instead of one or zero: the error is at most half of their share."""
     logit, label, weight = click_data(seed, spread=spread)
     evaluation = metrics.evaluate_batch(logit, label, weight)
     result, (clicks, others) = metrics.summarize(evaluation), (evaluation.positives, evaluation.negatives)
@@ -114,7 +114,7 @@ def test_what_is_no_click_is_refused_and_padding_may_hold_it(name, place, value,
     for example in (7, 3):
         changed = [logit.copy(), label.copy(), weight.copy()]
         changed[place][example] = value
-        if example == 7 and place != 2:  # of weight 0
+        if example == 7 and place != 2:  # has weight 0
             assert MEASURES[name](*changed) == good
         else:
             with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""One harness over all models: shapes, gradients everywhere, learning of a planted product, clear errors."""
+"""All models under one harness: shapes, gradients everywhere, learning of a planted product, clear errors."""
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,13 @@ def test_gradients_reach_every_parameter_and_every_embedding(name):
     by_params, by_activations = jax.grad(loss, argnums=(0, 1))(params, activations)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(by_params))
     assert (np.abs(by_activations).max(axis=(0, 2)) > 0).all()
-    direction = by_activations / np.linalg.norm(by_activations)  # along the gradient the slope is its length
+    direction = by_activations / np.linalg.norm(by_activations)  # the slope along the gradient is its norm
     slope = (loss(params, activations + 1e-2 * direction) - loss(params, activations - 1e-2 * direction)) / 2e-2
     np.testing.assert_allclose(np.linalg.norm(by_activations), slope, rtol=2e-2)
 
 
 def mean_squares_after_training(model):
-    """What is left of a sum of products after 400 steps, and after the best linear fit."""
+    """Mean squared errors for a sum of products: after 400 training steps, and of the best linear fit."""
     optimizer = optax.adam(3e-3)
     dense, activations = inputs(batch=2048)
     target = activations[:, 0, 2] * activations[:, 1, 2] + activations[:, 0, 1] * activations[:, 1, 1]
@@ -81,19 +81,19 @@ def mean_squares_after_training(model):
     for name in MODELS if name not in ("lr", "fm", "deepfm")
 ])  # fmt: skip
 def test_a_product_of_two_embeddings_is_learned(name):
-    """What a sum of features cannot express; an FM's products are of all vectors, which are given here."""
+    """A linear model cannot express it; FMs are left out, as their products combine all vectors."""
     left, linear = mean_squares_after_training(MODELS[name])
     assert left < 0.75 * linear
 
 
 def test_logistic_regression_learns_no_product():
-    """The negative control."""
+    """Negative control."""
     left, linear = mean_squares_after_training(MODELS["lr"])
     assert left > 0.95 * linear
 
 
 def test_the_small_models_are_the_papers_equations():
-    """By loops over features, from the parameters by name."""
+    """Compared with loops over features that read the parameters by name."""
     dense, activations = inputs(batch=3)
     params = FM().init(jax.random.key(0), dense, activations)
     draw = lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape)
@@ -166,7 +166,7 @@ def test_din_weighs_a_history_by_the_candidate_and_sees_nothing_that_is_missing(
     by_steps = jax.grad(lambda s: model.apply(params, dense, activations, candidate, s, present).sum())(steps)
     assert (np.abs(by_steps).max(-1) > 0).sum() == present.sum()
     twice = model.apply(params, dense, activations, candidate, steps, present | True)
-    assert (twice != logit).any()  # the negative control: what is present counts
+    assert (twice != logit).any()  # negative control: the mask matters
     one = params["params"]
     pair = np.concatenate(
         [steps[0], np.tile(candidate[0], (T, 1)), steps[0] - candidate[0], steps[0] * candidate[0]], 1
@@ -206,7 +206,7 @@ def test_the_in_batch_softmax_is_its_sum():
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_the_correction_undoes_popularity(corrected):
-    """All items are liked alike; item 0 is in half of all examples. At the optimum of free scores by descent."""
+    """All items are liked equally; item 0 is in half of the examples. Free scores are optimised by gradient descent."""
     items = np.random.default_rng(0).choice(4, 512, p=[0.5, 0.2, 0.2, 0.1])
     share = jnp.log(jnp.bincount(items) / len(items))[items] if corrected else None
 
@@ -219,8 +219,8 @@ def test_the_correction_undoes_popularity(corrected):
     for _ in range(300):
         angles = step(angles)
     scores = np.cos(angles)
-    # The softmax of the corrected scores is the share of each item, log p + 0: with the correction the scores learn
-    # log p, as they should for equal liking; without it they learn nothing of it.
+    # With the correction the optimal scores are log p, the log of each item's share, as they should be for equal
+    # liking; without it the scores do not learn p.
     assert (scores[0] - scores[3] > 0.3) == corrected
 
 
@@ -256,7 +256,7 @@ def plain_interaction(bottom, activations):
 @pytest.mark.parametrize("shape", [(3, 1, 1), (5, 2, 7), (4, 9, 32), (2, 26, 128)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2))])
 def test_the_interaction_and_its_written_gradient_are_those_of_one_plain_product(shape, seed, pieces, monkeypatch):
-    if pieces:  # the last one is smaller, or the only one
+    if pieces:  # the last piece is smaller, or the only one
         monkeypatch.setattr(dlrm, "NUMBERS_AT_ONCE", 0)
         monkeypatch.setattr(dlrm, "EXAMPLES_IN_A_PIECE", 2)
     rng = np.random.default_rng(seed)
@@ -271,7 +271,7 @@ def test_the_interaction_and_its_written_gradient_are_those_of_one_plain_product
 
 
 def test_dlrm_and_its_gradient_are_those_of_the_plain_formulation():
-    """Feature-major towers and written gradients change the order of sums, nothing else."""
+    """Feature-major towers and hand-written gradients change the order of sums only."""
 
     def plain(params, dense, activations):
         def mlp(x, tower):

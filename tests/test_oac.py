@@ -1,4 +1,4 @@
-"""OAC: whatever the window, the threads and the delays, results are bitwise those of one batch after the other."""
+"""OAC: for any window, thread counts and delays, results equal training batch by batch, bit for bit."""
 
 import _thread
 import functools
@@ -36,7 +36,7 @@ SPEC = EmbeddingSpec(
 
 
 def loss(params, activations, batch):
-    """Squared error of a quadratic form that all lookups enter."""
+    """Squared error of a quadratic form of all lookups."""
     total = batch.dense @ params["dense"]
     for value in activations.values():
         flat = value.reshape(len(value), -1)
@@ -55,7 +55,7 @@ def make_state(spec=SPEC, mesh=None, features=3):
 
 
 def make_batches(number, spec=SPEC, size=8, seed=0, overlap="some"):
-    """Batches that share all, some or no rows with their neighbours; the last one is partly padding."""
+    """Batches that share all, some or no rows with adjacent ones; the last one is partly padding."""
     rng, batches = np.random.default_rng(seed), []
     for index in range(number):
         ids = draw_ids(spec, size, seed if overlap == "full" else seed + index)
@@ -72,9 +72,9 @@ def make_batches(number, spec=SPEC, size=8, seed=0, overlap="some"):
 
 
 def plain_loop(batches, spec=SPEC, mesh=None, delay=0, after=None):
-    """Training without a pipeline: what everything is compared with.
+    """Training without a pipeline, the reference of all comparisons: (state, losses).
 
-    With a delay, batch t reads rows as they were after batch t - 1 - delay, and what it changes is added.
+    With a delay, batch t reads rows as of batch t - 1 - delay and adds its change of them.
     """
     update, state, losses, capacity = jax.jit(update_of(spec, mesh), donate_argnums=0), make_state(spec, mesh), [], None
     dense, tables = state
@@ -102,12 +102,12 @@ def copied(tables):
 
 
 def frozen(state):
-    """A copy of a state that nothing changes."""
+    """A copy of a state that training does not change."""
     return TrainState(jax.tree.map(np.array, state.dense), copied(state.tables))
 
 
 def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **options):
-    """Trains through a pipeline whose write-backs come as late as they may: (pipeline, (state, losses))."""
+    """Trains through a pipeline; if `late`, write-backs are as late as allowed: (pipeline, (state, losses))."""
     window = {"sync": 0, "semisync": 1}.get(options.get("mode"), options.get("window", 8))
     held = HeldBack(window, len(batches))
 
@@ -120,7 +120,7 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
 
 
 def reset(tables):
-    """What a failed shard needs, and what a row of an earlier batch must not undo."""
+    """Resets shard 1, as after a failure; rows of earlier batches must not undo this."""
     for name in SPEC.stacks:
         tables.reset_shard(name, 1)
     return tables
@@ -132,7 +132,7 @@ def watched(state, **before):
 
 
 def pipeline_with(wrapper):
-    """A kind of pipeline with a function around its compiled update."""
+    """A Pipeline class whose compiled update is wrapped by a function."""
 
     class Wrapped(DeviceStep):
         def __init__(self, *given):
@@ -170,7 +170,7 @@ def test_law_of_equality(data):
 
 
 def test_every_mutant_is_caught():
-    """Negative controls: the mechanism broken in five ways."""
+    """Negative controls: five ways of breaking the mechanism."""
     config = oac_equivalence.Config(rows=100, batch_size=16)
     spec, update = oac_equivalence.problem(config.rows)
     batches = oac_equivalence.make_batches(config, 24, 0.5, 0)
@@ -183,7 +183,7 @@ def test_sync_equals_the_plain_loop_and_async_and_semisync_the_delayed_one():
     assert same(train(batches, mode="sync")[1], plain_loop(batches))
     assert same(train(batches, mode="oac", window=0)[1], plain_loop(batches))
     assert same(train(batches, mode="async", window=3)[1], plain_loop(batches, delay=3))
-    for late in (True, False):  # exactly one batch stale, however fast the transfers are
+    for late in (True, False):  # exactly one batch stale at any speed of transfers
         assert same(train(batches, mode="semisync", late=late, loaders=3)[1], plain_loop(batches, delay=1))
     assert not same(plain_loop(batches), plain_loop(batches, delay=1))
 
@@ -194,7 +194,7 @@ _validate, _replay, _append = (jax.jit(function) for function in (ring.validate,
 @settings(max_examples=examples(8, 20))
 @given(seed=st.integers(0, 2**31), depth=st.sampled_from([1, 2, 5]), version=st.integers(-2, 12))
 def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
-    """`validate` over the ring's row numbers against the last-writer table, for any watermark."""
+    """`validate` on the ring's row numbers agrees with the last-writer table, for any watermark."""
     rng, tables = np.random.default_rng(seed), HostTables.create(SPEC, ROWS)
     capacity = {"width_4": 16, "width_1": 8}
     held, last, history = None, LastWriters(SPEC, depth, depth), []
@@ -222,7 +222,7 @@ def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
 
 @pytest.mark.parametrize("validation", ["planned", "device"])
 def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validation):
-    """The pure function alone, without a pipeline: rows read before the last three batches were written."""
+    """The pure function without a pipeline: rows are read before the last three batches are written."""
     window, batches = 3, make_batches(12)
     capacity = {"width_4": 40, "width_1": 8}
     commit = jax.jit(functools.partial(ring.commit, update_of(SPEC)))
@@ -241,7 +241,7 @@ def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validat
     for plans, rows in waiting:
         tables.put(plans, rows)
     expected, expected_losses = plain_loop(batches)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)  # another program: fused otherwise
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)  # another program, fused differently
     for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(expected.dense), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -269,7 +269,7 @@ def test_tables_can_be_read_in_the_middle_and_evaluation_changes_nothing():
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("validation", ["planned", "device"])
 def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
-    """What a failed shard needs: nothing that was gathered or kept in the ring before survives."""
+    """As after a shard failure: no row gathered before, or held in the ring, survives."""
     if skip and validation == "device":
         pytest.skip("skipping needs planned sources")
     batches = make_batches(20)
@@ -290,13 +290,13 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
-    """Going on from the snapshot gives the same bits; meanwhile exactly a window of batches is committed."""
+    """Training on from the snapshot gives the same bits; during the save exactly a window of batches is committed."""
     window, at = 3, 7
     batches, snapshots, expected = make_batches(20), [], {}
     plain = plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        # Training fills the window, no more, while this save lasts.
+        # During this save training fills the window and no more.
         assert pipeline.scheduler.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
         snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
@@ -336,9 +336,9 @@ def broken_stream(batches):
 
 
 def broken_pipeline(stage, **options):
-    """A pipeline of which a stage fails, by what it is given."""
+    """A pipeline in which the given stage fails."""
     if stage == "load":
-        load = raise_at(14, jax.device_put)  # row numbers to fetch are sent too, in another thread
+        load = raise_at(14, jax.device_put)  # another thread sends the row numbers to fetch
         in_load = lambda: threading.current_thread().name == "oac-load"
         options["send"] = lambda *args: load(*args) if in_load() else jax.device_put(*args)
     elif stage == "fetch":
@@ -361,7 +361,7 @@ def broken_stream_of(stage, batches):
 
 
 def check_named(stage, notes):
-    """The error says where it comes from."""
+    """Checks that the error's notes name the failed stage and batch."""
     named = {"ids": "plan", "hook": "commit"}.get(stage, stage)
     assert stage == "consumer" or f"in stage '{named}' of the pipeline, batch" in notes
     assert stage not in ("plan", "ids", "commit", "hook") or "batch 7" in notes
@@ -389,7 +389,7 @@ def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_
         )
         return
     assert same((pipeline.state, []), (expected[done], []))
-    with pipeline:  # and it can go on
+    with pipeline:  # the pipeline can continue
         for _ in pipeline.run(batches[done:]):
             pass
     assert same((pipeline.state, []), (expected[16], []))
@@ -397,7 +397,7 @@ def test_an_exception_of_any_stage_reaches_the_caller_and_the_tables_stand_at_a_
 
 @pytest.fixture
 def ctrl_c():
-    """Python's own handler; a job in a shell's background begins with SIGINT ignored."""
+    """Installs Python's SIGINT handler; a shell's background job starts with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -452,7 +452,7 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
     pipeline, found = train(small + large + small, window=4)
     assert same(found, plain_loop(small + large + small))
     again, _ = train(small + large + small, window=4)
-    assert 0 < pipeline.compilations and again.compilations == 0  # the same shapes: nothing new
+    assert 0 < pipeline.compilations and again.compilations == 0  # same shapes
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_other_tables_other_shapes_and_two_runs_at_once_are_refused():
         next(pipeline.run(make_batches(3)))
     assert same((pipeline.state, []), (before, []))
     with Pipeline(make_state(), update_of(SPEC)) as pipeline:
-        going = pipeline.run(make_batches(3))  # who drops it has left the run
+        going = pipeline.run(make_batches(3))  # dropping it leaves the run
         with pytest.raises(ValueError, match="is running"):
             pipeline.run(make_batches(3))
         del going

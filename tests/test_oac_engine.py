@@ -1,4 +1,4 @@
-"""Pipeline as an engine: alone with the tables, shards that are lost, other states, watchers that leave last."""
+"""Pipeline as an engine: exclusive access, lost shards, reset to other states, watchers that exit last."""
 
 import contextlib
 import threading
@@ -25,11 +25,11 @@ BATCHES = make_batches(STEPS)
 
 
 class MortalTables(HostTables):
-    """Tables whose shards die at a chosen read or write: their rows are gone, and refused until they are revived."""
+    """Tables whose shards die at chosen reads or writes: their rows are lost, and refused until revived."""
 
     @classmethod
     def of(cls, tables, deaths=()):
-        """Deaths are (kind of call, its number from 0, shard)."""
+        """`deaths`: (kind of call, its index from 0, shard)."""
         found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
         calls = {"read": 0, "write": 0, "refused read": 0, "refused write": 0}
         found.__dict__.update(deaths=list(deaths), calls=calls, dead=set(), lock=threading.Lock())
@@ -58,7 +58,7 @@ class MortalTables(HostTables):
     def read(self, plans):
         self.count("read")
         rows = super().read(plans)
-        # After the read: a shard may die in the middle of it, and its rows are half gone then.
+        # After the read: a shard that dies during it leaves torn rows.
         if lost := [s for s in self.dead if any(p.count[s] for p in plans.values())]:
             self.count("refused read")
             raise ShardsLost(lost, "the test killed them")
@@ -86,7 +86,7 @@ def mortal(*deaths):
 
 
 class Reviver:
-    """A watcher that brings shards back with initial rows, and notes at which step."""
+    """A watcher that restores shards to initial rows, and records the steps."""
 
     def __init__(self, engine):
         self.engine, self.lost, self.events = engine, [], []
@@ -104,7 +104,7 @@ class Reviver:
 
 
 def serial_loop(lost, batches=BATCHES, delay=0):
-    """One batch after the other; `lost` says which shards are lost, and come back, right after which steps."""
+    """Trains batch by batch; `lost`: (step after which shards are lost and reset, shards)."""
     update, state, losses, capacity = jax.jit(update_of(SPEC), donate_argnums=0), make_state(), [], None
     dense, tables = state
     before = copied(tables)
@@ -142,7 +142,7 @@ def is_serial(pipeline, watcher, losses, **options):
 @pytest.mark.parametrize("death", [("read", 6, 1), ("write", 6, 1), ("write", STEPS - 1, 2)])
 @pytest.mark.parametrize("options", [{}, {"mode": "sync"}, {"mode": "semisync"}, {"skip_rewritten": True}], ids=str)
 def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
-    """The last death is that of the last write-back, when no thread is left to gather anew."""
+    """One death is at the last write-back, when no thread is left to gather again."""
     window = {} if "mode" not in options else {"window": None}
     pipeline, watcher, losses = train_mortal(mortal(death), **options | window)
     assert [shards for _, shards in watcher.lost] == [(death[2],)]
@@ -152,7 +152,7 @@ def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
 
 def test_async_brings_shards_back_too():
     pipeline, watcher, losses = train_mortal(mortal(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
-    # One after the other or both at once: a write of an older batch may meet its death beside the read.
+    # In one recovery or two: a write of an older batch may meet its death during the read.
     assert {shard for _, shards in watcher.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
 
@@ -160,7 +160,7 @@ def test_async_brings_shards_back_too():
 @pytest.mark.parametrize("skips", [{}, {"skip_rewritten": True}])
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
-    """Each stage may meet it once: nobody knows of it before."""
+    """Each stage may hit the loss once, before it is known."""
     pipeline, watcher, _ = train_mortal(mortal((kind, 6, 1)), window=5, loaders=1, **skips)
     calls = pipeline.tables.calls
     assert len(watcher.lost) == 1 and calls["refused read"] <= 1 and calls["refused write"] <= 1
@@ -168,7 +168,7 @@ def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
 
 
 class Waiting(MortalTables):
-    """Tables whose ninth read says that it has begun, and waits for something before it looks."""
+    """Tables whose ninth read sets `begun`, then waits for a condition before it reads."""
 
     def read(self, plans):
         if self.calls["read"] == 8 and not self.begun.is_set():
@@ -186,7 +186,7 @@ def pipeline_over_waiting(death, until, scheduler_type, **options):
 
 
 def test_a_loss_that_two_stages_meet_is_recovered_once():
-    """A loader gathers when a write meets the loss: it tells of it before it lets anybody alone with the tables."""
+    """A loader that gathers while a write hits the loss reports it before exclusive access is granted."""
 
     class Late(Numbered):
         def mark_lost(self, shards):
@@ -209,7 +209,7 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
 def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     def fetch(tree):
         scheduler = pipeline.scheduler
-        if Numbered.mine.batch >= 5:  # committed by then, and written only when the loss is known
+        if Numbered.mine.batch >= 5:  # already committed; written only once the loss is known
             assert scheduler.wait_until(lambda: scheduler.lost_shards or watcher.lost, seconds=60)
         return jax.tree.map(np.asarray, tree)
 
@@ -218,7 +218,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     )
     before = lambda scheduler: scheduler.wait_until(
         lambda: reached(scheduler), seconds=60
-    )  # writes that were under way meet the loss
+    )  # writes in flight hit the loss
     with pipeline_over_waiting(("read", 8, 1), before, Numbered, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -237,7 +237,7 @@ def test_what_a_hook_loses_comes_back_behind_the_cut_of_its_step():
         watcher.lost = events
         for number, (state, _) in enumerate(pipeline.run(BATCHES, hooks), 1):
             if number == 5:
-                views.append(frozen(state))  # they are whole, and those of the state
+                views.append(frozen(state))  # the tables are whole, and match the state
     assert events == ["hook", ("snapshot", True), (5, (2,))]
     assert equal(views[0], serial_loop([(5, (2,))], BATCHES[:5])[0])
     assert equal(pipeline.state, serial_loop([(5, (2,))])[0])
@@ -262,8 +262,8 @@ def test_shards_that_are_lost_while_a_run_is_left_are_told_and_come_back_in_the_
     with pytest.raises(ShardsLost, match="restore them in `exclusive`"), pipeline:
         for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 5:
-                break  # its write may come now, or has come
-    pipeline.tables.dead.clear()  # a successor came up empty, and says nothing
+                break  # its write is due or done
+    pipeline.tables.dead.clear()  # an empty successor reports no loss
     with pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(stream))
@@ -376,7 +376,7 @@ def test_the_state_is_refused_in_hooks_and_saves_and_is_what_the_last_whole_hook
 
 
 def image_of(step):
-    """A state that was saved after a step, over tables of its own."""
+    """A saved state of the given step, with its own tables."""
     state = frozen(serial_loop([], BATCHES[:step])[0])
     return state._replace(dense=jax.tree.map(jnp.asarray, state.dense))
 
@@ -402,7 +402,7 @@ def test_after_reset_a_pipeline_goes_on_from_the_other_state(broken, skips):
                 pipeline.drain()
         pipeline.reset(image_of(5))
         assert pipeline.step == 5 == int(pipeline.state.dense.step)
-        pipeline.snapshot_at(STEPS, lambda state: None)  # nothing is left of what was announced
+        pipeline.snapshot_at(STEPS, lambda state: None)  # the announced snapshot was dropped
         list(pipeline.run(BATCHES[5:]))
     assert equal(pipeline.state, serial_loop([])[0])
 
@@ -415,7 +415,7 @@ def raise_broken():
 
 
 class Watcher:
-    """Notes what happens to it."""
+    """A watcher that records its enter and exit."""
 
     def __init__(self, name, events, end=None):
         self.name, self.events, self.end = name, events, end
@@ -459,7 +459,7 @@ def test_watchers_are_told_what_leaving_has_found_and_may_add_to_it():
     events: list = []
     with pytest.raises(KeyError) as raised, Pipeline(make_state(), update_of(SPEC), fetch=fetch) as pipeline:
         pipeline.enter(Watcher("first", events, end=KeyError("the watcher's")))
-        with pipeline:  # an inner block leaves nobody
+        with pipeline:  # an inner block leaves no watcher
             pass
         assert events == ["enter first"]
         for _ in pipeline.run(BATCHES):

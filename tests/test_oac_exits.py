@@ -1,4 +1,4 @@
-"""OAC's exits: however a run is left, its threads end, what is committed is written, and no failure is swallowed."""
+"""OAC's exits: however a run ends, threads end, committed batches are written, and no failure is swallowed."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ def to_host(tree):
 
 
 class Failing:
-    """A function that raises when it is called for the number-th time (from 0), once it may; `failed` is set then."""
+    """A function that raises at its call `number` (from 0), after waiting for `may`; sets `failed` when it does."""
 
     def __init__(self, number, function, may=None):
         self.calls, self.failed = itertools.count(), threading.Event()
@@ -83,7 +83,7 @@ def interrupt(state):
 
 
 def states_of(batches):
-    """The state after each step of one batch after the other."""
+    """{step: state} of training batch by batch."""
     states = {0: frozen(make_state())}
     plain_loop(batches, after=lambda step, state: states.update({step: frozen(state)}))
     return states
@@ -98,7 +98,7 @@ def all_notes(error):
 
 
 def chain(error):
-    """An error, and all that are after it."""
+    """The error and all its causes and contexts."""
     found = []
     while error is not None:
         found.append(error)
@@ -106,7 +106,7 @@ def chain(error):
     return found
 
 
-# ---- O1: a failure after the commit reaches who leaves, and the pipeline says that it is broken
+# ---- O1: a failure after the commit reaches the caller on leaving, and the pipeline reports itself broken
 
 
 @pytest.mark.parametrize("way", ["break", "close", "body", "hook", "ctrl-c", "exhausted"])
@@ -142,7 +142,7 @@ def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
 
 
 def refuses_everything(pipeline, dense_step, table_steps):
-    """A broken pipeline says where it stands, whatever is asked of it."""
+    """Checks that every call on a broken pipeline raises BrokenPipeline with the steps of its state."""
     asks = {
         "run": lambda: pipeline.run(make_batches(2)),
         "drain": pipeline.drain,
@@ -162,7 +162,7 @@ def refuses_everything(pipeline, dense_step, table_steps):
     pipeline.close()
 
 
-# ---- O6: with several writers the tables may stand at several steps, which is said
+# ---- O6: with several writers the tables may stand at several steps, which are reported
 
 
 def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said():
@@ -170,7 +170,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
 
     def write(shards):
         number = Numbered.mine.batch
-        if shards.start == 1 and number == 2:  # only when the other writer has written more
+        if shards.start == 1 and number == 2:  # once the other writer is ahead
             assert done.wait(60)
             raise Broken
         if shards.start == 0 and number == 4:
@@ -195,7 +195,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
     refuses_everything(pipeline, int(pipeline.state.dense.step), steps)
 
 
-# ---- O5: all batches before the one that failed are trained, and the pipeline goes on
+# ---- O5: all batches before the failed one are trained, and the pipeline can continue
 
 
 def raising(batches, at):
@@ -234,7 +234,7 @@ def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lo
                 pass
         assert int(pipeline.state.dense.step) == 9
         assert "in stage 'load' of the pipeline, batch 9" in all_notes(raised.value)
-        bad[0] = False  # whatever it was is over: the same iterator goes on
+        bad[0] = False  # the fault is over: the same iterator continues
         for _ in pipeline.run(stream):
             pass
     assert int(pipeline.state.dense.step) == 16
@@ -246,7 +246,7 @@ def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lo
 
 
 class Blocking:
-    """An iterator that blocks at a batch until it is let go."""
+    """An iterator that blocks at a batch until it is released."""
 
     def __init__(self, batches, at):
         self.batches, self.at, self.number = batches, at, 0
@@ -276,7 +276,7 @@ def let_go(stream):
 
 
 class BrokenSend:
-    """A transfer to the device that raises at the inputs of one batch, until it is mended."""
+    """A transfer to the device that raises at the inputs of one batch, until `mend`."""
 
     def __init__(self, batch, after=None):
         self.batch, self.after = batch, after
@@ -293,14 +293,14 @@ class BrokenSend:
 
 
 def goes_on(pipeline, stream, batches):
-    """Whether the rest of a stream, which another run has left, gives what one batch after the other gives."""
+    """Trains on the rest of a stream; returns whether the end state equals training batch by batch."""
     for _ in pipeline.run(stream):
         pass
     return equal(pipeline.state, states_of(batches)[len(batches)])
 
 
 def interrupting(when):
-    """A kind of `BatchScheduler` that sends a real Ctrl-C, once, where somebody has to wait and a condition holds."""
+    """A `BatchScheduler` class that sends a real Ctrl-C once, when a thread has to wait and `when()` holds."""
     asked = []
 
     class Interrupting(BatchScheduler):
@@ -315,7 +315,7 @@ def interrupting(when):
 
 @pytest.mark.parametrize("way", ["break", "close", "ctrl-c", "load"])
 def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothing_else(way, ctrl_c):
-    """Whether a row is rewritten is not known of the last W batches taken: they wait, and leaving does not."""
+    """For the last W batches taken it is unknown whether their rows are rewritten: they wait, leaving does not."""
     batches, last = make_batches(16), 8 - WINDOW
     stream = Blocking(batches, 8)
     send = BrokenSend(batches[6] if way == "load" else None, stream.blocked)
@@ -330,7 +330,7 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
                 if way == "break":
                     break
                 pipeline.close()
-    done = 6 if way == "load" else last  # all before the batch that failed: no batch after it is waited for
+    done = 6 if way == "load" else last  # all before the failed batch, waiting for none after it
     assert pipeline.step == done and equal(pipeline.state, states_of(batches)[done])
     send.mend()
     let_go(stream)
@@ -362,7 +362,7 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
                 break
     done = {"break": 5, "hook": 6, "load": 6, "fetch": 8}[way]
     assert int(pipeline.state.dense.step) == done
-    if way == "fetch":  # its rows are lost
+    if way == "fetch":  # the batch's rows are lost
         stream.let_go.set()
         return
     if stream.blocked.is_set():
@@ -371,7 +371,7 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
             pipeline.run(stream)
     send.mend()
     let_go(stream)
-    assert equal(pipeline.state, states_of(batches)[done])  # who woke up touched nothing
+    assert equal(pipeline.state, states_of(batches)[done])  # the woken thread touched nothing
     assert goes_on(pipeline, stream, batches)
 
 
@@ -380,7 +380,7 @@ def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
 
     class Patient(Pipeline):
         @property
-        def patience_seconds(self):  # asked for when a run is left, and when the iterator comes again
+        def patience_seconds(self):  # read on leaving a run, and when its iterator is reused
             if left.is_set():
                 blocking.let_go.set()
             return 60
@@ -395,7 +395,7 @@ def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
     assert len(list(pipeline.run(blocking))) == 8
 
 
-# ---- O7: what lags says so
+# ---- O7: tables that lag behind refuse to be read
 
 
 def ask_all(state, check):
@@ -426,7 +426,7 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
     states = states_of(batches)
 
     def drain(state):
-        assert state.tables.spec is SPEC  # which every state knows
+        assert state.tables.spec is SPEC  # available in every state
         pipeline.drain()
         assert equal(frozen(state), states[pipeline.step])
         drained.append(state)
@@ -462,11 +462,11 @@ def test_the_last_state_of_a_run_refuses_when_others_have_begun_to_train_over_it
     last.tables.read({})
 
 
-# ---- O3, O12: waits end, claims that have become void are let go
+# ---- O3, O12: waits end, void claims are released
 
 
 def test_a_transfer_that_fails_while_exclusive_waits_is_told():
-    """`exclusive` waits until nobody gathers, and the one who gathers fails."""
+    """`exclusive` waits for the loader's gather, which fails."""
     gathering, pausing = threading.Event(), threading.Event()
 
     class Telling(BatchScheduler):
@@ -525,7 +525,7 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
     assert equal(pipeline.state, states_of(batches)[20])
 
 
-# ---- O8: a loader that fills the same arrays again
+# ---- O8: a data loader that reuses its arrays
 
 
 def reusing(batches):
@@ -562,7 +562,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
             ask()
     for _ in running:
         pass
-    assert len(list(second.run(batches))) == 12  # a turn each
+    assert len(list(second.run(batches))) == 12  # in turns
     dropped = first.run(batches[:6])
     next(dropped)
     del dropped, first
@@ -571,7 +571,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     broken = Pipeline(make_state()._replace(tables=state.tables), update_of(SPEC), fetch=Failing(0, to_host))
     with pytest.raises(Broken):
         list(broken.run(batches))
-    assert len(list(second.run(batches))) == 12  # whoever says so may go on over what is left
+    assert len(list(second.run(batches))) == 12  # others may continue on the remaining tables
 
 
 def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
@@ -591,7 +591,7 @@ def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
 
 
 class BrokenSave:
-    """A save of a snapshot that fails, and what is asked of the pipeline afterwards."""
+    """A snapshot's save that fails."""
 
     def __init__(self):
         self.began, self.thread = threading.Event(), None
@@ -602,7 +602,7 @@ class BrokenSave:
         raise Broken
 
     def wait(self):
-        """It tells the failure after it has raised it, and a snapshot before that is a good one."""
+        """Waits until the failure has been reported; until then the snapshot counts as good."""
         assert self.began.wait(60)
         self.thread.join(60)
 
@@ -638,7 +638,7 @@ def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
     with pytest.warns(UserWarning, match=r"snapshots announced for steps \[9, 98\] were not taken: .* left at step 5"):
         list(pipeline.run(batches[:5]))
     assert not saved
-    list(pipeline.run(batches[5:]))  # warnings are errors here: it is said once
+    list(pipeline.run(batches[5:]))  # warnings are errors here: it is reported once
     assert saved == [9]
 
 
@@ -665,7 +665,7 @@ def test_an_update_that_returns_another_dtype_for_another_batch_size_is_refused_
             new = new._replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params))
         return new, rows, metrics
 
-    half = jax.tree.map(lambda leaf: leaf[:4], make_batches(1)[0])  # of no more rows: the plan keeps its capacity
+    half = jax.tree.map(lambda leaf: leaf[:4], make_batches(1)[0])  # no more rows, so the plan keeps its capacity
     pipeline = pipeline_of(update=update)
     with pytest.raises(ValueError, match="changes the shapes of the dense state"), pipeline:
         list(pipeline.run([*make_batches(3), half]))
@@ -694,7 +694,7 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
         return dense._replace(step=step), rows, metrics
 
     pipeline = pipeline_of(update=update, window=0)
-    with pytest.raises(Exception, match="Broken"), pipeline:  # jax's own error, whose text has it
+    with pytest.raises(Exception, match="Broken"), pipeline:  # jax's error, which contains it
         list(pipeline.run(make_batches(6)))
     with pytest.raises(BrokenPipeline, match="The dense state is gone") as raised:
         pipeline.drain()
@@ -716,7 +716,7 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
     assert equal(pipeline.state, states_of(batches)[1])
 
 
-# Where the main thread waits, by the function of the pipeline, or of its scheduler, that it is called in.
+# The scheduler's function in which the main thread waits, by test case.
 WAITS = {
     "drain": BatchScheduler.drain,
     "exclusive": BatchScheduler.drain,
@@ -727,7 +727,7 @@ WAITS = {
 
 
 def waiting_pipeline(place, go):
-    """A pipeline that waits at step 5 in a given place until it may go on; Ctrl-C comes there, and lets it go."""
+    """A pipeline that waits at step 5 at the given place until `go` is set."""
     fetches = itertools.count()
 
     def fetch(tree):
@@ -744,7 +744,7 @@ def waiting_pipeline(place, go):
 
 @pytest.mark.parametrize("place", WAITS)
 def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, ctrl_c):
-    """A real signal, sent when the thread is in the wait, which the same thread then ends by leaving."""
+    """A real signal is sent while the thread waits; the thread then leaves the run."""
     batches, go = make_batches(12), threading.Event()
     pipeline = waiting_pipeline(place, go)
     acts = {"drain": lambda state: pipeline.drain(), "exclusive": lambda state: pipeline.exclusive(unchanged)}
@@ -760,7 +760,7 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
 
 
 def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
-    """The hold is there, the thread that will end it is not: Ctrl-C waits for that thread, leaving for the save."""
+    """Writes are held, but the thread that releases them has not started: Ctrl-C waits for it, leaving for its save."""
     saved = []
 
     class Telling(BatchScheduler):
@@ -813,7 +813,7 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
 
 
 def interrupted_in_the_commit(step, number=signal.SIGINT):
-    """A kind of pipeline to which a real signal comes while the compiled update of a step is called."""
+    """A Pipeline class that receives a real signal during the compiled update of a step."""
     calls = itertools.count(1)
 
     def signalled(compiled, *args):
@@ -897,7 +897,7 @@ def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches
 @pytest.mark.random_instant
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
-    """Real signals to a process of its own, at random instants, one or several at a time."""
+    """Real signals to a separate process, at random instants, one or several at a time."""
     command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "50" if seed else "12"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=800 if seed else 220, env=environment)
@@ -945,11 +945,11 @@ def test_a_process_that_ends_within_a_run_writes_what_it_has_committed(way, tmp_
     jax.tree.map(np.testing.assert_array_equal, tables.shards, states_of(make_batches(12))[6].tables.shards)
 
 
-# ---- what hangs
+# ---- hanging transfers
 
 
 class Hanging:
-    """A transfer that hangs at its tenth call until it may go on."""
+    """A transfer that hangs at its tenth call until `go` is set."""
 
     def __init__(self):
         self.calls, self.hangs, self.go = itertools.count(), threading.Event(), threading.Event()
@@ -962,7 +962,7 @@ class Hanging:
 
 
 class Said(BatchScheduler):
-    """Sends a real Ctrl-C when the threads are waited for once more, after the warning."""
+    """Sends a real Ctrl-C at the second wait for threads, after the warning."""
 
     waits = 0
 
@@ -973,10 +973,10 @@ class Said(BatchScheduler):
         super().wait_for_threads(enough)
 
 
-@pytest.mark.realtime  # the loop has to be in its body after the transfer has begun to hang
+@pytest.mark.realtime  # the loop body has to run after the transfer hangs
 @pytest.mark.parametrize("stage", ["send", "fetch"])
 def test_ctrl_c_ends_the_wait_for_what_hangs_once_it_was_said_and_a_later_call_takes_it_up(stage, ctrl_c):
-    """Two real signals: one leaves the loop, the other, after the warning, the wait."""
+    """Two real signals: one ends the loop; the other, after the warning, ends the wait."""
     transfer, batches = Hanging(), make_batches(12)
     pipeline = pipeline_of(**{stage: transfer})
     pipeline.scheduler_type, pipeline.patience_seconds = Said, 0.05

@@ -1,4 +1,4 @@
-"""What a pipeline says of itself: bytes, memory, stale rows; and that nothing grows with a run."""
+"""A pipeline's own figures: bytes, memory, stale rows; and nothing grows with a run."""
 
 import functools
 import gc
@@ -52,7 +52,7 @@ WAYS = {
 
 
 class Seen:
-    """Transfers that add up what they are handed."""
+    """Transfers that count the bytes passed to them."""
 
     def __init__(self):
         self.lock, self.bytes = threading.Lock(), {"sent": 0, "fetched": 0}
@@ -78,7 +78,7 @@ def bytes_of_run(batches, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_are_those_handed_to_send_and_fetch(way):
-    """Inputs, rows, where the ring holds them, which rows travel: everything, both ways."""
+    """Inputs, rows, positions in the ring, masks of the transferred rows: everything in both directions."""
     batches, options = make_batches(20), WAYS[way]
     seen, counters, _ = bytes_of_run(batches, **options)
     assert counters["bytes_sent"] == seen["sent"] and counters["bytes_fetched"] == seen["fetched"]
@@ -88,14 +88,14 @@ def test_bytes_are_those_handed_to_send_and_fetch(way):
 
 
 def looks_at_ids(params, activations, batch):
-    """As `loss`, of a model that takes a number of its own from the ids."""
+    """`loss` plus a term that depends on the ids."""
     return loss(params, activations, batch) + jnp.where(batch.ids["pair"][:, 0] % 2 == 0, 0.25, 0.0)
 
 
 @pytest.mark.parametrize(("of", "unread"), [(loss, "ids"), (looks_at_ids, "")])
 @pytest.mark.parametrize("validation", ["planned", "device"])
 def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
-    """Counted by hand: row numbers where the host plans with them, ids unless the loss looks at them."""
+    """Row numbers stay if the host validates, ids stay unless the loss reads them."""
     batches, seen, update = make_batches(6), [], make_update(SPEC, of, OPTIMIZER, ROWS)
 
     def send(tree, placement):
@@ -117,7 +117,7 @@ def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
 @settings(max_examples=examples(6, 20))
 @given(seed=st.integers(0, 2**31), width=st.sampled_from([1, 7, 24]), shards=st.sampled_from([1, 3]))
 def test_rows_travel_without_gaps_and_find_their_places(seed, width, shards):
-    """What is sent of a batch and patched from a ring, what is fetched of it: against numpy, padding or none."""
+    """Rows sent, patched from the ring, and fetched, compared with numpy; with and without padding."""
     rng = np.random.default_rng(seed)
     leaf = jnp.asarray(rng.normal(size=(shards, width, 2)), jnp.float32)
     keep = rng.random((shards, width)) < rng.random()
@@ -138,7 +138,7 @@ def test_rows_travel_without_gaps_and_find_their_places(seed, width, shards):
 
 
 def planned_late(pipeline, batches, window):
-    """Each batch is known only when the one of a window before it has its rows: so which of these will be rewritten."""
+    """Yields each batch only once the one a window earlier is loaded, so that its rewritten rows are known late."""
     for number, batch in enumerate(batches):
         scheduler = pipeline.scheduler
         before = scheduler.first + number - window
@@ -157,7 +157,7 @@ def test_which_rows_to_fetch_is_told_late_if_it_is_known_late(window):
 
 
 def skewed_batches(number, spec, size=256):
-    """Batches of a power law, whose frequent rows are in most of them."""
+    """Batches with ids of a power law, so that frequent rows are in most batches."""
     rng = np.random.default_rng(0)
     rows = spec.tables["t"].rows
     chance = np.arange(1, rows + 1) ** -1.1
@@ -167,7 +167,7 @@ def skewed_batches(number, spec, size=256):
 
 
 def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
-    """Rows are sent only where no batch of the window wrote them, fetched only where none will; with small change."""
+    """Rows are sent only if no batch of the window wrote them, and fetched only if none will, up to small overheads."""
     spec = EmbeddingSpec({"t": Table(2_000, 16)}, {"t": Lookup(("t",) * 4)}, shards=4)
     window, number, moved, compiled, capacity = 4, 60, {}, {}, {}
     batches = skewed_batches(number, spec)
@@ -180,22 +180,22 @@ def test_savings_save_what_the_ids_allow_but_for_the_ends_of_a_run():
         assert same(found, again)
     rows = [set(np.unique(batch.ids["t"])) for batch in batches]
     touched = [row & set().union(*rows[max(0, t - window) : t]) for t, row in enumerate(rows)]
-    share = sum(map(len, touched[window:])) / sum(map(len, rows[window:]))  # nearly the same backwards
+    share = sum(map(len, touched[window:])) / sum(map(len, rows[window:]))  # nearly the same in reverse
     assert 0.4 < share < 0.9
     middle = (number - 2 * window) / number
     row_bytes = 4 * 32  # rows and slots
     full = number * row_bytes * spec.shards * capacity["width_16"]
-    # Sizes are rounded up and padded to the fullest shard, and small arrays say which rows travel.
+    # Sizes are rounded up and padded to the fullest shard, and small masks mark the transferred rows.
     for way, direction in [("reads", "sent"), ("writes", "fetched")]:
         saved = moved["none"][direction] - moved[way][direction]
         assert 0.7 * share * middle * full < saved < 1.1 * share * full, (way, saved / full, share)
     both = {direction: moved["none"][direction] - moved["both"][direction] for direction in ("sent", "fetched")}
     assert both["fetched"] > 0.7 * share * middle * full and both["sent"] > 0.6 * share * middle * full
-    assert max(compiled.values()) == 0  # the second run of the same shapes
+    assert max(compiled.values()) == 0  # second run with the same shapes
 
 
 def counted_rows(batches, watermarks, window, spec=SPEC):
-    """Stale and patched rows by sets of numpy: of a last writer not before the watermark, or within the window."""
+    """(stale, patched) rows counted by sets: last written at or after the watermark, or within the window."""
     writer: dict = {}
     stale = patched = 0
     for number, batch in enumerate(batches):
@@ -212,8 +212,8 @@ def rows_of(p):
 
 
 def one_by_one(pipeline, batches):
-    """Every batch is planned when all before it are written: nothing is stale, though the ring holds much."""
-    scheduler = pipeline.scheduler  # when the first batch is asked for, that of this run
+    """Yields each batch once all before it are written: nothing is stale, although the ring holds rows."""
+    scheduler = pipeline.scheduler  # this run's, as the first batch has been requested
     for number, batch in enumerate(batches):
         assert scheduler.wait_until(lambda n=number: scheduler.watermark() - scheduler.first >= n, seconds=60)
         yield batch
@@ -224,14 +224,14 @@ def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring
     batches, window = make_batches(16), 3
     late, (_, losses) = train(batches, window=window, validation=validation)
     stale, patched = counted_rows(batches, [max(0, n - window) for n in range(16)], window)
-    assert stale == patched > 16  # write-backs held back as long as admission allows
+    assert stale == patched > 16  # write-backs are as late as admission allows
     assert late.counters["stale_rows"] == late.counters["patched_rows"] == stale
     metrics = []
     with Pipeline(make_state(), update_of(SPEC), window=window, validation=validation) as pipeline:
         metrics = [m for _, m in pipeline.run(one_by_one(pipeline, batches))]
     assert all(np.array_equal(m["loss"], loss) for m, loss in zip(metrics, losses, strict=True))
     assert pipeline.counters["stale_rows"] == 0
-    # The device looks at what the gather could not see, the plan at all that the ring holds.
+    # The device patches only rows that the gather missed, the plan all rows that the ring holds.
     assert pipeline.counters["patched_rows"] == (patched if validation == "planned" else 0)
     for name in ("stale_rows", "patched_rows"):
         assert sum(int(m[name]) for m in metrics) == pipeline.counters[name]
@@ -242,7 +242,7 @@ def is_container(thing):
 
 
 def reachable(root):
-    """{id: thing} of all that a pipeline holds, through containers and through objects of jaxrec."""
+    """{id: object} of all objects reachable from `root` through containers and jaxrec's objects."""
     seen, todo = {}, [root]
     while todo:
         thing = todo.pop()
@@ -257,23 +257,23 @@ def reachable(root):
 
 
 def things_in(pipeline):
-    """How much is in all containers that can be reached from a pipeline."""
+    """Total number of items in all containers reachable from a pipeline."""
     return sum(len(thing) for thing in reachable(pipeline).values() if is_container(thing))
 
 
 def steady_batches(kinds=8):
-    """Endless batches, of a few that are made once."""
+    """An endless cycle of `kinds` batches."""
     return itertools.cycle([jax.tree.map(np.copy, batch) for batch in make_batches(kinds + 1)[:-1]])
 
 
 def growth(number, **options):
-    """Python's memory blocks, things in containers, arrays: how many more after n than after n/2 batches of a run."""
+    """Growth of (memory blocks, items in containers, live arrays) between batches n/2 and n of a run."""
     found = []
 
     def look(state, step, plan, metrics):
         if step in (number // 2, number):
             pipeline.drain()
-            # Planned as far ahead as may be, so that both times as much is in flight.
+            # Planned as far ahead as possible, so that the same number is in flight both times.
             scheduler, depth = pipeline.scheduler, pipeline.window + 1
             full = lambda: scheduler.planned == scheduler.committed + depth + 2 and len(scheduler.loaded) >= depth
             assert scheduler.wait_until(full, seconds=60)
@@ -287,7 +287,7 @@ def growth(number, **options):
     return tuple(b - a for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.realtime  # it counts the memory blocks of the whole process
+@pytest.mark.realtime  # it counts memory blocks of the whole process
 @pytest.mark.parametrize(
     "options",
     [
@@ -297,7 +297,7 @@ def growth(number, **options):
     ],
 )
 def test_nothing_grows_with_a_run(options):
-    """A set of batch numbers alone would be a thing and a block per batch."""
+    """Even a set of batch numbers would grow by an item and a block per batch."""
     blocks, things, arrays = growth(1_000, **options)
     assert blocks < 400 and things < 200 and arrays < 100, (blocks, things, arrays)
 
@@ -309,7 +309,7 @@ def test_nothing_grows_with_a_long_run():
     assert blocks < 1_000 and things < 100 and arrays < 100, (blocks, things, arrays)
 
 
-@pytest.mark.realtime  # it counts the threads and arrays of the whole process
+@pytest.mark.realtime  # it counts threads and arrays of the whole process
 def test_nothing_grows_with_the_number_of_runs():
     found = []
     with Pipeline(make_state(), update_of(SPEC), window=4) as pipeline:
@@ -330,7 +330,7 @@ SHAPES = {  # rows of the table, ids per example, examples, width
 
 
 def shaped(shape):
-    """A spec of one stack, and batches of distinct ids; the last shape has many dense features."""
+    """A spec with one stack, and batches with distinct ids; the last shape has many dense features."""
     rows, hots, size, width = SHAPES[shape]
     spec = EmbeddingSpec({"t": Table(rows, width)}, {"t": Lookup(("t",) * hots)}, shards=4)
     rng = np.random.default_rng(0)
@@ -341,14 +341,14 @@ def shaped(shape):
 
 
 def held_on_the_host(pipeline):
-    """Bytes of the numpy arrays of a pipeline, without its tables: of batches on their way, and of last writers."""
+    """Bytes of a pipeline's numpy arrays without its tables: batches in flight and last writers."""
     tables = reachable(pipeline.tables.shards)
     mine = [thing for key, thing in reachable(pipeline).items() if key not in tables]
     return sum(thing.nbytes for thing in mine if isinstance(thing, (np.ndarray, np.generic)))
 
 
 def await_(scheduler, ready):
-    """Waits for what threads do, also for what they do without telling `scheduler`."""
+    """Waits until `ready()`, polling, as threads may not notify `scheduler`."""
     end = time.monotonic() + 60
     while not scheduler.wait_until(ready, seconds=0.01):
         assert time.monotonic() < end, (
@@ -361,24 +361,24 @@ def await_(scheduler, ready):
 
 
 class Live:
-    """Bytes of the buffers on devices that were made since, whoever drops earlier ones meanwhile.
+    """Bytes of device buffers created after this object, even if earlier ones are freed meanwhile.
 
     Buffers, not arrays: inside `jax.device_put` up to four arrays share one buffer for an instant.
     """
 
     def __init__(self):
         gc.collect()
-        self.earlier = jax.live_arrays()  # kept, so that no later array gets the id of one of them
+        self.earlier = jax.live_arrays()  # kept alive, so that later arrays have other ids
         self.ids, self.lock = {id(array) for array in self.earlier}, threading.Lock()
 
     def bytes(self):
-        with self.lock:  # whoever looks holds all arrays as long as it looks
+        with self.lock:  # `live_arrays` keeps all arrays alive meanwhile
             later = (array for array in jax.live_arrays() if id(array) not in self.ids)
             return sum(dict(filter(None, map(buffer_of, later))).values())
 
 
 def buffer_of(array):
-    """Where the buffer of an array begins, and its bytes; None if it has been donated since."""
+    """(address, bytes) of an array's buffer; None if it has been donated."""
     try:
         return array.unsafe_buffer_pointer(), array.nbytes
     except RuntimeError as error:
@@ -387,11 +387,11 @@ def buffer_of(array):
 
 
 class Measured:
-    """A run whose device is slow at one step, and whose snapshot holds all writing at another; what it holds then.
+    """Memory of a run whose device is slow at step `slow_at`, and whose snapshot holds writes at `cut_at`.
 
     Attributes:
-      most: live bytes on devices after every transfer and update. filled: when all is gathered that may be.
-      host: bytes of numpy arrays while nothing is written. capacity: U of each stack.
+      most: live device bytes after every transfer and update. filled: the same when the pipeline is full.
+      host: bytes of numpy arrays while writes are held. capacity: U of each stack.
     """
 
     def __init__(self, spec, batches, cut_at=5, slow_at=3, **options):
@@ -411,7 +411,7 @@ class Measured:
 
     def send(self, tree, placement):
         found = jax.device_put(tree, placement)
-        self.most.append(self.live.bytes())  # also here, as the formula says how much there is at most, at any time
+        self.most.append(self.live.bytes())  # the formula bounds it at any time
         self.inputs += isinstance(tree, tuple) and isinstance(tree[1], Batch)
         return found
 
@@ -422,7 +422,7 @@ class Measured:
 
     def save(self, state):
         scheduler = self.pipeline.scheduler
-        end = scheduler.first + self.cut_at + self.pipeline.window + 1  # committed while nothing is written
+        end = scheduler.first + self.cut_at + self.pipeline.window + 1  # committed while writes are held
         await_(scheduler, lambda: (
             scheduler.committed == end and scheduler.planned == end + self.pipeline.window + 3
             and all(n in scheduler.fetched for n in range(end - self.pipeline.window - 1, end))
@@ -432,7 +432,7 @@ class Measured:
     def update(self, update, *args):
         scheduler = self.pipeline.scheduler
         slow = scheduler.committed == scheduler.first + self.slow_at
-        if slow:  # nothing is committed until all that may be gathered is, and all threads wait
+        if slow:  # commits only once the pipeline is full and all threads wait
             end = scheduler.committed + self.pipeline.window + 1
             await_(scheduler, lambda: (
                 scheduler.planned == end + 2 and scheduler.watermark() == scheduler.committed
@@ -450,13 +450,13 @@ PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "none", "device")
 
 @pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "none"))
 def test_memory_is_what_the_formula_says(way, shape):
-    """Live arrays when the device is slow and all is gathered; host arrays when a snapshot holds all writing."""
+    """Device buffers when the device is slow and the pipeline is full; host arrays when a snapshot holds writes."""
     options, (spec, batches) = WAYS[way], shaped(shape)
     window = {"sync": 0, "semisync": 1}.get(way, 3)
     found = Measured(spec, batches, **options)
     plans = jaxrec.plan(spec, batches[0].ids, found.capacity)
     (p,) = plans.values()
-    # The loss looks at no ids; row numbers are compared where the device validates.
+    # The loss reads no ids; row numbers are read only if the device validates.
     unread = nbytes(batches[0].ids) + (way != "device") * nbytes((p.unique, p.count))
     expected = memory_bytes(
         window, p.unique.size, 2 * SHAPES[shape][3], mode=options.get("mode", "oac"),
@@ -469,7 +469,7 @@ def test_memory_is_what_the_formula_says(way, shape):
 
 
 def test_the_ring_is_made_where_it_stays():
-    """Not on one device and then split: nothing goes from one device to another, but the dense state's copy."""
+    """Not on one device and then split: only the dense state's copy goes from one device to another."""
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
     batches, state = make_batches(8), make_state(SPEC, mesh)
     with Pipeline(state, update_of(SPEC, mesh), mesh=mesh, window=3) as pipeline:

@@ -1,4 +1,4 @@
-"""What the savings may save at best: rows counted from the ids alone, against plain searches."""
+"""Upper bounds of the savings: row counts from ids alone, compared with plain searches."""
 
 import itertools
 
@@ -16,7 +16,7 @@ def as_arrays(batches):
 
 
 def moved(batches, keep):
-    """Rows both ways of a cache which holds `keep(number, held)` after each batch; it is emptied at the end."""
+    """Rows moved in both directions by a cache that holds `keep(number, held)` after each batch and is emptied last."""
     held, total = set(), 0
     for number, rows in enumerate(batches):
         total += len(rows - held)
@@ -33,7 +33,7 @@ def test_rows_of_a_window_are_those_of_a_cache_of_what_it_wrote(batches, window)
 
 
 def best(batches, capacity):
-    """The fewest rows of all ways to choose what to keep, by trying every one."""
+    """The fewest rows moved by any choice of rows to keep, by exhaustive search."""
     reached = {frozenset(): 0}
     for rows in batches:
         following: dict = {}

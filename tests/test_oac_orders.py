@@ -1,4 +1,4 @@
-"""Laws of the pipeline that only a certain order of events can break; each order is forced, none is waited for."""
+"""Properties of the pipeline that only a certain order of events could break; each order is forced."""
 
 import threading
 
@@ -29,7 +29,7 @@ def losses_of(pipeline, batches, hooks=()):
 
 @pytest.mark.parametrize("leave_there", [False, True])
 def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
-    """Rows of the ring that nobody has written yet are written by `drain`: but not over what was changed since."""
+    """`drain` writes the ring's unwritten rows, but not over rows changed since."""
     batches, seen, expected = make_batches(20), [], {}
     plain = plain_loop(
         batches, after=lambda step, s: (reset_at(9)(step, s), expected.update({step: frozen(s)}))
@@ -54,7 +54,7 @@ def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
 
 @pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
 def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(options):
-    """The stream is late: the batches of the window after the change are planned when it has been made."""
+    """The stream is late: batches in the window after the change are planned once it has been made."""
     batches, changed = make_batches(16), threading.Event()
 
     def stream():
@@ -102,12 +102,12 @@ def test_a_cut_holds_what_a_hook_made_of_the_dense_parameters_at_its_step():
 
 @pytest.mark.parametrize("skips", [{}, BOTH])
 def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
-    """Between the commit of the snapshot's step and the next one nothing else holds `exclusive` back."""
+    """Between the commits of the snapshot's step and of the next one nothing else blocks `exclusive`."""
     batches, snapshots, expected, inside = make_batches(12), [], {}, threading.Event()
     plain_loop(batches, after=lambda step, state: expected.update({step: frozen(state)}))
 
     def save(state):
-        # An `exclusive` that does not wait is inside while the snapshot is not there yet.
+        # An `exclusive` that does not wait would run before the snapshot is taken.
         until(lambda: inside.is_set() or (is_inside(BatchScheduler.wait_for_snapshot) and is_inside(wait)))
         snapshots.append(frozen(state))
 
@@ -125,7 +125,7 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
 
 
 class Looked(set):
-    """A set that notes which of its members somebody has found there."""
+    """A set that records which of its members have been looked up."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Looked(set):
 
 
 class Looking(Numbered):
-    """Notes which fetched batches its writer has found, and written or left there."""
+    """Records the fetched batches that its writer has found, written or not."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -146,12 +146,12 @@ class Looking(Numbered):
 
 
 def test_semisync_is_one_batch_stale_after_exclusive_too():
-    """A batch that was gathered before the change is gathered again, and its forerunner's write waits for that."""
+    """A batch gathered before the change is gathered again, and its predecessor's write waits for this."""
     batches, at = make_batches(16), 7
 
     def wait():
         scheduler, number = pipeline.scheduler, Numbered.mine.batch
-        if changed and number == at + 1:  # a write that does not wait for this gather comes first
+        if changed and number == at + 1:  # lets a write that does not wait come first
             (writer,) = workers("oac-write back")
             until(
                 lambda: scheduler.first + at in scheduler.fetched.found and is_inside(threading.Condition.wait, writer)
@@ -174,7 +174,7 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
 
 
 def delayed_loop_with_reset(batches, at):
-    """Batch t reads rows as they were after batch t - 2; the one after the change reads what the change left."""
+    """Batch t reads rows as of batch t - 2; the one after the change reads the changed rows."""
     update, (dense, tables), losses, capacity = jax.jit(update_of(SPEC), donate_argnums=0), make_state(), [], None
     past = copied(tables)
     for step, batch in enumerate(batches, 1):
@@ -197,7 +197,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
     held = HeldBack(window, len(batches))
 
     def send(tree, placement):
-        sent = held.send(tree, placement)  # tells `held`, which lets the oldest batch of the window be written
+        sent = held.send(tree, placement)  # `held` then releases the write of the window's oldest batch
         if len(tree) == 3:  # rows
             scheduler, oldest = pipeline.scheduler, pipeline.scheduler.first + Numbered.mine.batch - window
             assert scheduler.wait_until(lambda: oldest < scheduler.first or scheduler.watermark() > oldest, seconds=60)
@@ -208,5 +208,5 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
     pipeline.scheduler_type = Numbered
     losses = losses_of(pipeline, batches)
     assert same((pipeline.state, losses), plain_loop(batches))
-    # All rows that the ring held were stale when the gathers began: of each batch the oldest of the window, too.
+    # All rows in the ring were stale when each gather began, including those of the window's oldest batch.
     assert pipeline.counters["stale_rows"] == pipeline.counters["patched_rows"] > 16

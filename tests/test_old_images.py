@@ -1,7 +1,7 @@
-"""Runs that were saved by an earlier jaxrec: they restore, value for value, and go on; or they are refused by format.
+"""Runs saved by an earlier jaxrec are restored to the same values and resumed, or refused by their format.
 
 tests/golden/run_of_format_2.tar.gz was written by the code of commit fd9c844, before there were engines: a base of step
-2, deltas of steps 4 and 6 by MFU, and restored.npz, which is what that code itself restored from them.
+2, deltas of steps 4 and 6 by MFU, and restored.npz, the state that that code itself restored from them.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def fresh(home):
 
 
 def found(state):
-    """What restored.npz holds, of a state."""
+    """The arrays of a state under the names of restored.npz."""
     rows = state.tables.parts("width_2")
     dense = {"bias": state.dense.params["bias"], "trace": state.dense.opt_state[0].trace["bias"]}
     shards = {f"{part}_{shard}": rows[part][shard] for part in rows for shard in range(2)}
@@ -93,7 +93,7 @@ def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
 
 
 def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and_stays(old_run):
-    """Of the format before, and of one to come; every way in says so."""
+    """An older and a newer format, through every function that reads images."""
     for number in (1, 3):
         for path in [*images(old_run), *deltas(old_run)]:
             body = json.dumps(json.loads((path / "manifest.json").read_bytes().split(b"\n")[0]) | {"format": number})

@@ -1,4 +1,4 @@
-"""What an experiment draws: titles follow from the figures, nothing lies on anything else, and all can be read."""
+"""Figures of the experiments: titles follow from the results, nothing overlaps, all text is legible."""
 
 import itertools
 import types
@@ -27,7 +27,7 @@ from jaxrec.cpr.failure import draw_failures
 
 
 def with_interval(key, value, half, end=""):
-    """A flat figure with the ends of its interval."""
+    """A flat result with the ends of its interval."""
     return {f"{key}{end}": value, f"{key}_low{end}": value - half, f"{key}_high{end}": value + half}
 
 
@@ -57,7 +57,7 @@ def of_quality(*numbers):
 
 
 def of_scaling(kind):
-    """Rows of a part, and its flat results: the foreground flattens at 14 and 28 trainers."""
+    """Rows of one kind and their flat results: the foreground flattens at 14 and 28 trainers."""
     rows = {}
     for (way, servers), n in itertools.product(shadowsync_scaling.LINES, (1, 2, 4, 8, 16, 32, 64, 1000)):
         most = min(n, 7 * servers) if way == "fr_easgd_5" else n
@@ -67,7 +67,7 @@ def of_scaling(kind):
 
 
 def of_modes(*labels, windows=()):
-    """Names of ways by label, and their flat results."""
+    """Names of modes by label, and their flat results."""
     names = ["sync", "semisync", "async", "oac", "oac_device"]
     if windows:
         names = ["sync", *(f"{mode}_window_{w}" for mode in ("async", "oac") for w in windows)]
@@ -146,7 +146,7 @@ def of_retrieval(**recall):
     return results
 
 
-# Sentences and the figures that they follow from; the second of a pair has other figures, and says so.
+# Results and the sentence that follows from them; the second of a pair has other results and another sentence.
 FINDINGS = {
     "isolation": (
         lambda: shadowsync_isolation.finding(of_isolation()),
@@ -266,7 +266,7 @@ def test_a_title_says_what_follows_from_the_figures(name):
     assert find() == sentence
 
 
-# All pictures, from figures.
+# All pictures, from results.
 
 
 def killer(*killed):
@@ -353,7 +353,7 @@ PICTURES = {
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """All that is drawn."""
+    """The figures that have been saved."""
     pictures, save = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda self, *to, **how: (pictures.append(self), save(self, *to, **how))
@@ -362,7 +362,7 @@ def drawn(monkeypatch):
 
 
 def words_in(picture):
-    """All texts that are shown, but for titles of nothing: those of ticks only where the axis is."""
+    """All visible texts of a figure; tick labels only within the limits of their axis."""
     for axis in picture.axes:
         if axis.get_visible():
             yield from (*axis.texts, axis.xaxis.label, axis.yaxis.label)
@@ -374,7 +374,7 @@ def words_in(picture):
 
 
 def overlaps(picture, allowed=1.5):
-    """Pairs of words that lie on each other, and words that leave the picture, by more than so many dots."""
+    """Pairs of texts that overlap and texts that leave the figure, by more than `allowed` pixels."""
     boxes = [(text.get_text(), text.get_window_extent()) for text in words_in(picture) if text.get_text().strip()]
     whole, found = picture.bbox, []
     for text, box in boxes:
@@ -387,7 +387,7 @@ def overlaps(picture, allowed=1.5):
     return found
 
 
-IN_THE_GATE = ("quality", "scaling", "modes", "saves", "throughput, swept")  # a kind of axes each
+IN_THE_GATE = ("quality", "scaling", "modes", "saves", "throughput, swept")  # one of each kind of axes
 
 
 @pytest.mark.parametrize(
@@ -399,14 +399,14 @@ def test_a_picture_has_a_title_and_nothing_lies_on_anything_else(tmp_path, drawn
     assert len(drawn) == number == len(list(tmp_path.glob("*.png")))
     for picture in drawn:
         assert len(picture.get_suptitle()) > 20 and not overlaps(picture)
-        # In a column of 600 dots.
+        # In a column of 600 pixels.
         shrunk = 600 / picture.bbox.width
         smallest = min(text.get_fontsize() for text in words_in(picture) if text.get_text())
         assert smallest * picture.dpi / 72 * min(1.0, shrunk) > 8
 
 
 def test_words_that_lie_on_each_other_are_seen(tmp_path, drawn):
-    """The negative control."""
+    """Negative control."""
     assert plot(tmp_path / "a.png", {"y": {"a": ([1, 2], [1.0, 2.0])}}, "x", marks=[(1.5, "killed"), (1.501, "kills")])
     assert overlaps(drawn[0]) == [("killed", "kills")]
 

@@ -1,4 +1,4 @@
-"""Laws of the plan: it gives the ids back, host and device agree to the bit, nothing is dropped."""
+"""Properties of the plan: it gives the ids back, host and device agree to the bit, nothing is dropped."""
 
 import functools
 
@@ -15,7 +15,7 @@ from jaxrec.sharding import SPLIT, make_mesh, plan_specs
 
 
 def stack_rows(spec, lookup, ids):
-    """Reference: row in the stack of every id, -1 where missing."""
+    """Reference: the row in the stack of every id, -1 where missing."""
     offset, _ = spec.columns_of(lookup)
     columns = spec.lookups[lookup].columns
     hots = spec.lookups[lookup].hots
@@ -37,7 +37,7 @@ def test_plan_gives_the_ids_back(spec, batch_size, seed):
             np.testing.assert_array_equal(flat[inverse], stack_rows(spec, key, ids[key]))
         stack = spec.stacks[name]
         seen = [stack_rows(spec, key, ids[key]).reshape(-1) for key in p.inverse]
-        order = dict.fromkeys(int(r) for r in np.concatenate(seen) if r >= 0)  # by first appearance
+        order = dict.fromkeys(int(r) for r in np.concatenate(seen) if r >= 0)  # in order of first appearance
         for shard in range(spec.shards):
             expected = [r for r in order if r % spec.shards == shard]
             assert p.unique[shard, : p.count[shard]].tolist() == expected

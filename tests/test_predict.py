@@ -1,4 +1,4 @@
-"""A trained run in use: its model without optimizers, its embeddings, and both by way of files."""
+"""Use of a trained run: its model without optimizers and its embeddings, in memory and through files."""
 
 import gzip
 import json
@@ -107,7 +107,7 @@ def test_shapes_of_parameters_are_enough_and_shards_may_be_others(tmp_path):
 
 
 def recovered_run(directory, home, steps=12):
-    """A run with CPR: a base of some step, and row deltas over it with their dense state."""
+    """State restored from a run with CPR, which has left row deltas with their dense state."""
     with jaxrec.Serial(fresh(home), train_step()) as engine:
         schedule = dict(save_every_steps=4, total_steps=20, scheme=mfu(), fraction=0.5)
         recovery = engine.enter(Recovery(engine, directory, **schedule))
@@ -149,7 +149,7 @@ def test_each_replica_predicts_what_it_did(tmp_path):
 
 
 def test_to_go_on_training_still_wants_the_optimizers(tmp_path):
-    """Negative control: only who asks for a model gets one without them."""
+    """Negative control: only a model for prediction is restored without optimizers."""
     save(trained(), tmp_path)
     with pytest.raises(ValueError, match="other row optimizer slots"):
         restore(tmp_path, jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, sgd(0.1))))
@@ -208,7 +208,7 @@ def test_tables_that_lag_refuse_to_be_copied():
 
 
 def slots(tables, table):
-    """The accumulators of one table: the matrix of tables that hold them in place of embeddings."""
+    """The accumulators of one table, read as the embeddings of tables that hold them in their place."""
     shards = {name: [{"value": parts["accumulator"]} for parts in mine] for name, mine in tables.shards.items()}
     return embedding_matrix(HostTables(tables.spec, tables.spec.layout(sgd(0.1)), shards), table)
 
@@ -250,7 +250,7 @@ def read_digest(path):
 
 
 def test_reading_changes_nothing_and_waits_for_nobody(tmp_path):
-    """Who saves in the directory holds its locks; who reads takes none."""
+    """A writer holds the locks of the directory; readers take none."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(trained())
         checkpointer.wait()
@@ -296,17 +296,17 @@ def test_a_digest_tells_encoders_apart(tmp_path):
     lines = list(criteo_lines(120))
     swapped = [line.replace("00001eef", "x").replace("00003dde", "00001eef").replace("x", "00003dde") for line in lines]
     first = digest("a", lines, min_count=3)
-    assert first == digest("b", [*lines[:100], *criteo_lines(20, 1)], min_count=3)  # other test rows
+    assert first == digest("b", [*lines[:100], *criteo_lines(20, 1)], min_count=3)  # the test rows differ
     others = [digest("c", swapped, min_count=3), digest("d", lines, hash_cap=9), digest("e", lines, hash_cap=8)]
     assert len({first, *others}) == 4
-    assert open_encoder(tmp_path / "a").cardinalities == open_encoder(tmp_path / "c").cardinalities  # not of the sizes
+    assert open_encoder(tmp_path / "a").cardinalities == open_encoder(tmp_path / "c").cardinalities  # equal sizes
 
 
 # ---- experiments/evaluate.py
 
 
 def evaluated(run, workdir, *path, **flags):
-    """What an evaluation writes: results.json and the predictions."""
+    """Run an evaluation; return its results.json and predictions."""
     evaluate.main(evaluate.Config(run_directory=run, workdir=workdir, path=path, **flags))
     with np.load(workdir / "predictions.npz") as predictions:
         return json.loads((workdir / "results.json").read_text()), dict(predictions)
@@ -397,7 +397,7 @@ def assert_equal_states(found, wanted):
     for name, mine in wanted.tables.shards.items():
         used = wanted.tables.spec.stacks[name].offsets[-1]
         for shard, parts in enumerate(mine):
-            rows = len(range(shard, used, wanted.tables.spec.shards))  # after them is no table
+            rows = len(range(shard, used, wanted.tables.spec.shards))  # the rest is padding of the stack
             for part, array in parts.items():
                 equal(found.tables.shards[name][shard][part][:rows], array[:rows])
 
@@ -415,7 +415,7 @@ def test_rows_of_a_table_are_exported_by_id(tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(1 << 26, marks=pytest.mark.more)])
 def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(export, "AT_ONCE_BYTES", at_once)  # tables one by one, or all together
+    monkeypatch.setattr(export, "AT_ONCE_BYTES", at_once)  # one table at a time, or all together
     run, job, state, _ = synthetic_run(tmp_path)
     found = exported(tmp_path / "all.npz", run, all=True, optimizer=True)
     equal(found["table.C3.value"], embedding_matrix(state.tables, "C3"))
@@ -444,7 +444,7 @@ def test_without_optimizers_what_comes_back_predicts_and_no_more(tmp_path):
 
 
 def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
-    """Half-precision weights, keys, empty leaves; several widths; and deltas without a base."""
+    """Half-precision weights, keys and empty leaves; several widths; and deltas without a base."""
     params = {"half": jnp.arange(3, dtype=jnp.bfloat16)[None], "none": jnp.zeros((1, 0)), "long": jnp.arange(2)[None]}
 
     def state_of(step):
@@ -479,7 +479,7 @@ def test_tables_are_read_together_up_to_the_size_of_the_largest(tmp_path, optimi
 
 
 def start(name, *flags, cwd):
-    """A process of a user, on the devices of the machine."""
+    """Start an experiment as a user does, on the devices of the machine."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXPERIMENTS.parent), environment.get("PYTHONPATH", "")])
     may_warn = [part for verb in ("reading", "writing") for part in ("-W", f"ignore:Error {verb} persistent")]

@@ -1,4 +1,4 @@
-"""One harness over all schemes and homes: within budget, only what changed, nothing forgotten until it is saved."""
+"""One harness over all schemes and homes: picks keep the budget, hold only changed rows and forget none unsaved."""
 
 import functools
 import threading
@@ -36,14 +36,14 @@ def plan_of(ids):
 
 
 def random_ids(seed):
-    """Few rows often, others seldom, one missing."""
+    """A few rows often, others seldom, and one missing id."""
     ids = (np.random.default_rng(seed).random(IDS) ** 3 * ROWS).astype(np.int32)
     ids[0] = -1
     return ids
 
 
 def place(value, home):
-    """A copy of the rows f32[S, V / S, E] in a home."""
+    """Copy rows f32[S, V / S, E] to a home."""
     if home == "host":
         return [shard.copy() for shard in value]
     devices = jax.devices()[: 4 if home == "device4" else 1]
@@ -56,7 +56,7 @@ def toucher(scheme):
 
 
 class World:
-    """A tracker beside what it should know."""
+    """A tracker and the reference of what it must know."""
 
     def __init__(self, scheme, home, budget):
         self.scheme, self.home, self.budget = scheme, home, budget
@@ -75,7 +75,7 @@ class World:
             self.value[row % SHARDS, row // SHARDS] += 1 + row % 3
 
     def weight(self):
-        """By what rows are ordered; 0 where there is nothing to save."""
+        """The priority of each row; 0 where there is nothing to save."""
         if self.scheme.name == "scar":
             return np.linalg.norm(self.value - self.saved_value, axis=-1)
         return self.count
@@ -111,7 +111,7 @@ class World:
 
 
 def live(scheme, home, budget, operations):
-    """Runs (what, number) operations through a world."""
+    """Run (operation, number) pairs through a world."""
     world = World(scheme, home, budget)
     for what, number in operations:
         if what == "touch":
@@ -191,7 +191,7 @@ def test_a_broken_scheme_is_found(what):
         live(BROKEN[what], "host", 9, BUSY + restore)
 
 
-# Over devices two schemes: `test_devices_pick_what_the_host_picks` is the law of the others there.
+# Two schemes on devices: `test_devices_pick_what_the_host_picks` covers the others.
 EACH = chosen(
     [(name, home) for name in SCHEMES if name != "ssu_every_2" for home in HOMES],
     lambda name, home: home == "host" or (name, home) in (("mfu", "device4"), ("scar", "device")),
@@ -230,12 +230,12 @@ def test_round_robin_takes_turns():
         picked = world.pick()
         seen += np.concatenate(picked[0].rows).tolist()
         world.commit(picked)
-        world.touch(np.zeros(IDS, int))  # always there, but its turn comes once per round
+        world.touch(np.zeros(IDS, int))  # row 0 always changes, but is picked once per round
     assert set(seen) == set(touched) and len(set(seen) - {0}) == len([row for row in seen if row])
 
 
 def coverage(make, seed):
-    """The share of all accesses that go to the rows of the first pick."""
+    """Share of all accesses that go to the rows of the first pick."""
     world = World(make(seed), "host", 8)
     for batch in range(60):
         world.touch(random_ids(100 * seed + batch))
@@ -250,7 +250,7 @@ def test_frequent_rows_are_covered_best_by_counting_then_by_listing():
 
 
 def test_memory_is_that_of_the_paper():
-    """4 bytes per row for MFU, r x 4 for SSU: at E = 16 and r = 0.125 6.25 % and 0.78 % of the rows."""
+    """4 bytes per row for MFU, r x 4 for SSU: 6.25 % and 0.78 % of the rows at E = 16 and r = 0.125."""
     value = [np.zeros((8000, 16), np.float32) for _ in range(SHARDS)]
     budget, rows = budget_rows(8000, 0.125), SHARDS * 8000
     size = lambda scheme: scheme.init(value, budget)[0].nbytes
@@ -277,7 +277,7 @@ def test_the_largest_are_picked_never_more_and_never_zeros(weight, budget, real)
 
 
 def test_a_pick_beside_touches_loses_no_access():
-    """What is counted is seen by a pick or still there."""
+    """Concurrent touches are either seen by a pick or still counted in the tracker."""
     world, done = World(SCHEMES["mfu"], "host", 9), threading.Event()
 
     def touch():

@@ -1,4 +1,4 @@
-"""Metrics of rankings: each is its definition, example by example, on random inputs with ties and weights."""
+"""Metrics of rankings equal their definitions, on random inputs with ties and weights."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from jaxrec.ranking import auc_interval, by_segment, gain_of_places, group_auc, 
 
 
 def drawn(seed, n):
-    """Scores with ties, labels, groups and weights, some of them 0."""
+    """Scores with ties, labels, groups, and weights of which some are 0."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, 6, n) / 3.0 - 1, rng.integers(0, 2, n), rng.integers(0, 5, n), rng.integers(0, 3, n) * 0.5
 
@@ -35,7 +35,7 @@ def test_group_auc_is_the_weighted_mean_of_the_aucs_within(seed, n):
 
 
 def test_group_auc_does_not_see_what_lies_between_groups():
-    """And AUC does: scores that tell users apart and nothing else."""
+    """Scores that only tell users apart raise AUC but not group AUC."""
     label, group = np.array([1, 1, 1, 0, 1, 0, 0, 0]), np.repeat([0, 1], 4)
     score = 1.0 - group
     assert exact_auc(score, label) > 0.7 and group_auc(score, label, group)["gauc"] == 0.5
@@ -57,7 +57,7 @@ def test_segments_are_the_metric_of_their_examples(seed, n):
 
 
 def test_the_interval_covers_as_often_as_it_says():
-    """Of 60 test sets from a known law 95 % intervals hold its AUC in about 57; a wrong width would tell."""
+    """Of 60 test sets from a known distribution, about 57 have its AUC within their 95 % interval."""
     inside, widths = 0, []
     for seed in range(60):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Recovery: survivors do not notice, the victim is what was saved, no failure is no difference; both homes and OAC."""
+"""Recovery: survivors are unchanged, lost shards are as saved; in both homes and under OAC."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def loss(params, activations, batch):
 
 
 STEP = make_train_step(SPEC, loss, DENSE, ROWS)
-CAPACITY = {"width_4": 16, "width_8": 12}  # as much as any batch needs, so that each home compiles once
+CAPACITY = {"width_4": 16, "width_8": 12}  # enough for every batch, so that each home compiles once
 
 
 def batches(start=0, stop=STEPS, size=12):
@@ -64,7 +64,7 @@ def fresh(home):
 
 
 def rows_of(state, shard):
-    """Copies of all rows and slots of one shard."""
+    """Copies of all rows and slots of a shard."""
     every = {name: state.tables.parts(name) for name in SPEC.stacks}
     return {(name, part): np.array(rows[shard]) for name in SPEC.stacks for part, rows in every[name].items()}
 
@@ -75,13 +75,13 @@ def same(a, b):
 
 @contextlib.contextmanager
 def watched(home, directory, scheme="vanilla", state=None, **more):
-    """An engine over a home and the recovery that watches it."""
+    """An engine over a home, and its recovery."""
     with Serial(state or fresh(home), STEP) as engine:
         yield engine, engine.enter(make(engine, directory, scheme, **more))
 
 
 def run(engine, start=0, stop=STEPS, hooks=(), given=None):
-    """Trains on batches whose plans have one capacity, so that all runs are of the same programs."""
+    """Train on batches whose plans share one capacity, so that all runs use the same programs."""
     for _ in engine.steps(planned(SPEC, given or batches(start, stop), CAPACITY), hooks):
         pass
     return engine.state
@@ -101,7 +101,7 @@ def make(engine, directory, scheme="vanilla", **more):
 
 
 def nothing(number, size=12):
-    """Batches that look up no row: what is saved after them are rows of before."""
+    """Batches that look up no row: later saves hold rows touched before."""
     return [batch_of({"pair": np.full((size, 2), -1), "wide": np.full(size, -1)}, np.ones(size, np.float32))] * number
 
 
@@ -117,7 +117,7 @@ def rows_saved(directory, spec=SPEC):
 
 @contextlib.contextmanager
 def in_the_way(directory, number):
-    """A delta cannot be written: a file stands where its directory will be made. Those after it wait for it."""
+    """Let a delta fail to be written: a file has the name of its directory. Later deltas wait for it."""
     path = directory / f"delta_{number:06d}.partial"
     path.write_text("in the way")
     yield
@@ -130,7 +130,7 @@ HOST_ALL_DEVICE_MFU = lambda home, scheme: home == "host" or scheme == "mfu"
 
 
 def both(without=()):
-    """All schemes over both homes, but for some."""
+    """All schemes over both homes, except those in `without`."""
     return chosen([pair for pair in BOTH if pair[1] not in without], HOST_ALL_DEVICE_MFU)
 
 
@@ -145,7 +145,7 @@ def test_without_failures_nothing_changes(tmp_path, home, scheme):
 
 @pytest.mark.parametrize(("home", "scheme"), both(without=("ssu",)))
 def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home, scheme):
-    """With fraction 1 a scheme saves every touched row, so that the victim is the table at the last save."""
+    """With fraction 1 a scheme saves every touched row, so a lost shard is restored as at the last save."""
     kept, after = {}, {}
 
     def keep(state, step, plans, metrics):
@@ -160,7 +160,7 @@ def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home
                 after = [rows_of(state, shard) for shard in range(4)]
     assert same(after[0], kept[21][0]) and same(after[2], kept[21][2])
     assert same(after[1], kept[16][1]) and same(after[3], kept[16][3])
-    assert not same(kept[21][1], kept[16][1])  # negative control: training had gone on
+    assert not same(kept[21][1], kept[16][1])  # negative control: training had changed it
     assert all(np.isfinite(a).all() for s in range(4) for a in rows_of(engine.state, s).values())
     assert recovery.pls == pytest.approx(2 * (21 - 16) / (STEPS * 4)) and recovery.failed == 2
 
@@ -172,7 +172,7 @@ def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme)
         for state, _ in engine.steps(planned(SPEC, batches(), CAPACITY), [recovery.hook]):
             lost |= {engine.step: rows_of(state, 2)} if engine.step in (29, 30) else {}
     assert recovery.saves == 20
-    # A quarter of each shard's watched rows, rounded up: 90 (+ 7) and 40 rows in 4 shards; the small table 5 times.
+    # A quarter of each shard's tracked rows, rounded up: 90 (+ 7) and 40 rows in 4 shards; the small table 5 times.
     watched_rows = (97 if scheme == "scar" else 90, 40)
     budget = sum(math.ceil(0.25 * math.ceil(rows / 4)) for rows in watched_rows) * 4 * 20
     assert 0 < recovery.rows_saved <= budget + (0 if scheme == "scar" else 7 * 5)
@@ -192,7 +192,7 @@ def test_regular_saves_alone_hold_the_tables_in_whole_and_all_their_rows(tmp_pat
 
 
 def moving(spec):
-    """A step that moves every row of host tables, and no other thing."""
+    """An engine whose step moves every row of host tables and nothing else."""
 
     def step(state, plans, batch):
         dense = state.dense._replace(step=np.int32(state.dense.step + 1))
@@ -206,7 +206,7 @@ def moving(spec):
 
 @pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
 def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
-    """Every row is touched between saves, so that a save writes its whole budget: 3 of 12 and 2 of 5 rows per shard."""
+    """Every row is touched between saves, so each save uses its whole budget: 3 of 12 and 2 of 5 rows per shard."""
     spec = EmbeddingSpec({"a": Table(46, 2), "b": Table(20, 4)}, {"a": Lookup("a"), "b": Lookup("b")}, shards=4)
     pair = None, plan(spec, {"a": np.arange(46), "b": np.arange(20)})
     more = {"save_every_steps": 8, "fraction": 0.25, "pick_ahead_steps": 0}
@@ -223,7 +223,7 @@ def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds
 
 @pytest.mark.parametrize(("home", "scheme"), both(without=("vanilla", "random")))
 def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_path, home, scheme):
-    """Its rows are those of the last save, so the tracker has nothing to save of it until it is touched again."""
+    """The tracker has nothing to save of a restored shard until its rows are touched again."""
     with watched(home, tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
         run(engine, 0, 6, [recovery.hook])
         recovery.recover([1])
@@ -264,7 +264,7 @@ IN_THE_GATE = [(4, "vanilla"), (4, "mfu"), (4, "ssu"), (0, "mfu")]
     chosen([(ahead, scheme) for ahead in (0, 4) for scheme in SCHEMES], lambda *case: case in IN_THE_GATE),
 )
 def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other(tmp_path, scheme, ahead):
-    """24 and 36 are regular saves: what is saved there is what comes back."""
+    """24 and 36 are regular saves, so failures there restore the rows just saved."""
     failures = {15: [1], 24: [3], 33: [0, 2], 36: [1]}
     more = {"save_every_steps": 12, "fraction": 0.5, "failures": failures, "pick_ahead_steps": ahead}
     with watched("host", tmp_path / "plain", scheme, **more) as (serial, plain):
@@ -296,12 +296,12 @@ def test_rows_of_a_save_that_failed_are_saved_by_the_next_one_and_training_goes_
 PICKED = [(more, name, home) for more in (0, 1) for name in ("mfu", "ssu", "round_robin") for home in HOMES]
 
 
-@pytest.mark.parametrize(  # one batch more, after the save, is the negative control
+@pytest.mark.parametrize(  # negative control: one more batch after the save
     ("more", "scheme", "home"),
     chosen(PICKED, lambda more, scheme, home: HOST_ALL_DEVICE_MFU(home, scheme) and (not more or scheme == "mfu")),
 )
 def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_path, home, scheme, more):
-    """Rows picked after batch 4 are touched by the next batches too; the save at 8 holds them as they are then."""
+    """Rows picked after batch 4 are touched again; the save at 8 must hold them as of step 8."""
     at_save = {}
 
     def keep(state, step, plans, metrics):
@@ -313,7 +313,7 @@ def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_
         run(engine, given=given, hooks=[keep, recovery.hook])  # the second save is at 16
         recovery.recover([2])
         restored = rows_of(engine.state, 2)
-    assert more or scheme == "ssu" or same(restored, at_save[2])  # a full list forgets rows
+    assert more or scheme == "ssu" or same(restored, at_save[2])  # a full SSU list forgets rows
     first, second = rows_saved(tmp_path)
     assert sum(map(len, first.values())) > 0
     assert bool(more) == any(np.isin(rows, first[key]).any() for key, rows in second.items())
@@ -329,7 +329,7 @@ def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
 
 
 class Uncopied(HostTables):
-    """Tables on which there is no memory for a copy of rows."""
+    """Tables that lack the memory to copy rows."""
 
     def take(self, rows):
         raise MemoryError("no room for a copy")
@@ -340,13 +340,13 @@ def as_kind(kind, tables):
 
 
 def touched_by(given):
-    """{(stack, row)} that some batches look up."""
+    """{(stack, row)} that batches look up."""
     plans = [item for batch in given for item in plan(SPEC, batch.ids).items()]
     return {(name, int(row)) for name, one in plans for row in one.unique.flat if row < SPEC.stacks[name].rows}
 
 
 def all_are_saved_by_the_next_save(engine, recovery, directory):
-    """All rows of the first 8 batches, of which the save at 8 has failed."""
+    """Whether the next save holds all rows of the first 8 batches, whose save at 8 has failed."""
     list(engine.run(nothing(8), [recovery.hook]))
     until(lambda: len(deltas(directory)) == 1)
     (saved,) = rows_saved(directory)
@@ -384,11 +384,11 @@ def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_dis
         for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
             if int(state.dense.step) == 14:
                 done.set()
-    assert slow == [True]  # it was still being written when six more batches of a window of two were done
+    assert slow == [True]  # the write took until six more batches of a window of two were done
 
 
 def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
-    """In the body of the loop, right after a step whose state is being saved: that save is what comes back."""
+    """A failure in the loop body right after a step whose snapshot is still being saved restores that save."""
     slow = []
 
     def write_meanwhile(*given):
@@ -433,7 +433,7 @@ def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(
         with FAILED:
             recovery.recover([2])
         assert same(rows_of(engine.state, 2), wanted) and recovery.pls == pytest.approx((20 - 8) / (STEPS * 4))
-        run(engine, 20, 24, [recovery.hook])  # the last save fails, which leaving tells
+        run(engine, 20, 24, [recovery.hook])  # the last save fails, which is raised on exit
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
@@ -457,7 +457,7 @@ def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recov
         damaged.write_bytes(bytes(damaged.stat().st_size))
         whole, lost = rows_of(engine.state, 0), rows_of(engine.state, 1)
         with pytest.warns(UserWarning, match=f"skipped what is damaged: .*{newest.name}"):
-            recovery.recover([0, 1])  # of which only the second one's file is damaged
+            recovery.recover([0, 1])  # only the file of shard 1 is damaged
         assert recovery.pls == pytest.approx(before[0] + ((20 - 16) + (20 - 8)) / (20 * 4)) and recovery.failed == 3
         assert same(rows_of(engine.state, 0), whole) and not same(rows_of(engine.state, 1), lost)
         assert all(np.isfinite(array).all() for array in rows_of(engine.state, 1).values())
@@ -531,11 +531,11 @@ def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
             run(engine, 1, 2, [lambda *given: recovery.recover([1])])
 
 
-# ---- what goes wrong around a recovery
+# ---- failures around a recovery
 
 
 def test_a_hook_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_ever(tmp_path):
-    """A snapshot announced and never taken kept the thread that picks ahead waiting, and the next save for it."""
+    """A snapshot that was announced but never taken used to block the thread that picks ahead, and the next save."""
 
     def fail(state, step, plans, metrics):
         if step == 8:
@@ -574,12 +574,12 @@ def test_after_another_state_was_put_in_its_rows_are_those_that_come_back(tmp_pa
     other = train("host", 7)
     wanted = rows_of(other, 2)
     with watched("host", tmp_path, scheme) as (engine, recovery):
-        run(engine, 0, 7, [recovery.hook])  # a save is announced for step 8, and its rows are picked
+        run(engine, 0, 7, [recovery.hook])  # announces a save for step 8 and picks its rows
         engine.exclusive(lambda tables: lose(tables, 2))
         engine.reset(other)
         recovery.recover([2])
         assert same(rows_of(engine.state, 2), wanted) and recovery.pls == 0
-        run(engine, 7, 24, [recovery.hook])  # whose saves wait for nothing that was forgotten
+        run(engine, 7, 24, [recovery.hook])  # saves must not wait for the discarded snapshot
         recovery.recover([2])
     assert recovery.pls == 0
 
@@ -609,7 +609,7 @@ def test_an_engine_has_one_recovery_at_a_time_and_goes_on_without_it(tmp_path):
         with pytest.raises(ValueError, match="this engine has a recovery already"):
             engine.enter(make(engine, tmp_path / "two"))
         run(engine, 0, 7, [recovery.hook])
-    run(engine, 7, 9)  # past the step of a save that was announced
+    run(engine, 7, 9)  # past the step of an announced save
     with engine:
         again = engine.enter(make(engine, tmp_path / "three", "mfu"))
         run(engine, 9, 20, [again.hook])

@@ -1,4 +1,4 @@
-"""Rows with servers: the bits of host tables, whatever becomes of messages, and lost shards that are told by name."""
+"""Remote tables: the bits of host tables under any message faults, and lost shards reported by number."""
 
 import functools
 import tempfile
@@ -95,7 +95,7 @@ def test_one_message_goes_to_each_server_that_has_rows_of_it():
     calls.clear()
     even = {**draw_ids(OAC_SPEC, 4, 0, missing=1), "bag": np.full((4, 3), 2, np.int32)}
     tables.read(plan(OAC_SPEC, even))
-    assert calls == [("read", 0)]  # row 2 of the stack is of shard 2
+    assert calls == [("read", 0)]  # row 2 of the stack is in shard 2
 
 
 def test_rows_travel_when_they_are_looked_at_and_only_those():
@@ -169,11 +169,11 @@ def put_numbers(tables, times):
     for number in range(times):
         tables.put(plans, jax.tree.map(functools.partial(np.full_like, fill_value=number), rows))
         for array in jax.tree.leaves(tables.read(plans)):
-            assert (array[:, :2] == number).all()  # two rows of each shard, and none is rolled back
+            assert (array[:, :2] == number).all()  # two rows of each shard; none is rolled back
 
 
 def in_threads(*jobs):
-    """Runs all at once; raises what one has raised."""
+    """Run jobs concurrently; raise the first error."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
@@ -181,7 +181,7 @@ def in_threads(*jobs):
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.more) for seed in (2, 3))])
 def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
-    """Every 250 messages of a run are lost, doubled or late: adds from three threads, puts from a fourth."""
+    """More than 250 messages are lost, doubled or late: adds from three threads, puts from a fourth."""
     rng, faults, lock = np.random.default_rng(seed), [], threading.Lock()
 
     def fate(server, incarnation, verb, number):
@@ -203,7 +203,7 @@ def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
     assert (found[:8] == 90).all() and (found[8:16] == 30).all() and not found[16:32].any() and (found[32:] == 29).all()
 
 
-# ---- what is lost
+# ---- losses
 
 
 def test_a_death_is_told_with_all_shards_of_the_server_when_the_others_are_done():
@@ -251,14 +251,14 @@ def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
 
 
 def test_an_answer_to_a_message_that_was_sent_before_is_one():
-    """The first one comes late, and all that were sent after it are lost."""
+    """The answer to the first attempt is late, and all repeated messages are lost."""
     fate = lambda server, incarnation, verb, n: "" if verb == "hello" else "drop" if n else "late"
     with Fleet(SPEC, ROWS, 1, fate, tries=1000) as fleet:
         assert len(fleet.tables.read(of_rows(range(8)))["width_4"].value) == 4
 
 
 def test_a_server_in_the_place_of_another_is_not_written_to():
-    """A restarted one answers under the same name: what was meant for the one before it must not reach it."""
+    """A restarted server has the same name: messages for its predecessor must not reach it."""
 
     class Renamed:
         def __init__(self, way):
@@ -301,7 +301,7 @@ SCHEMES |= {"scar": {"scheme": scar(), "fraction": 0.5}}
 
 
 def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None, look=lambda engine, step: None):
-    """(bits at the end, Log, recovery) of a run with saves; it is looked at after each step, and after the last one."""
+    """Run with saves, calling look(engine, step) after each step and with None at the end; (bits, Log, recovery)."""
 
     def stream():
         for index in range(LENGTH):
@@ -320,13 +320,13 @@ def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures
         look(engine, None)
         recovery.save_whole()
         if fleet:
-            fleet.fate = lambda *message: ""  # this look at the rows is none of the run's
+            fleet.fate = lambda *message: ""  # no faults while the result is read
         found = bits(engine.state)
     return found, log, recovery
 
 
 def serially(directory, scheme, losses):
-    """What Serial over host tables ends with, which loses the same shards at the same steps."""
+    """Final bits of Serial over host tables that loses the same shards at the same steps."""
     tables, missed, failures = of_losses(losses, HostTables.create(SPEC, ROWS))
     engine = NotingSerial(fresh("host")._replace(tables=tables), STEP)
     engine.missed = missed
@@ -365,7 +365,7 @@ def test_a_death_at_any_instant_ends_as_serial_that_loses_the_same_shards_at_tha
             return how
         return ""
 
-    # In a save the death is noticed before the next batch is there, so that all know at which step.
+    # The death is noticed before the next batch is read, so that the step of the loss is known.
     saved = EVERY if scheme == "vanilla" else 3 * EVERY // 2
     gate = lambda index: index == saved and death == "save" and until(dead.is_set)
     with Fleet(SPEC, ROWS, 2, fate) as fleet:
@@ -387,7 +387,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
     scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
     options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
     options |= {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
-    armed = []  # from the first batch on: until then nobody could bring anything back
+    armed = []  # from the first batch on: no recovery is entered before
 
     def fate(*message):
         return deaths.get(message, "") if armed else ""
@@ -401,7 +401,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_all_that_is_lost_comes_back_once_more_when_a_server_dies_meanwhile(make, tmp_path):
-    """Both servers die, and the successor of the second one while the shards come back: the rest of the first, too."""
+    """Both servers die, and so does the successor of the second while the shards are being restored."""
     deaths = {(0, 1, "put", 9), (1, 1, "put", 9), (1, 2, "change", 0)}
     with Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet:
         engine = make(fresh("host")._replace(tables=fleet.tables))
@@ -425,7 +425,7 @@ def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp
     "at", [10, EVERY, LENGTH, None], ids=["a hook", "a snapshot's hook", "the last hook", "after the run"]
 )
 def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(make, at, tmp_path):
-    """In `exclusive`, as an evaluation does it; what it sees in the end is what `Serial` has by then."""
+    """`exclusive`, as used by an evaluation, is repeated after recovery, and then sees the rows that `Serial` has."""
     seen = {}
 
     def look(engine, step):
@@ -496,7 +496,7 @@ def test_a_look_that_meets_a_death_that_nobody_recovers_says_so(make):
 @pytest.mark.process
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_process_that_is_killed_ends_as_serial_that_loses_its_shards_at_that_step(make, tmp_path):
-    """kill -9 while the gathers of later batches may be under way; all that messages hold is pickled on the way."""
+    """kill -9 while gathers of later batches may be in flight; messages are pickled between processes."""
     with Fleet(SPEC, ROWS, 2, way=OverPipe) as fleet:
         first, gate = fleet.ways[1], lambda index: first.kill() if index == 10 and first.process.is_alive() else None
         engine = make(fresh("host")._replace(tables=fleet.tables))
@@ -522,7 +522,7 @@ def test_full_recovery_over_servers_ends_as_a_run_without_failures(make, verb, t
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("also", [(0, 2), (1, 1)], ids=["its successor", "another server"])
 def test_full_recovery_survives_a_death_while_all_rows_go_back(make, also, tmp_path):
-    """The second one dies within the restore, where no run goes on that could tell of it."""
+    """The second death falls within the restore, when no run is active that could report it."""
     deaths = {(0, 1, "put", 15), (*also, "change", 0)}
     with (
         Fleet(SPEC, ROWS, 2, lambda *message: "die" if message in deaths else "") as fleet,
@@ -540,7 +540,7 @@ def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
     fate = lambda *message: "die" if message in deaths else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
-        engine.enter(fleet)  # after it: too late
+        engine.enter(fleet)  # after the recovery: too late
         with pytest.raises(ShardsLost, match=r"while all were restored: engine.enter\(...\) what replaces them first"):
             train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
         assert recovery.failed == 0
@@ -559,7 +559,7 @@ def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path)
         assert fleet.tables.lost == () and fleet.tables.step == engine.step == 6
 
 
-# ---- trackers at the servers
+# ---- trackers on servers
 
 TRACKED = {
     "mfu": mfu(),
@@ -576,7 +576,7 @@ FATES = st.sampled_from(["", "", "twice", "twice, once late", "drop"])
 @given(specs(), st.data())
 @settings(max_examples=examples(15, 40))
 def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, data):
-    """Whatever becomes of messages, and of a server: its successor is restored, and so is the shard here."""
+    """Under message faults and server deaths: the successor is restored, and so is the shard of the host tables."""
     fates = data.draw(st.lists(FATES, max_size=30), label="fates")
     fate = lambda server, incarnation, verb, n: fates.pop() if verb == "track" and fates else ""
     servers = data.draw(st.integers(1, spec.shards), label="servers")
@@ -623,7 +623,7 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
 
 
 def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
-    """SCAR compares all rows: where they are."""
+    """SCAR compares all rows on their servers."""
     asked = []
     with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(verb) or "") as fleet:
         tracker = RowTracker(SPEC, scar(), 0.5, {})
@@ -715,7 +715,7 @@ def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_
 
 def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path):
     class Mounted(HostTables):
-        """Tables of a machine that has another directory under this name."""
+        """Tables of a machine where this path is another directory."""
 
         remote_rows = True
 

@@ -1,4 +1,4 @@
-"""What people see of a run: no figure is lost, columns are aligned, intervals tell their ends apart."""
+"""Reports of a run: no figure is omitted, columns are aligned, intervals show enough digits."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def test_every_figure_stands_in_one_line(results, data):
     text = listing(results, {f"Group {n}": [beginning] for n, beginning in enumerate(beginnings)})
     said = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(said) == len(shown) and all(key in shown or "_" in key for key in results)
-    assert all(re.search(r"  \S", line.strip()) for line in said)  # a label, and a value
+    assert all(re.search(r"  \S", line.strip()) for line in said)  # label and value
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(NUMBERS, st.floats(1e-6, 1e6) | st.none()), min_size=1))
@@ -34,7 +34,7 @@ def test_columns_are_aligned_and_intervals_have_ends(found):
     head, *lines = grid(results, "way", list(found), {"AUC": "{}_auc"}).splitlines()
     assert [line[0] for line in lines] == list(found) and head.split() == ["way", "AUC"]
     numbers = [re.match(r"\S+ +(-?[\d,]+)(\.\d+)?", line) for line in lines]
-    assert len({number.end(1) for number in numbers if number[2]}) <= 1  # the points stand below each other
+    assert len({number.end(1) for number in numbers if number[2]}) <= 1  # decimal points are aligned
     for line, (_, half) in zip(lines, found.values(), strict=True):
         assert ("(" in line) == (half is not None)
 

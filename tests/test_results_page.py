@@ -1,4 +1,4 @@
-"""The page of results is that of its files: each claim has a row, and a figure that differs is noticed."""
+"""The page of results equals its files: each claim has a row, and a figure that differs is noticed."""
 
 import html.parser
 import json
@@ -69,7 +69,7 @@ def test_kinds_share_no_column_and_every_row_has_a_command_of_its_file():
     assert heads and set(heads) <= set(KINDS)
     for figure in (one for paper in PAPERS for claim in paper["claims"] for one in claim["figures"]):
         named = [kind for kind in KINDS if kind in figure["key"]]
-        assert named in ([], [figure["how"]]), figure  # a key that names a kind is not told as another
+        assert named in ([], [figure["how"]]), figure  # a key that names a kind is shown as that kind
         assert f"`{ran[figure['file']]}`" in text
 
 

@@ -1,4 +1,4 @@
-"""Retrieval: the best possible is that of the log, both towers see what they were trained on, and a run goes on."""
+"""Retrieval: the best possible ranking follows from the log, evaluation reads the trained rows, and runs resume."""
 
 import collections
 import json
@@ -82,7 +82,7 @@ def test_batches_are_whole_and_hold_each_click_once_in_an_epoch():
 
 @pytest.mark.slow
 def test_what_is_ranked_is_what_was_trained():
-    """The vectors of evaluation are those of the path by which a step reads rows."""
+    """Evaluation computes the same vectors as a training step from the same rows."""
     towers, state, *_ = trained()
     query, item = retrieval.vectors(towers, state, CLICKS.test)
     ids = {"query": CLICKS.test[:, [USER, PLACE]], "item": CLICKS.test[:, [ITEM]]}
@@ -106,7 +106,7 @@ def test_only_the_corrected_loss_sees_how_often_an_item_is_clicked(corrected):
     }
     batch = next(in_batches(CLICKS, 32, 1, 0))
     loss = lambda shift: towers.loss(params, vectors, batch._replace(dense=batch.dense + shift))
-    np.testing.assert_allclose(loss(1.0), loss(0.0), rtol=1e-4)  # a softmax does not see a constant
+    np.testing.assert_allclose(loss(1.0), loss(0.0), rtol=1e-4)  # a softmax is invariant to a constant
     assert bool((loss(rng.random((32, 1), np.float32)) != loss(0.0)).any()) is corrected
 
 
@@ -122,7 +122,7 @@ def test_batches_in_flight_leave_the_same_bits_and_a_digest_sees_any_other():
     digests = [retrieval.digest(other, losses) for other in others]
     digests.append(retrieval.digest(state, [*losses[:-1], last]))
     for stack in state.tables.spec.stacks:
-        for part in state.tables.parts(stack).values():  # of host tables these are the rows themselves
+        for part in state.tables.parts(stack).values():  # parts of host tables are the rows themselves, not copies
             list(part)[-1][0, 0] += 1
             digests.append(retrieval.digest(state, losses))
     assert same not in digests and len(set(digests)) == len(digests)
@@ -215,7 +215,7 @@ def test_a_run_goes_on_seed_by_seed_and_trains_nothing_twice(tmp_path):
     after = (tmp_path / "metrics.jsonl").read_text()
     assert after.startswith(before) and len(after.splitlines()) == 2 * len(before.splitlines()) == 10
     lines = after.splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))  # as if killed before the way itself
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))  # as if killed before the result of the variant
     assert retrieval.main(Config(seeds=2, resume=True, **flags)) == found
     once = retrieval.main(Config(seeds=1, resume=True, **flags))
     assert once["seeds"] == 1 and once["plain_mrr"] == json.loads(lines[4])["mrr"]
@@ -237,7 +237,7 @@ def test_towers_are_between_popularity_and_the_best_possible(tmp_path):
 def test_a_process_that_is_stopped_says_how_to_go_on(tmp_path):
     words = [sys.executable, SCRIPT, "--preset", "smoke", "--seeds", "1", "--workdir", str(tmp_path)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert "corrected" in process.stdout.readline()  # the first way is complete
+    assert "corrected" in process.stdout.readline()  # the first variant is complete
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 143 and "--resume" in error and "Traceback" not in error

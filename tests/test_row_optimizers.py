@@ -1,4 +1,4 @@
-"""Row optimizers: each is the dense optimizer on the rows that a batch touches, in every engine, home and image."""
+"""Row optimizers equal dense optimizers on the rows that a batch touches, in every engine, home and image."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ RATE = optax.linear_schedule(0.2, 0.05, STEPS)
 
 
 class RowwiseAdam:
-    """The textbook, over one row."""
+    """Reference: row-wise Adam over one row."""
 
     def __init__(self, rate, b1=0.9, b2=0.999, eps=1e-8):
         self.given, self.first, self.second, self.touches = (rate, b1, b2, eps), 0.0, 0.0, 0
@@ -53,7 +53,7 @@ class RowwiseAdam:
 
 
 class Ftrl:
-    """Algorithm 1 of McMahan et al. as printed, from the z whose weight is the initial value."""
+    """Algorithm 1 of McMahan et al. as printed, starting from the z whose weight is the initial value."""
 
     def __init__(self, rate, beta=1.0, l1=0.0, l2=0.0):
         self.given, self.n, self.z = (rate, beta, l1, l2), 0.0, None
@@ -69,7 +69,7 @@ class Ftrl:
 
 
 class Dense:
-    """A dense optimizer of optax over one row, which counts the touches of that row."""
+    """A dense optax optimizer over one row, whose steps are the touches of that row."""
 
     def __init__(self, optimizer):
         self.update, self.state = jax.jit(optimizer.update), optimizer.init(jnp.zeros(WIDTH))
@@ -81,7 +81,7 @@ class Dense:
 
 
 class Scheduled:
-    """Plain steps at the rate of the run's step, which is not the row's."""
+    """SGD at the rate of the global step, not of the touches of the row."""
 
     def step(self, value, gradient, step):
         return value - float(RATE(step)) * gradient
@@ -91,7 +91,7 @@ def dense(optimizer):
     return lambda: Dense(optimizer)
 
 
-CASES: dict[str, tuple] = {  # the row optimizer, and what makes the reference of one row
+CASES: dict[str, tuple] = {  # (row optimizer, factory of the reference for one row)
     "sgd": (sgd(0.1), dense(optax.sgd(0.1))),
     "sgd at a schedule": (sgd(RATE), Scheduled),
     "momentum": (momentum_sgd(0.1, 0.8), dense(optax.sgd(0.1, momentum=0.8))),
@@ -116,14 +116,14 @@ CASES: dict[str, tuple] = {  # the row optimizer, and what makes the reference o
     ),
 }
 EACH = pytest.mark.parametrize("name", CASES)
-# Of what takes seconds, two are in the fast tests: the one with most slots, and one around another.
+# Of the slow cases the fast tests keep two: the one with most slots, and a nested one.
 SLOWLY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("lazy adam", "both") else [pytest.mark.slow]) for name in CASES]
 )
 
 
 def loss(params, activations, batch):
-    """Linear, so that the gradient of each row is known without the rows."""
+    """Linear in the rows, so that their gradients do not depend on them."""
     return (activations["two"] * batch.dense).sum(-1) * params["scale"]
 
 
@@ -138,7 +138,7 @@ def batches(first=0, last=STEPS):
 
 
 def gradients_of(batch):
-    """{row: f64[E]}, summed over its places; rows of examples without weight have none."""
+    """{row: f64[E]}, summed over occurrences; rows of examples without weight get 0."""
     found: dict[int, np.ndarray] = {}
     for row, *given in zip(batch.ids["two"], batch.dense, batch.weight, strict=True):
         for one in row:
@@ -160,7 +160,7 @@ def programs(name, mesh=None):
 
 
 def frozen(state):
-    """Everything of a state, as it is now."""
+    """A copy of the whole state."""
     return jax.tree.map(np.array, state.dense), {
         part: [np.array(shard) for shard in shards] for part, shards in state.tables.parts("width_4").items()
     }
@@ -241,7 +241,7 @@ def test_images_hold_all_of_it(name, tmp_path):
 
 @SLOWLY
 def test_a_lost_shard_comes_back_from_deltas_with_its_slots(name, tmp_path):
-    """A whole save at every step: nothing is lost, so the run has the bits of one without the failure."""
+    """Every touched row is saved at every step, so the run has the bits of one without the failure."""
     rows = CASES[name][0]
     with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine:
         schedule = dict(save_every_steps=1, total_steps=STEPS, scheme=mfu(), fraction=1.0, failures={9: [2]})
@@ -252,7 +252,7 @@ def test_a_lost_shard_comes_back_from_deltas_with_its_slots(name, tmp_path):
 
 
 def test_an_adam_that_does_not_stand_still_is_another_one():
-    """Negative control of the harness: a dense Adam, whose moments move every row in every step."""
+    """Negative control of the harness: dense Adam, whose moments move every row in every step."""
     plain = optax.adam(0.05)
     states = plain.init(jnp.zeros((ROWS, WIDTH)))
     with jaxrec.Serial(fresh(CASES["lazy adam"][0]), programs("lazy adam")[0]) as engine:
@@ -268,7 +268,7 @@ def test_an_adam_that_does_not_stand_still_is_another_one():
 
 
 def test_ftrl_follows_a_schedule_from_a_rate_of_zero():
-    """A warm-up begins at 0: the row stays. Later rates do not move what has no gradient left."""
+    """At rate 0, as at the start of a warm-up, rows stay. Later rates do not move rows without gradient."""
     rows = ftrl(optax.linear_schedule(0.0, 0.5, 10))
     value, slots = jnp.array([[1.0, -2.0]]), {key: jnp.zeros((1, 2)) for key in ("squares", "linear")}
     first, slots = rows.update(jnp.ones((1, 2)), value, slots, 0)

@@ -1,4 +1,4 @@
-"""Row optimizers take schedules of optax: the rate of a step is the same in every engine, home and after a resume."""
+"""Row optimizers take optax schedules: the rate of a step is the same in every engine and home and after a resume."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ def parts_of(tables):
 
 
 def frozen(state):
-    """All arrays of a state, as they are now."""
+    """Copies of all arrays of a state."""
     return jax.tree.map(np.array, state.dense), parts_of(state.tables)
 
 
@@ -68,7 +68,7 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_schedule_gives_each_step_the_rate_of_a_float(name):
-    """Step after step: what a schedule does at a step is what its value there does as a float."""
+    """A step with a schedule equals a step with the value of the schedule as a float."""
     scheduled, rng = MAKERS[name](COSINE), np.random.default_rng(0)
     value = jnp.asarray(rng.standard_normal((3, 4), np.float32))
     slots = {key: jnp.full((3, slot.width), slot.fill) for key, slot in scheduled.init(4).items()}
@@ -88,7 +88,7 @@ def test_a_pipeline_has_the_bits_of_one_batch_after_the_other(name, window):
             return frozen(train(pipeline, batches))
 
     assert_equal(piped(mode="oac", window=window), serial(rows))
-    if name == "adagrad":  # the negative control: without repair, rows that are stale tell
+    if name == "adagrad":  # negative control: without replay stale rows are seen
         with pytest.raises(AssertionError):
             assert_equal(piped(mode="async"), serial(rows))
 
@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_at_its_rate(tmp_path, stop):
 
 
 def test_a_free_trainer_counts_its_own_steps():
-    """One trainer with one worker is the loop: dense parameters and rows are at the same step."""
+    """One trainer with one worker equals the serial loop: dense parameters and rows are at the same step."""
     rows = sgd(COSINE)
     tables = HostTables.create(SPEC, rows)
     (dense,), _ = train_freely(SPEC, loss, DENSE, rows, {"scale": jnp.ones(())}, tables, [batches()])
@@ -128,7 +128,7 @@ def test_an_emulated_trainer_counts_its_own_steps():
     emulation.run(batches())
     wanted, parts = serial(rows)
     np.testing.assert_allclose(emulation.dense[0].params["scale"], wanted.params["scale"][0], rtol=1e-5)
-    for stack in SPEC.stacks:  # row r lies on shard r % S at r // S
+    for stack in SPEC.stacks:  # row r is in shard r % S at r // S
         whole = parts[stack]["value"].transpose(1, 0, 2).reshape(-1, 4)
         found = np.asarray(emulation.tables.parts(stack)["value"][0])
         np.testing.assert_allclose(found, whole[: len(found)], rtol=1e-4, atol=1e-6)
@@ -141,7 +141,7 @@ def test_any_number_is_a_rate(rate):
 
 
 def test_a_float_gives_the_program_that_it_always_gave():
-    """No operation more than the formula has: a schedule costs only who wants one."""
+    """Without a schedule the program has no more operations than the formula."""
 
     def by_hand(gradient, value, accumulator):
         accumulator = accumulator + jnp.mean(gradient * gradient, axis=-1, keepdims=True)
@@ -182,7 +182,7 @@ def test_what_is_no_rate_is_refused_where_it_is_given(name, rate):
     [
         (lambda step: jnp.ones(4), r"shape \(4,\)"),
         (lambda step: None, "NoneType"),
-        (optax.constant_schedule, "function"),  # it was to be called with a value first
+        (optax.constant_schedule, "function"),  # a factory of schedules
     ],
 )
 def test_a_schedule_that_gives_no_number_is_refused_when_it_is_traced(schedule, words):

@@ -1,4 +1,4 @@
-"""The rules of ShadowSync: what each keeps, how fast replicas meet, and what becomes of updates made meanwhile."""
+"""Rules of ShadowSync: invariants, rates of convergence, and updates made during a round."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def flat(tree):
 
 
 def round_of_all(rule, shared, replicas):
-    """One round in the foreground: everyone's parameters as they are."""
+    """One foreground round of all replicas."""
     if rule.has_centre:
         for i, replica in enumerate(replicas):
             shared, target = rule.combine(shared, replica)
@@ -62,7 +62,7 @@ def test_sequential_easgd_shrinks_the_gap_by_its_square_and_keeps_no_sum(seed, a
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_centre_of_symmetric_easgd_is_one_more_to_be_moved(number, alpha, every):
-    """Each replica makes steps of 1: all go at n / (n + 1), under model averaging at 1."""
+    """Replicas that make steps of 1 move at n / (n + 1) with the centre, and at 1 under model averaging."""
     for rule, speed in ((easgd(alpha), number / (number + 1)), (model_averaging(alpha), 1.0)):
         replicas, shared = [np.zeros(1) for _ in range(number)], rule.init(np.zeros(1))
         at = []
@@ -78,7 +78,7 @@ def test_platoon_case():
     """mila-iqia/platoon's own test: workers at +-[3, 4], centre 0, alpha one half."""
     rule, centre = easgd(0.5), {"w": np.zeros(2)}
     replicas = [{"w": sign * np.array([3.0, 4.0])} for sign in (1, -1)]
-    moves = [rule.combine(centre, replica) for replica in replicas]  # both against the centre as it was
+    moves = [rule.combine(centre, replica) for replica in replicas]  # both against the initial centre
     after = [rule.merge(r, r, target) for r, (_, target) in zip(replicas, moves, strict=True)]
     np.testing.assert_array_equal(sum(moved["w"] for moved, _ in moves), np.zeros(2))
     np.testing.assert_array_equal([a["w"] for a in after], [[1.5, 2.0], [-1.5, -2.0]])
@@ -134,7 +134,7 @@ def test_bmuf_with_momentum_by_hand():
     ],
 )
 def test_what_is_kept_of_updates_made_during_a_round(rule, kept):
-    """Lost update: the round stands still while a trainer adds 1 to its parameters 8 times."""
+    """Lost update: a trainer adds 1 to its parameters 8 times while a round is held."""
     before = {"w": np.full(3, 5.0)}
     _, target = rule.combine(rule.init(before), before)
     live = {"w": before["w"] + 8}

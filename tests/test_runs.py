@@ -1,4 +1,4 @@
-"""A run owns its directory, stops on signals, says what it did, and saves at a price that is kept."""
+"""A run owns its directory, stops on signals, reports, and keeps the cost of saves within its bound."""
 
 import contextlib
 import dataclasses
@@ -186,12 +186,12 @@ def test_held_signals_wait_and_the_first_one_counts():
                 asked.check()
             with pytest.raises(Stopped):
                 list(asked.each([1]))
-        os.kill(os.getpid(), signal.SIGTERM)  # not the first: what is on its way out is not disturbed
+        os.kill(os.getpid(), signal.SIGTERM)  # a second signal does not interrupt the way out
 
 
 def test_a_lost_exception_is_raised_again_before_training():
     with pytest.raises(Stopped), stop_on_signals() as asked:
-        with contextlib.suppress(Stopped):  # as a callback of somebody's C does
+        with contextlib.suppress(Stopped):  # as a callback in C does
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(60)
         with asked.held():
@@ -243,7 +243,7 @@ def test_a_closed_pipe_ends_nothing(tmp_path):
 
 
 class Disk:
-    """A Checkpointer whose saves cost what they are told to."""
+    """A Checkpointer whose saves have a given cost."""
 
     def __init__(self, clock, stall_s, cpu_s):
         self.clock, self.stall_s, self.cpu_s = clock, stall_s, cpu_s
@@ -266,7 +266,7 @@ class Disk:
 
 
 def run_of(stall_s, cpu_s, step_s, steps, every_steps=None, full=()):
-    """Trains by a clock of our own; `full` are the steps at which the disk is."""
+    """Train by a simulated clock; `full` holds the steps at which the disk is full."""
     clock = types.SimpleNamespace(now=0.0)
     disk = Disk(clock, stall_s, cpu_s)
     saves = PeriodicSaves(disk, every_steps, clock=lambda: clock.now)
@@ -288,7 +288,7 @@ def test_saving_costs_at_most_a_percent_of_the_time(stall_s, cpu_s, step_s):
     times = [when for when, _, _ in disk.saved]
     assert disk.saved[0][1] == saving.FIRST_STEPS
     for before, after in itertools.pairwise(times):
-        assert cost_s <= 0.01 * (after - before) + 1e-9  # but for rounding
+        assert cost_s <= 0.01 * (after - before) + 1e-9  # up to rounding
         no_later = max(100 * cost_s, saving.AT_LEAST_S) + stall_s + step_s
         assert after - before <= no_later + 1e-6
     assert saves.results()["saves"] == len(times)
@@ -323,7 +323,7 @@ def test_there_is_an_image_before_the_first_row():
     saves.ensure_image(state_at(5))
     saves.ensure_image(state_at(5))
     assert [step for _, step, _ in disk.saved] == [5]
-    assert saves.last(state_at(5)) is None and len(disk.saved) == 1  # it is there already
+    assert saves.last(state_at(5)) is None and len(disk.saved) == 1  # it exists already
 
 
 def test_the_account_goes_on_in_the_next_process():
@@ -368,7 +368,7 @@ def undisturbed(tmp_path_factory):
 GOLDEN = {"train_loss": [0.781099, 0.723952, 0.679021, 0.668069], "step": [3, 6, 9, 12]}
 GOLDEN |= {"validation_auc": [0.547398, 0.564355, 0.597352, 0.612715]}
 GOLDEN |= {"validation_log_loss": [0.692177, 0.590715, 0.592022, 0.579835]}
-GOLDEN_TEST = {"test_auc": 0.597354, "test_log_loss": 0.589083}  # of the last state alone
+GOLDEN_TEST = {"test_auc": 0.597354, "test_log_loss": 0.589083}  # of the last state only
 
 
 def test_the_main_job_has_its_golden_figures(undisturbed):
@@ -414,7 +414,7 @@ def signalled(batches, at, number):
 
 
 def disturbed(whole, config, where, at):
-    """The data of a run, with a SIGTERM before one of its batches."""
+    """The data of a run, with a SIGTERM before one of its batches or while it is loaded."""
     if where == "data":
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(60)
@@ -457,7 +457,7 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
         assert step == arrays_of(tmp_path)[0] and 0 < step <= 12
         logged = [row["step"] for row in rows_of(tmp_path)]
         assert max(logged, default=0) <= step
-        assert where in ("train", "test") or step not in logged  # left off half way
+        assert where in ("train", "test") or step not in logged  # stopped half way
     monkeypatch.setattr(train, "data_of", whole)
     results = train.main(dataclasses.replace(config, resume=True))
     assert_equal(undisturbed, tmp_path)

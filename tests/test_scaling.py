@@ -1,4 +1,4 @@
-"""Trainers in simulated time obey what can be said in closed form; the experiment keeps its contract."""
+"""Trainers in simulated time obey closed-form limits; the experiment keeps its contract."""
 
 import json
 import subprocess
@@ -42,11 +42,11 @@ def test_without_a_limit_trainers_scale_linearly(way, trainers, seed):
     served=st.floats(1, 200),
 )
 def test_rounds_never_pass_what_the_busiest_server_can_move(way, trainers, servers, sizes, served):
-    """`served` rounds per second, were all tensors on one server."""
+    """`served`: rounds per second if all tensors were on one server."""
     capped = point(way, trainers, 2 * sum(sizes) * served, servers, tuple(sizes))
     limit, window = 1 / max(capped.server_s), 120
     assert served * 0.999 <= limit <= servers * served * 1.001
-    slack = trainers if way == "s_easgd" else 1  # results that lay ready when the count began
+    slack = trainers if way == "s_easgd" else 1  # results that were ready when counting began
     assert rates(capped, window)[1] <= limit + slack / (window * STEP)
 
 
@@ -61,7 +61,7 @@ def test_the_foreground_saturates_at_that_rate_and_the_shadow_does_not():
 
 
 def test_a_shadow_brings_something_to_each_ring_it_can_reach():
-    """Steps alike: a ring that ends within a step has a round every step; one of 1.5 steps, every second step."""
+    """A ring that ends within a step has a round every step; one of 1.5 steps, every second step."""
     for share, gap in ((0.5, 1), (1.5, 2)):
         ring = point("s_ma", 4, bytes_per_s=1.5 * 1000 / (share * STEP), servers=0, jitter=0.0)
         assert ring.ring_s == pytest.approx(share * STEP)
@@ -71,7 +71,7 @@ def test_a_shadow_brings_something_to_each_ring_it_can_reach():
 
 
 def test_a_wrong_bandwidth_is_seen_in_the_error():
-    """The negative control of simulated_over_emulated_sleep_error_max."""
+    """Negative control of simulated_over_emulated_sleep_error_max."""
     found = {}
     for bytes_per_s in (20_000.0, 24_000.0):
         each = [point(way, n, bytes_per_s) for way in ("fr_easgd_5", "s_easgd") for n in (4, 64)]
@@ -94,7 +94,7 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert not [key for key in found if "efficiency" in key and not key.startswith("measured")]
     assert found["command"] == "python experiments/shadowsync_scaling.py --preset smoke"
     many = "trainers_24_servers_2"
-    # What sleeping trainers reach on a busy machine is no law; the figures of the simulation are.
+    # Rates of sleeping trainers vary on a busy machine, so only the simulation is checked.
     shadow, foreground = (found[f"simulated_examples_per_s_{way}_{many}"] for way in ("s_easgd", "fr_easgd_5"))
     assert shadow > 1.1 * foreground and found[f"simulated_average_sync_gap_s_easgd_{many}"] > 1.5
     for kind in ("emulated_sleep", "simulated"):

@@ -1,4 +1,4 @@
-"""The overhead model of CPR: its equations among each other, and against jobs replayed event by event."""
+"""The overhead model of CPR: consistency of its equations, and agreement with event-by-event replays of jobs."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_reference_settings_give_the_overheads_of_the_abstract(costs, full, part
 def test_full_recovery_is_cheapest_at_its_interval(costs, factor):
     every = schedule.full_interval(costs)
     assert law(costs, "full", every) < law(costs, "full", factor * every)
-    lost = schedule.full_overhead(costs, every).lost_work  # there, saving costs as much as what is lost
+    lost = schedule.full_overhead(costs, every).lost_work  # there, saving costs as much as lost work
     assert lost == pytest.approx(schedule.full_overhead(costs, every).save)
 
 
@@ -90,7 +90,7 @@ def test_where_a_partial_recovery_loads_too_long_it_is_never_the_cheaper_one():
 @given(costs=COSTS, every=HOURS, whole=st.integers(1, 20))
 def test_pls_of_a_job_of_whole_intervals_is_that_of_the_paper(costs, every, whole):
     job = costs._replace(total_hours=whole * every)
-    assume(whole * every // every == whole)  # no rounding
+    assume(whole * every // every == whole)  # exact division
     assert schedule.expected_pls_of_job(job, every) == pytest.approx(schedule.expected_pls(job, every))
     cut = costs._replace(total_hours=(whole + 0.5) * every)
     assert schedule.expected_pls_of_job(cut, every) < schedule.expected_pls(cut, every)
@@ -111,7 +111,7 @@ def test_pls_of_random_jobs(every, failed):
 @pytest.mark.parametrize("mode", ["full", "partial"])
 @pytest.mark.parametrize("costs", [SETTING_A, SETTING_B])
 def test_replays_agree_with_the_equations(costs, mode):
-    """100 jobs end to end, 200 times over: on the clock of useful time with the paper, on the wall clock with Daly."""
+    """100 jobs end to end, 200 times: on the clock of useful time as in the paper, on the wall clock as in Daly."""
     horizon, every = 100 * costs.total_hours, best(costs, mode)
     drawn = [draw_failures(costs.mtbf_hours, horizon, costs.nodes, seed).hours for seed in range(200)]
     assert sum(map(len, drawn)) >= 20_000
@@ -120,7 +120,7 @@ def test_replays_agree_with_the_equations(costs, mode):
     wall = [100 * replay_in_wall_time(costs, mode, every, hours, horizon).overhead.total for hours in drawn]
     assert abs(np.mean(useful) - 100 * law(costs, mode, every)) < 0.1
     assert abs(np.mean(wall) - 100 * overhead_in_wall_time(costs, mode, every)) < 0.1
-    if mode == "full":  # negative control: it matters which clock failures are on
+    if mode == "full":  # negative control: the two clocks differ
         assert np.mean(wall) - 100 * law(costs, mode, every) > 0.3
 
 
@@ -135,18 +135,18 @@ def test_a_job_by_hand():
     assert partial.pls == pytest.approx((1 * 4 + 4 * 5) / (8 * 30))
     quick = replay_in_useful_time(costs._replace(partial_load_hours=0.25), "partial", 10, [14, 25])
     np.testing.assert_allclose(30 * np.array(quick.overhead), [3, 2 * 0.25, 0, 1])
-    # Wall clock: work to 10, save to 11, work to 14; recovery to 16; work from 10 again to 25, where it is 19.
+    # Wall clock: work to 10, save to 11, work to 14, recovery to 16; work resumes at 10 and is at 19 at hour 25.
     wall = replay_in_wall_time(costs, "full", 10, [14, 25], 25.5)
     assert wall.useful_hours == 10 and wall.saves == 1 and wall.wall_hours == pytest.approx(25.5)
     np.testing.assert_allclose(10 * np.array(wall.overhead), [1, 1.5, 3 + 9, 0.5 + 0.5])
-    # Partial: 3 hours stand after the save at 11; from 16 on work to 23, then a save that is cut at 23.5.
+    # Partial: 3 hours of work after the save at 11 are kept; work from 16 to 23, then a save interrupted at 23.5.
     wall = replay_in_wall_time(costs, "partial", 10, [14, 23.5], 26.5, [1, 2])
     assert wall.useful_hours == pytest.approx(20) and wall.pls == pytest.approx((3 + 2 * 10) / (8 * 20))
     np.testing.assert_allclose(20 * np.array(wall.overhead), [1 + 1, 3, 0.5, 1])
 
 
 def step_by_step(costs, mode, every, hours, end):
-    """The wall clock in the plainest way, one phase after the other: (useful, saves, load, lost, reschedule, PLS)."""
+    """Reference for the wall clock, phase by phase: (useful, saves, load, lost, reschedule, PLS)."""
     load = costs.load_of(mode)
     length = {"work": every, "save": costs.save_hours, "load": load, "reschedule": costs.reschedule_hours}
     spent, done, saved, lost, pls = dict.fromkeys(length, 0.0), 0.0, 0.0, 0.0, 0.0
@@ -180,7 +180,7 @@ def step_by_step(costs, mode, every, hours, end):
     save=st.floats(0.1, 2), load=st.floats(0.1, 2), reschedule=st.floats(0.1, 2), partial=st.floats(0.1, 2),
 )  # fmt: skip
 def test_the_wall_clock_step_by_step(seed, mode, every, save, load, reschedule, partial):
-    """Dense failures, so that they hit saves, loads and work; and no hour is counted twice or left out."""
+    """Frequent failures that hit saves, loads and work; no hour is counted twice or omitted."""
     costs = Costs(save, load, reschedule, 3.0, 50.0, nodes=4, partial_load_hours=partial)
     hours = draw_failures(3.0, 50.0, 4, seed).hours
     found = replay_in_wall_time(costs, mode, every, hours, 50.0)
@@ -204,7 +204,7 @@ def test_without_failures_only_saves_cost(costs, every, mode):
 
 @given(costs=COSTS, pls=st.floats(1e-4, 1), seconds=st.floats(1e-3, 5))
 def test_a_plan_in_steps_is_the_plan_in_hours(costs, pls, seconds):
-    """Every 28 of 56 hours is every half of the steps; and back from steps to hours nothing is lost."""
+    """The interval is the same share of the job in hours and in steps, and converts back without loss."""
     plan = schedule.plan_recovery(costs, pls)
     assume(plan.save_every_hours * 3600 > 1.001 * seconds)
     steps = plan.in_steps(seconds)

@@ -1,4 +1,4 @@
-"""Servers of shards: each write once, none that is older, nothing from or for another incarnation."""
+"""Servers of shards apply each write once, none out of order, and no message of another incarnation."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def server_of(shards=(1, 3), incarnation=1, greet=True):
 
 
 def piece(shards, row, value=None):
-    """Row number `row` of each shard of a message, all its parts full of a value."""
+    """Row number `row` of each shard of a message, all its parts filled with `value`."""
     unique = np.array([[row * 4 + shard] for shard in shards], np.int32)
     widths = {} if value is None else {part: one.width for part, one in LAYOUT["width_4"].items()}
     parts = {part: np.full((len(shards), 1, width), value, np.float32) for part, width in widths.items()}
@@ -78,7 +78,7 @@ def test_an_old_put_is_refused_for_its_shard_and_an_old_add_is_done():
     with pytest.raises(OldWrite, match=r"put number 2 came after newer writes, .shard: number. .1: 3."):
         write(server, "put", 2, [1, 3], 20.0)
     assert value_of(server, 1, 2) == 30 and value_of(server, 3, 2) != 20
-    write(server, "put", 2, [3], 20.0)  # nobody has written there
+    write(server, "put", 2, [3], 20.0)  # no write there yet
     write(server, "add", 1, [1], 1.0)
     assert value_of(server, 1, 2) == 31 and value_of(server, 3, 2) == 20
     write(server, "put", 5, [1, 3], 50.0)
@@ -116,7 +116,7 @@ def test_messages_to_and_from_other_incarnations_change_nothing():
         with pytest.raises(Superseded, match="incarnation 1 of client 'run', whose incarnation 2 has taken its place"):
             write(server, verb, 2, [1], 9.0, sender=late)
     assert value_of(server, 1, 2, successor) == 7
-    write(server, "put", 1, [1], 8.0, sender=successor)  # its numbers begin anew
+    write(server, "put", 1, [1], 8.0, sender=successor)  # its write numbers restart
     assert value_of(server, 1, 2, successor) == 8
 
 
@@ -194,7 +194,7 @@ def test_what_a_call_carries_is_a_copy():
 
 @pytest.mark.process
 def test_a_layout_from_another_process_is_equal_and_hashes_as_one_made_here():
-    """Hashes of text differ from process to process: one that travelled would be found in no dict."""
+    """Hashes of strings differ between processes, so a cached hash would make a pickled layout miss in dicts."""
     code = "import pickle, sys, test_servers as t; sys.stdout.buffer.write(pickle.dumps((t.SPEC, t.LAYOUT)))"
     env = dict(os.environ, PYTHONHASHSEED="1", PYTHONPATH=os.pathsep.join(sys.path))
     there = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=100)

@@ -1,4 +1,4 @@
-"""The shadow thread: training never waits for it, and nothing is lost that a rule keeps."""
+"""The shadow thread: training never waits for it, and no update is lost that the rule keeps."""
 
 import collections
 import threading
@@ -46,7 +46,7 @@ def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps
     gate = Gate(AllToAll(rule, PARAMS))
     alpha = 1.0 if rule.name == "bmuf" else 0.5
     with Shadow(gate) as shadow:
-        state = shadow.exchange(state_of(1.0, 3.0))  # handed over: 1 and 3, their mean is 2
+        state = shadow.exchange(state_of(1.0, 3.0))  # copied: 1 and 3, with mean 2
         assert gate.entered.wait(60)
         for _ in range(8):  # no step waits for the round, which cannot end
             state = shadow.exchange(step(state))
@@ -61,7 +61,7 @@ def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps
 
 @pytest.mark.parametrize("rule", [easgd(0.3), easgd(0.3, "sequential"), model_averaging(0.7), bmuf(0.6, 0.9, 0.5)])
 def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
-    """Shadow contains foreground: every 3 steps, result folded in before the next step."""
+    """A shadow round every 3 steps whose result is folded in before the next step equals a foreground round."""
 
     def transport():
         initial = {"w": np.ones(3, np.float32), "b": np.zeros(2, np.float32)}
@@ -83,7 +83,7 @@ def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
 
 
 def run_trainers(rule, transport, steps, change=1.0):
-    """Free-running trainers, each a thread with its own shadow; their last states, and errors."""
+    """Run free-running trainers, each a thread with its own shadow; return their last states, and errors."""
     states, errors = {}, {}
 
     def train(trainer, number):
@@ -132,7 +132,7 @@ def test_lock_step_replicas_of_a_mesh_are_averaged_where_they_lie():
 
 
 def test_the_model_of_a_run_is_the_mean_of_its_replicas():
-    """Wherever they lie; the state itself stays, and so does what is no float."""
+    """On any devices; the state itself and leaves that are not floats stay unchanged."""
     mesh = jaxrec.make_mesh(replicas=2, devices=jax.devices()[:2])
     place = lambda leaf: jaxrec.sharding.put_on_mesh(leaf, mesh, jaxrec.sharding.PER_REPLICA)
     params = {"w": np.array([[1.0, 2.0], [3.0, 8.0]], jnp.bfloat16), "count": np.array([[3], [5]])}
@@ -147,7 +147,7 @@ def test_the_model_of_a_run_is_the_mean_of_its_replicas():
 
 
 def rounds_of(shadow, steps, state, number):
-    """Lets rounds happen one by one: copy, round, fold; the states after each fold."""
+    """Let rounds happen one by one (copy, round, fold); return the state, and the weights after each fold."""
     states = []
     for _ in range(number):
         steps.begin.release()
@@ -158,7 +158,7 @@ def rounds_of(shadow, steps, state, number):
 
 
 def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
-    """One trainer of two replicas by differences: a round brings both to their mean, a second time would go beyond."""
+    """Model averaging of two replicas by differences: a round moves both to the mean; folding twice would overshoot."""
     rule = model_averaging(1.0, "delta")
     steps = Steps(AllToAll(rule, PARAMS))
     with Shadow(steps) as shadow:
@@ -172,7 +172,7 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         steps.begin.release()
         until(lambda: len(steps.brought) == 2)
         assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
-        assert shadow.bytes == 2 * 2 * (3 + 2) * 4  # to and fro, replicas, floats: of the round that is folded in
+        assert shadow.bytes == 2 * 2 * (3 + 2) * 4  # both ways, replicas, floats: of the folded round
         folded(shadow, state)
         assert shadow.rounds == 2 and shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4
 
@@ -184,7 +184,7 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
         def sync_round(self, trainer, before, done):
             entered.set()
             if not done:
-                until(lambda: is_inside(wait))  # `finish` was called, and waits for the end
+                until(lambda: is_inside(wait))  # `finish` waits for the round to end
             return super().sync_round(trainer, before, done)
 
     steps = Late(AllToAll(rule, PARAMS))
@@ -195,11 +195,11 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
         state = shadow.finish(state)
     assert len(steps.brought) == 2  # 1, 9 -> half way to 4 -> half way to their mean, 4.5
     assert weights(state).tolist() == [3.5, 5.5]
-    assert shadow.rounds == 1 and shadow.bytes == 2 * 2 * (3 + 2) * 4  # of both or of neither; not of the last one
+    assert shadow.rounds == 1 and shadow.bytes == 2 * 2 * (3 + 2) * 4  # neither counts the last round
 
 
 def test_the_state_of_bmuf_goes_on_from_round_to_round():
-    """Beside the equations by hand, from the initial parameters 0 on."""
+    """Compared with the equations written out, from initial parameters of 0."""
     rule = bmuf(0.5, eta=0.8, momentum=0.5, form="lerp")
     steps = Steps(AllToAll(rule, PARAMS))
     with Shadow(steps) as shadow:
@@ -240,7 +240,7 @@ def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
 
 
 def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
-    """Beside a witness without a pace, which takes the same calls, so that no clock is read."""
+    """Compared with a trainer without a pace that takes the same calls, so that no clock is read."""
     group, params = SyncGroup(easgd(), PARAMS, 2, pace_seconds=1e6), PARAMS
     with group.trainer(0) as paced, Shadow(group.transport, 1) as witness:
         while witness.rounds < 30 or not paced.rounds:
@@ -267,11 +267,11 @@ def test_a_share_of_a_core_is_all_that_the_thread_takes():
             params = folded(sync, params)
         of_a_round = len(PARAMS) * work_seconds / share
         assert 3 * of_a_round < time.monotonic() - begun
-        sync.finish(params)  # does not wait for the end of a rest
+        sync.finish(params)  # does not wait for the pause to end
 
 
 def exchanged_while_a_round_ends(form, number):
-    """A round ends before the number-th line of an exchange; whether the exchange has so many lines."""
+    """End a round before the number-th line of an exchange; return whether the exchange has that line."""
     steps, at_rest = Steps(Centre(easgd(0.5), {"w": np.zeros(3, np.float32)})), threading.Condition.wait_for
     with Shadow(steps) as shadow:
         (thread,) = workers("shadow-")
@@ -279,7 +279,7 @@ def exchanged_while_a_round_ends(form, number):
         until(lambda: is_inside(steps.sync_round, thread))
 
         def end_round(number):
-            """It does not end here where the exchange holds the lock, or where it has not begun."""
+            """End a round, unless the exchange holds the lock or the round has not begun."""
             steps.begin.release()
             end, ended = time.monotonic() + 0.05, lambda: len(steps.brought) == number and is_inside(at_rest, thread)
             until(lambda: ended() or time.monotonic() > end)
@@ -287,16 +287,16 @@ def exchanged_while_a_round_ends(form, number):
         with at_line(Shadow.exchange, number, lambda: end_round(1)) as reached:
             params = shadow.exchange(form(params))
         for round_ in (2,) if reached else (1, 2):
-            end_round(round_)  # if this exchange began the second one: its result must not take the place of another
+            end_round(round_)  # a second round begun by this exchange must not overwrite the first result
         while shadow.rounds < 2:
             params = folded(shadow, params)
         assert len(steps.brought) == 2 and float(params["w"][0] + steps.parameters["w"][0]) == 8.0
     return bool(reached)
 
 
-@pytest.mark.parametrize(("form", "lines"), [(dict, 5), (collections.OrderedDict, 11)])  # a known form has a short way
+@pytest.mark.parametrize(("form", "lines"), [(dict, 5), (collections.OrderedDict, 11)])  # dicts have a fast path
 def test_a_round_that_ends_in_the_middle_of_an_exchange_keeps_its_result(form, lines):
-    """At any line of it: none is folded in twice, and none is lost to the next one; EASGD keeps the sum."""
+    """At any line: no result is folded in twice or overwritten by the next one; EASGD keeps the sum."""
     number = 0
     while exchanged_while_a_round_ends(form, number):
         number += 1

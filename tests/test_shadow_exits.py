@@ -1,4 +1,4 @@
-"""However a trainer leaves its shadow, nobody hangs and no thread is left."""
+"""However a trainer leaves its shadow, nothing hangs and no thread is left."""
 
 import signal
 import threading
@@ -45,7 +45,7 @@ def test_a_meet_that_never_returns_does_not_hold_up_who_leaves():
 
 
 class Interrupting(threading.Condition):
-    """Ctrl-C comes as soon as the main thread has taken the lock for the n-th time."""
+    """A condition that raises SIGINT once the main thread has taken its lock for the n-th time."""
 
     def __init__(self, countdown):
         super().__init__()
@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_no_lock_held_and_no_thread(monkeypatch, whose, countdown)
     changed, plain = Interrupting(countdown), threading.Condition
 
     def made(of, make):
-        """What is made has the interrupting lock if it is the subject; an `Event` brings a lock, and keeps it."""
+        """Call `make` with the interrupting condition if `of` is the subject; an `Event` keeps the lock it passes."""
         with monkeypatch.context() as patch:
             patch.setattr(threading, "Condition", lambda lock=None: plain(lock) if lock or whose != of else changed)
             return make()

@@ -1,4 +1,4 @@
-"""The site of documentation: it is built without a warning, its links hold, its messages are those of the code."""
+"""The documentation site builds without warnings, its links resolve, its messages are those of the code."""
 
 import ast
 import html.parser
@@ -23,7 +23,7 @@ def conf():
 
 
 class Links(html.parser.HTMLParser):
-    """What a page links to and shows, and the places in it that can be linked to."""
+    """Links and images of a page, and its anchors."""
 
     def __init__(self, page: Path):
         super().__init__()
@@ -37,7 +37,7 @@ class Links(html.parser.HTMLParser):
 
 
 def broken(directory: Path) -> list[str]:
-    """Links inside of a site that lead to no file or to no place of it."""
+    """Links within a site to a missing file or anchor."""
     pages = {path.resolve(): Links(path) for path in directory.rglob("*.html")}
     wrong = []
     for path, page in pages.items():
@@ -115,7 +115,7 @@ def test_every_page_stands_in_the_index():
 
 
 def strings(path: Path) -> str:
-    """What a module may say: its strings, those of one message together, {} for what is put in."""
+    """Strings of a module, with {} for interpolated values."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
@@ -126,7 +126,7 @@ def strings(path: Path) -> str:
 
 
 def unsaid(page: str) -> list[str]:
-    """Messages in the headings of a page that no module says."""
+    """Messages in the headings of a page that no module contains."""
     sources = [*(ROOT / "jaxrec").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
     said = "\n".join(map(strings, sources))
     return [message for message in re.findall(r"^### `(.*)`$", page, re.M) if message not in said]

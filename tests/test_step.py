@@ -1,4 +1,4 @@
-"""The law of SPMD: any number of devices, padding and replicas included, computes what one device computes."""
+"""SPMD: any number of devices, with padding and replicas, computes the same as one device."""
 
 import dataclasses
 from pathlib import Path
@@ -35,7 +35,7 @@ SPEC = EmbeddingSpec(
 
 
 def loss(params, activations, batch):
-    """Nonlinear in all that it reads."""
+    """Nonlinear in everything it reads."""
     x = jnp.concatenate([activations["pair"].reshape(-1, 8), activations["bag"], activations["w"], batch.dense], axis=1)
     return (jnp.tanh(x @ params["kernel"] + params["bias"][None])[:, 0] - batch.label) ** 2
 
@@ -46,7 +46,7 @@ def params():
 
 
 def batch_of(step, size=16, padding=0):
-    """A random batch; the last `padding` examples have weight 0 but ids and labels like the others."""
+    """A random batch; the last `padding` examples have weight 0, but ids and labels like the others."""
     rng = np.random.default_rng(step)
     weight = np.concatenate([rng.random(size - padding), np.zeros(padding)]).astype(np.float32)
     dense, label = rng.standard_normal((size, 3), np.float32), rng.random(size).astype(np.float32)
@@ -73,7 +73,7 @@ def leaves(state):
     return [*jax.tree.leaves(state.dense.params), *(dense_table(state.tables, n) for n in SPEC.stacks)]
 
 
-# Padding of 9: with 8 devices some have padding only.
+# With padding 9, some of 8 devices have padding only.
 PLACES = [(padding, devices, home) for padding in (0, 1, 9) for devices in (1, 2, 4, 8) for home in ("device", "host")]
 
 
@@ -91,10 +91,10 @@ def test_any_number_of_devices_equals_one(padding, devices, home):
 
 
 def test_a_parameter_gradient_summed_by_hand_breaks_the_law():
-    """Negative control: an extra psum scales the gradient by the devices, and the law sees it."""
+    """Negative control: an extra psum scales the gradient by the number of devices, which the comparison detects."""
 
     def doubled(params, activations, batch):
-        scale = jax.lax.axis_size("data")  # what a psum of an already summed gradient does
+        scale = jax.lax.axis_size("data")  # the effect of a psum of a summed gradient
         twice = jax.tree.map(lambda p: p * scale + jax.lax.stop_gradient(p - p * scale), params)
         return loss(twice, activations, batch)
 
@@ -136,7 +136,7 @@ def test_replicas_step_on_their_own_batches(row_gradient):
 
 
 def half_step(rows, plans, half):
-    """Parameters and rows after one step, of the row optimizer sgd(1.0), on a part of the first batch."""
+    """Parameters and rows after one step with sgd(1.0) on the rows, on a part of the first batch."""
     part = jax.tree.map(lambda x: x[half], batch_of(0))
     cut = {n: p._replace(inverse={k: v[half] for k, v in p.inverse.items()}) for n, p in plans.items()}
     optimizer = optax.adam(0.01)
@@ -234,7 +234,7 @@ def dlrm_losses(home, steps=30):
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_the_golden_curve(home):
-    """The loss curve of a small DLRM; write it anew (and say why) only when the mathematics changes."""
+    """Loss curve of a small DLRM; regenerate it (and say why) only when the mathematics changes."""
     golden = Path(__file__).parent / "golden" / "dlrm_losses.txt"
     losses = dlrm_losses(home)
     if not golden.exists():  # pragma: no cover
@@ -244,7 +244,7 @@ def test_the_golden_curve(home):
 
 
 def step_with(loss_or_predict, devices=2, home="device", train=True):
-    """Runs one step of a loss or a prediction on two devices; returns what the step returns."""
+    """Run one step with a loss or a prediction; return its result."""
     mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), sgd(0.1)
     tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
     state, batch = jaxrec.init_state(params(), optax.sgd(0.1), tables, mesh), batch_of(0)
@@ -289,7 +289,7 @@ def test_a_mesh_with_explicit_axes_computes_the_same_bits(home):
 
 
 def test_rows_of_another_optimizer_are_refused_where_the_update_is_traced():
-    """So for those who call `update` without the step, as the pipeline does; and silently wrong before."""
+    """Also for callers of `update` without a step, such as the pipeline; it was silently wrong before."""
     batch = batch_of(0)
     plans, mesh = plan(SPEC, batch.ids), jaxrec.make_mesh()
     for made, wanted in ((adagrad(0.1), rowwise_adagrad(0.1)), (adagrad(0.1), sgd(0.1))):
@@ -300,7 +300,7 @@ def test_rows_of_another_optimizer_are_refused_where_the_update_is_traced():
 
 
 def test_values_on_a_device_are_not_looked_at():
-    """They would have to be waited for; a host batch of the same values is refused."""
+    """Checking them would block; a host batch of the same values is refused."""
     batch = batch_of(0)._replace(weight=np.full(16, -1, np.float32))
     plans, (state, _) = plan(SPEC, batch.ids), train(steps=0)
     step = jaxrec.make_eval_step(SPEC, loss)
@@ -322,7 +322,7 @@ def test_a_refused_step_leaves_the_state_as_it_was_and_of_use(home):
 
 
 def test_a_step_is_a_part_of_a_program_of_ones_own():
-    """Under an outer jit, with plans made on the device, a step computes what it does alone."""
+    """Under an outer jit, with plans made on the device, a step computes the same result."""
     optimizer, rows = optax.adam(0.05), adagrad(0.1)
     step = jaxrec.make_train_step(SPEC, loss, optimizer, rows)
     capacity = {name: 64 for name in SPEC.stacks}
@@ -341,7 +341,7 @@ def test_a_step_is_a_part_of_a_program_of_ones_own():
 
 
 def test_one_step_serves_host_tables_of_any_seed_and_refuses_another_order_of_tables():
-    """The seed decides how rows begin; where they lie, which is what a step is compiled for, it does not."""
+    """The seed only sets initial rows; a step is compiled for the layout, which depends on the order of tables."""
     step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), adagrad(0.1))
     batch = batch_of(0)
 

@@ -1,4 +1,4 @@
-"""A run with CPR outlives its process: after kill -9 its state is base, deltas and the dense state saved with them."""
+"""A run with CPR survives kill -9: its state is the base, the deltas and the dense state saved with them."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def all_rows(state):
 
 
 def keep(directory):
-    """A hook that writes down the whole state after every step, for the replay."""
+    """A hook that writes the whole state after every step, as a reference."""
 
     def hook(state, step, plan, metrics):
         dense = [np.array(leaf) for leaf in jax.tree.leaves(state.dense)]
@@ -45,7 +45,7 @@ def keep(directory):
 
 
 def go_on(directory, scheme, steps=0, home="host", hooks=(), given=None, **more):
-    """Restores what is there and trains some steps more; returns the state and the recovery."""
+    """Restore the newest image if any, and train `steps` more steps; return the state and the recovery."""
     state, image = fresh(home), None
     if newest_first(directory):
         state, image = restore(directory, state)
@@ -58,7 +58,7 @@ def go_on(directory, scheme, steps=0, home="host", hooks=(), given=None, **more)
 
 
 def _train_until_killed(directory, notes, scheme, die_at):
-    """Kills itself at a call that changes the disk."""
+    """Train, and kill this process at its die_at-th call that changes the disk."""
     kill_at_call(die_at)
     save = RowCheckpointer.save
 
@@ -71,14 +71,14 @@ def _train_until_killed(directory, notes, scheme, die_at):
 
 
 def noted(notes, step, rows):
-    """Rows and dense leaves as they were after a step."""
+    """Rows and dense leaves after a step."""
     with np.load(notes / f"{step}.npz") as file:
         dense = [file[f"dense{number}"] for number in range(sum(name.startswith("dense") for name in file))]
         return {key: file["/".join(map(str, key))] for key in rows}, dense
 
 
 def replayed(notes, step, scheme):
-    """What must have survived: each row as it was after the step that saved it last, dense state of the last step."""
+    """The state that must have survived: each row as of its last save, the dense state of the last step."""
     rows = all_rows(fresh("host"))
     if not SCHEMES[scheme]:
         return noted(notes, step, rows)
@@ -102,12 +102,12 @@ def kill_often(tmp_path, scheme, instants):
             continue
         copied = shutil.copytree(directory, tmp_path / f"copy{number}")
         state, tip = restore(copied, fresh("host"))
-        assert tip.step >= step  # what was committed stays
+        assert tip.step >= step  # commits are never undone
         rows, dense = replayed(notes, tip.step, scheme)
         assert same(all_rows(state), rows)
         for found, wanted in zip(jax.tree.leaves(state.dense), dense, strict=True):
             np.testing.assert_array_equal(found, wanted)
-        # A resumed copy gives the same bits as the other copy of it, and counts what the mosaic lost.
+        # Two resumed copies give the same bits, and count the PLS of rows older than the tip.
         again = shutil.copytree(copied, tmp_path / f"again{number}")
         (a, first), (b, second) = (go_on(path, scheme, 10) for path in (copied, again))
         assert same(all_rows(a), all_rows(b)) and first.pls == second.pls
@@ -124,7 +124,7 @@ def kill_often(tmp_path, scheme, instants):
 @pytest.mark.process
 @pytest.mark.parametrize("scheme", ["vanilla", "mfu", "ssu", "scar", "round_robin"])
 def test_kill_9_at_4_instants(tmp_path, scheme):
-    calls = 700 if SCHEMES[scheme] else 250  # that 60 steps make: whole images come more seldom
+    calls = 700 if SCHEMES[scheme] else 250  # calls of 60 steps; whole images are saved less often
     instants = np.random.default_rng(len(scheme)).integers(1, calls, 4).tolist()
     pls = kill_often(tmp_path, scheme, instants)
     assert (pls > 0) == (scheme != "vanilla")
@@ -167,10 +167,10 @@ def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
 
 
 def test_trackers_go_on_where_they_were(tmp_path):
-    """Round-robin knows whose turn it is, SSU which batch it samples; all else a saved row has forgotten."""
+    """Round-robin resumes at its turn, SSU at its batch; other state of a saved row is cleared."""
     for scheme, known, more in (("round_robin", "turn", 0), ("ssu", "batch", 4)):
         found = []
-        for given in (batches(0, 40), nothing(4)):  # the second life has nothing to save, and says so in an image
+        for given in (batches(0, 40), nothing(4)):  # the resumed run saves an image without rows
             go_on(tmp_path / scheme, scheme, given=given, pick_ahead_steps=0)
             trackers = read_manifest(newest(tmp_path / scheme)).extra["cpr"]["trackers"]
             found.append({name: np.array(one[known]) for name, one in trackers.items()})
@@ -179,7 +179,7 @@ def test_trackers_go_on_where_they_were(tmp_path):
 
 
 def bytes_of(directory, scheme, saves, rows, **more):
-    """Bytes written in some save intervals in which every batch touches more rows than are saved."""
+    """Bytes written over `saves` intervals in which every batch touches more rows than are saved."""
     spec = EmbeddingSpec({"t": Table(rows, 16)}, {"t": Lookup("t")}, shards=4)
     optimizer, rng = rowwise_adagrad(0.1), np.random.default_rng(0)
     state = TrainState(
@@ -202,6 +202,6 @@ def test_mfu_writes_at_most_15_percent_more_than_saving_everything_over_20_inter
     vanilla, mfu = (bytes_of(tmp_path / scheme, scheme, 20, rows) for scheme in ("vanilla", "mfu"))
     assert vanilla == pytest.approx(20 * rows * 17 * 4, rel=0.02)
     assert 0.9 < mfu / vanilla <= 1.15, mfu / vanilla
-    often = bytes_of(tmp_path / "often", "mfu", 4, rows, most_deltas=8)  # negative control: what it was
+    often = bytes_of(tmp_path / "often", "mfu", 4, rows, most_deltas=8)  # negative control: the former setting
     assert often / (vanilla * 4 / 20) > 1.5
     assert len(images(tmp_path / "vanilla")) == 2 and len(deltas(tmp_path / "mfu")) <= 128

@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, compared within seeds, and gone on with where they stopped."""
+"""Sweeps run every combination once, compare within seeds, and resume where they stopped."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_arms_are_all_combinations_in_order():
 
 
 def test_differences_are_within_seeds():
-    """What all arms of a seed have alike is no noise."""
+    """Variation that all arms of a seed share is not noise."""
     common = np.random.default_rng(0).standard_normal(5)
     found = sweep.summary({"a": list(common), "b": list(common + 0.1 + 0.001 * np.arange(5))})
     assert found["b_minus_first"] == pytest.approx(0.102) and found["b_minus_first_half_width"] < 0.003
@@ -104,7 +104,7 @@ def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
     ]
     process = subprocess.Popen([sys.executable, str(SCRIPT), *words], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "row-learning-rate=0.02_0.log"
-    while not log.exists():  # by then the first run has begun
+    while not log.exists():  # created when the first run begins
         assert process.poll() is None
         os.sched_yield()
     process.send_signal(signal.SIGTERM)

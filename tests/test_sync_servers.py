@@ -57,7 +57,7 @@ def brought(seed):
 
 
 def rounds(clients, script):
-    """Run a script [(trainers that meet at once, done)]; return what each `sync_round` has returned."""
+    """Run a script [(trainers that meet at once, done)]; return the results of all `sync_round` calls."""
     found = []
     with ThreadPoolExecutor(len(clients)) as pool:
         for number, (who, done) in enumerate(script):
@@ -96,12 +96,12 @@ def test_symmetric_easgd_keeps_the_sum_over_trainers_and_centre_and_model_averag
         i = int(rng.integers(2))
         target, _ = clients[i].sync_round(i, live[i], False)
         new = {n: RULES["easgd"].merge(live[i][n], live[i][n], target[n]) for n in PARAMS}
-        centre = {n: centre[n] + (live[i][n] - new[n])[0] for n in PARAMS}  # what the trainer has given
+        centre = {n: centre[n] + (live[i][n] - new[n])[0] for n in PARAMS}  # plus the move of the trainer
         live[i] = new
     for name in PARAMS:
         np.testing.assert_allclose(live[0][name][0] + live[1][name][0] + centre[name], wanted[name], rtol=1e-5)
     now = clients[0].sync_round(0, live[0], False)[0]
-    np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # it is at the sync servers
+    np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # the centre held by the sync servers
     handles = sync_servers_of(RULES["ma"], 2)
     clients = [SyncClient(RULES["ma"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
     (one, _), (other, _) = rounds(clients, [((0, 1), False)])
@@ -125,7 +125,7 @@ def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor
         both, last = successor.sync_round(1, brought(9), True)
         assert last and ended.result(10)[1]
     np.testing.assert_allclose(both["c"], (brought(8)["c"] + brought(9)["c"]) / 2, rtol=1e-6)
-    with pytest.raises(PeerLeft, match="has a successor"):  # that was stopped, and comes back
+    with pytest.raises(PeerLeft, match="has a successor"):  # a stopped process that wakes up
         clients[1].sync_round(1, brought(3), False)
 
 
@@ -156,7 +156,7 @@ def test_a_round_continues_at_the_successor_of_a_dead_sync_server():
         waits = pool.submit(client.sync_round, 0, brought(1), False)
         with pytest.raises(TimeoutError):
             waits.result(0.5)
-        client.replace(1, sync_servers_of(rule, 1, 2)[1])  # it begins with the initial parameters
+        client.replace(1, sync_servers_of(rule, 1, 2)[1])  # starts from the initial parameters
         found, last = waits.result(20)
     assert not last and client.waited_s > 0.3
     mine = assign_leaves([24, 4, 16], rule, 2)
@@ -206,5 +206,5 @@ def test_synchronisers_at_sync_servers_end_with_equal_parameters(kind, name):
     with ThreadPoolExecutor(2) as pool:
         (one, made), (other, also) = pool.map(train, (0, 1))
     assert all(np.array_equal(one[key], other[key]) for key in PARAMS)
-    assert kind is Shadow or (made > 0 and also > 0)  # a shadow may have found no time
-    assert (np.asarray(one["c"]) > 1).all()  # lerp may lose what was learned during a round
+    assert kind is Shadow or (made > 0 and also > 0)  # a shadow may not have had time for a round
+    assert (np.asarray(one["c"]) > 1).all()  # lerp may lose updates made during a round

@@ -1,4 +1,4 @@
-"""What shadow and foreground keep alike: dtypes, places, other leaves, the order of calls."""
+"""Properties shared by shadow and foreground: dtypes, devices, other leaves, the order of calls."""
 
 import threading
 import time
@@ -69,11 +69,11 @@ def test_dtypes_are_kept_and_sums_do_not_overflow(rule, dtype, kind):
         assert float(found[0, 0]) == float(high[0, 0])
     if not rule.has_centre:
         assert float(state["w"][0, 1]) == float(state["w"][1, 1]) == 1.5
-        assert transport.brought[0][0].dtype == dtype  # no wider on the way
+        assert transport.brought[0][0].dtype == dtype  # not widened in transit
 
 
 def test_small_differences_add_up_in_the_centre_of_bfloat16():
-    """A centre of 256 in bfloat16 would not see 0.5; trainers bring it 40 times."""
+    """A centre of 256 in bfloat16 would lose each move of at most 0.04; their sum must arrive."""
     rule = easgd(0.01)
     centre = Centre(rule, {"w": jnp.full(2, 256.0, jnp.bfloat16)})
     with Foreground(centre, every_steps=1) as foreground:
@@ -104,7 +104,7 @@ def nnx_of(value):
 
 @pytest.mark.parametrize(("of", "kind"), [(linen_of, Foreground), (nnx_of, Shadow)])
 def test_flax_states_are_synchronised_as_they_come(of, kind):
-    """Two trainers, one thread each, of one replica without an axis."""
+    """Two trainers, one thread each, of one replica without a replica axis."""
     rule, more = model_averaging(1.0), {"every_steps": 1} if kind is Foreground else {}
     transport, found = AllToAll(rule, of(0.0)[0], 2), {}
 
@@ -126,7 +126,7 @@ def test_flax_states_are_synchronised_as_they_come(of, kind):
 
 
 def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays():
-    """Large aligned arrays, which a CPU device takes over without a copy."""
+    """Large aligned arrays, which a CPU device adopts without a copy."""
     rule, size, found = easgd(0.5), 1 << 16, {}
     initial = {"w": jnp.zeros(size)}
     centre = Centre(rule, initial, 3)
@@ -163,7 +163,7 @@ def test_the_results_of_a_round_lie_where_the_parameters_lie():
         params = shadow.exchange(params)
         params = folded(shadow, params)
         assert shadow.rounds == 1 and {leaf.device for leaf in jax.tree.leaves(params)} == {device}
-        ended = shadow.finish(jax.device_put(params, jax.devices()[2]))  # and where they are by then
+        ended = shadow.finish(jax.device_put(params, jax.devices()[2]))  # and on their current device
     assert {leaf.device for leaf in jax.tree.leaves(ended)} == {jax.devices()[2]}
 
 
@@ -188,7 +188,7 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
 
 
 def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
-    """FR-MA-1, lock-step, row_gradient='mean': four replicas of a batch each equal one with all four, to 1e-6."""
+    """FR-MA-1, lock-step, row_gradient='mean': four replicas of one batch each equal one of all four, to 1e-6."""
     spec = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")})
     loss = lambda params, act, batch: optax.sigmoid_binary_cross_entropy(act["item"] @ params["w"], batch.label)
     rng = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
 
 
 def aligned(shape):
-    """An array of NumPy that JAX would take over on a CPU without a copy."""
+    """A NumPy array that JAX would adopt on a CPU without a copy."""
     whole = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
     begin = -whole.ctypes.data % 64
     return whole[begin : begin + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
@@ -245,7 +245,7 @@ def test_seconds_count_from_entering(monkeypatch):
     rule = model_averaging()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     foreground = Foreground(AllToAll(rule, PARAMS), every_seconds=5.0)
-    now[0] = 200.0  # compiling, say
+    now[0] = 200.0  # compilation, for example
     with foreground:
         foreground.exchange(PARAMS)
         assert foreground.rounds == 0

@@ -1,4 +1,4 @@
-"""The synthetic click log: a pure function of the batch index with a teacher that no model beats."""
+"""The synthetic click log is a pure function of the batch index; no model beats its teacher."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_a_curved_share_leaves_the_log_alone_but_for_its_labels():
 
 
 def test_what_is_curved_is_neither_a_sum_nor_products_of_two_fields():
-    """The best sum of all pairs of categories leaves most of it; without the curve nothing."""
+    """The best fit by pairs of categories leaves much of the variance; without curvature it leaves none."""
 
     def left(share):
         clicks = SyntheticClicks((3,) * 6, dense_features=0, curved=share, exponent=0.0)

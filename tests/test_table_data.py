@@ -1,4 +1,4 @@
-"""The click job over a prepared table: every model takes its bags, a run goes on where it was, and refusals."""
+"""The click job over a prepared table: every model takes its bags, runs resume, misuse is refused."""
 
 import types
 

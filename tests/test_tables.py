@@ -1,4 +1,4 @@
-"""One harness over all homes of the rows, and over all row optimizers: read, put, add against a dense reference."""
+"""One harness over all homes of rows and all row optimizers: read, put and add against a dense reference."""
 
 import errno
 import functools
@@ -76,7 +76,7 @@ def random_like(activation, seed):
 
 
 def gradient_by_table(spec, stack, ids, weights):
-    """The gradient of a sum of weighted activations by every row of a stack: f32[V, E]."""
+    """Gradient of a sum of weighted activations for every row of a stack: f32[V, E]."""
     gradient = np.zeros((spec.stacks[stack].rows, spec.stacks[stack].width), np.float32)
     for lookup in spec.lookups_of(stack):
         offset, _ = spec.columns_of(lookup)
@@ -91,7 +91,7 @@ def gradient_by_table(spec, stack, ids, weights):
 @in_each_home
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_steps_equal_the_dense_reference(home, name, tmp_path):
-    """Duplicates reduced, touched rows stepped as a dense optimizer would, all others to the bit as before."""
+    """Duplicates are summed, touched rows step as under a dense optimizer, all others keep their bits."""
     spec, row_optimizer = small_spec(), OPTIMIZERS[name]
     tables = create(home, spec, row_optimizer, tmp_path)
     for step in range(3):
@@ -155,7 +155,7 @@ def test_homes_begin_equal_to_the_bit(name, tmp_path):
 
 
 def test_zero_gradient_leaves_rows_unchanged():
-    """Padding rows rely on it; eps 0 and an empty accumulator are the hard case."""
+    """Padding rows rely on it; eps 0 with an empty accumulator is the hard case."""
     for optimizer in (*OPTIMIZERS.values(), rowwise_adagrad(0.1, eps=0.0)):
         slots = {s: jnp.full((3, slot.width), slot.fill) for s, slot in optimizer.init(4).items()}
         value, new = optimizer.update(jnp.zeros((3, 4)), jnp.ones((3, 4)), slots, 0)
@@ -207,7 +207,7 @@ def test_bags_pool_what_is_present():
 
 
 def pooled_plainly(spec, values, plans):
-    """The reference: each bag's rows side by side, then their sum; autodiff makes its derivative."""
+    """Reference pooling: gather the rows of each bag, then sum; differentiated by autodiff."""
     result = {}
     for name, one in plans.items():
         rows = jnp.concatenate(
@@ -247,7 +247,7 @@ def test_pooling_and_its_derivative_are_those_of_a_plain_sum(hots, seed):
 
 
 def test_pooling_holds_no_row_for_every_id():
-    """Its memory goes by bags; the plain sum, whose goes by ids, is the control."""
+    """Its memory scales with bags; the plain sum, which scales with ids, is the control."""
     spec, plans, values, weight = many_bags(64, seed=0, batch_size=300)
 
     def temporary_bytes(pool):
@@ -281,24 +281,24 @@ def test_a_full_disk_leaves_nothing_behind_and_other_tables_alone(tmp_path, monk
         np.testing.assert_array_equal(parts["value"], old)
 
 
-# ---- files know where they stand
+# ---- table files record their step
 
 FILES = EmbeddingSpec(
     {"a": Table(4000, 8), "w": Table(4000, 1)}, {"a": Lookup("a"), "w": Lookup("w")}, shards=4
 )  # fmt: skip
-SCATTERS = 4 * (1 + 1) + 4 * (1 + 1)  # of one put: shards, stacks, parts
+SCATTERS = 4 * (1 + 1) + 4 * (1 + 1)  # of one put: shards x (value + slot) of each stack
 HALF = pytest.param(SCATTERS // 2, marks=pytest.mark.gate)
 
 
 def whole_batch(tables):
-    """A plan of all rows, and the rows full of a number."""
+    """A plan of all rows, and a function that fills them with a number."""
     plans = plan(FILES, {key: np.arange(4000, dtype=np.int32) for key in ("a", "w")})
     rows = tables.read(plans)
     return plans, lambda number: jax.tree.map(lambda x: np.full_like(x, number), rows)
 
 
 def put_for_ever(directory, die_at=None, after=None):
-    """Puts the number of the put into all rows; dies at a scatter, or after some puts, or not at all."""
+    """Put the number of the put into all rows; kill this process at scatter `die_at` or after put `after`, if given."""
     tables, scatter, calls = (
         HostTables.attach(FILES, rowwise_adagrad(0.1), directory),
         kernels.scatter,
@@ -370,12 +370,12 @@ def test_tables_of_a_process_killed_between_puts_stand_at_its_last(tmp_path):
 @pytest.mark.process
 @pytest.mark.random_instant
 def test_what_attach_accepts_is_whole_whenever_the_kill_comes(tmp_path):
-    """The law: accepted tables hold the rows of the put that they name, all of them."""
+    """Tables that `attach` accepts hold all rows of the put that they record."""
     for attempt in range(4):
         directory = tmp_path / str(attempt)
         tables = HostTables.create(FILES, rowwise_adagrad(0.1), directory)
         child = start(directory)
-        while tables.steps[3, 1] < 5 + 3 * attempt:  # ends: the child puts for ever, and a dead one fails below
+        while tables.steps[3, 1] < 5 + 3 * attempt:  # terminates: the child puts for ever; a dead one fails
             assert child.is_alive()
             time.sleep(0.001)
         child.kill()
@@ -398,7 +398,7 @@ def test_puts_of_single_shards_count_for_them_alone(tmp_path):
     with pytest.raises(ValueError, match=r"shards .0, 3. after put 1, shards .1, 2. after put 2; shards .. within"):
         HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path)
     tables.put(plans, full_of(2), [0, 3])
-    tables.add(plans, full_of(2), full_of(1))  # writers that do not take turns do not count
+    tables.add(plans, full_of(2), full_of(1))  # concurrent adds do not count
     assert HostTables.attach(FILES, rowwise_adagrad(0.1), tmp_path).step == 2
 
 
@@ -419,7 +419,7 @@ def test_one_shard_overwritten_stands_beside_the_others(tmp_path):
 
 
 def test_a_put_that_fails_leaves_the_tables_torn(tmp_path, monkeypatch):
-    """Ctrl-C within a put: the process lives on, but its rows are of no step, and more puts do not heal them."""
+    """Ctrl-C within a put: the process continues, but rows belong to no step, and further puts do not repair them."""
     tables, scatter, calls = (
         HostTables.create(FILES, rowwise_adagrad(0.1), tmp_path),
         kernels.scatter,
@@ -441,7 +441,7 @@ def test_a_put_that_fails_leaves_the_tables_torn(tmp_path, monkeypatch):
 
 
 def test_tables_are_on_disk_before_they_are_named_complete(tmp_path, monkeypatch):
-    """flush did nothing before: it looked for maps where numpy keeps memoryviews."""
+    """flush once did nothing: it looked for memory maps where numpy keeps memoryviews."""
     synced = []
     record = lambda path: synced.append((path.name, (tmp_path / "t" / "tables.json").exists()))
     for module in ("jaxrec.files", "jaxrec.embedding.host"):
@@ -480,7 +480,7 @@ def test_of_processes_that_create_in_one_directory_one_does(tmp_path):
     HostTables.attach(FILES, sgd(0.1), tmp_path / "tables")
 
 
-# ---- what a technique does to rows where they are, in every home
+# ---- operations on rows in place, in every home
 
 
 def trained(home, tmp_path):
@@ -582,7 +582,7 @@ def test_a_shard_of_another_shape_is_refused_and_no_row_changes(create):
     rows = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     before = {part: [np.array(a) for a in mine] for part, mine in tables.parts("width_4").items()}
     wrong = [
-        ("width_4", 1, rows | {"value": np.ones((3, 1), np.float32)}, "have the shapes"),  # would be broadcast
+        ("width_4", 1, rows | {"value": np.ones((3, 1), np.float32)}, "have the shapes"),  # would broadcast
         ("width_4", 1, rows | {"value": np.ones((2, 4), np.float32)}, "have the shapes"),
         ("width_4", 1, {name: np.ones((4, *shape[1:])) for name, shape in shapes.items()}, "have the shapes"),
         ("width_4", 1, {"value": rows["value"]}, "have the shapes"),

@@ -1,4 +1,4 @@
-"""A test that hangs ends within its limit and is named, whatever it hangs in."""
+"""A test that hangs ends within its limit and is reported, wherever it hangs."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# What hangs, and whether the signal ends it. A mutex taken twice in C never returns, with or without Python's own lock.
+# Code that hangs, and whether the signal ends it. Locking a mutex twice in C never returns, with or without the GIL.
 HANGS = {
     "python": ("threading.Event().wait()", True),
     "c": ("[ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]", False),
@@ -74,5 +74,5 @@ def test_a_slow_test_may_take_longer(request):
 
 
 def test_every_test_has_a_limit(pytestconfig):
-    """By the configuration itself, whatever the command line says."""
+    """From the configuration file, whatever the command line."""
     assert 0 < float(pytestconfig.getini("timeout")) <= 240

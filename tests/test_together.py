@@ -1,4 +1,4 @@
-"""The three techniques in one run: OAC's pipeline, replicas that are synchronised, shards that fail and come back."""
+"""The three techniques in one run: OAC's pipeline, synchronised replicas, shards that fail and are restored."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def recovery_of(engine, directory, **more):
 
 
 def run(directory, synchroniser, failures=FAILURES, **more):
-    """All three; returns the state and the recovery."""
+    """Run all three; return the state and the recovery."""
     update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
     with Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH) as pipeline:
         return train_with(pipeline, directory, synchroniser, failures, **more)
@@ -77,7 +77,7 @@ def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_s
     shadow = averaging(Shadow)
 
     def hook(state, step, plans, metrics):
-        return folded(shadow, state) if step == 20 else shadow.exchange(state)  # by then it has had its turn once
+        return folded(shadow, state) if step == 20 else shadow.exchange(state)  # ensures one round
 
     state, recovery = run(tmp_path / "run", shadow, hook=hook)
     params, shards = arrays(state)
@@ -89,4 +89,4 @@ def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_s
         write_image(tmp_path / f"step_{replica}", snapshot(state._replace(dense=alone)))
         restored, _ = restore(tmp_path / f"step_{replica}", fresh())
         np.testing.assert_array_equal(restored.dense.params["w"], np.repeat(alone.params["w"], 2, axis=0))
-    assert not np.array_equal(dense.params["w"][0], dense.params["w"][1])  # else any replica would do
+    assert not np.array_equal(dense.params["w"][0], dense.params["w"][1])  # otherwise any replica would pass

@@ -1,4 +1,4 @@
-"""Free trainers that fail, block or are interrupted: who failed is named, the others end or go on."""
+"""Free trainers that fail, block or are interrupted: the failed one is named, the others end or continue."""
 
 import itertools
 import json
@@ -48,11 +48,11 @@ def test_a_failure_stops_everybody_and_its_worker_is_named(where, kind):
 
 
 class Blocks:
-    """Trainer 0 blocks, in its stream or where it reads rows, until it is woken; trainer 1 fails meanwhile."""
+    """Trainer 0 blocks in its stream or in a read of rows until `wake` is set; trainer 1 fails meanwhile."""
 
     def __init__(self, where, read=HostTables.read):
         self.where, self.read_rows, self.blocked, self.wake = where, read, threading.Event(), threading.Event()
-        self.steps = []  # of trainer 0
+        self.steps = []  # steps of trainer 0
 
     def block(self):
         self.blocked.set()
@@ -77,7 +77,7 @@ class Blocks:
         yield from stream(1, 3)
         assert self.blocked.wait(60)
         if self.where == "stream":
-            until(lambda: len(self.steps) == 3)  # its other worker writes nothing any more
+            until(lambda: len(self.steps) == 3)  # its other worker has finished its writes
         raise OSError("the disk is gone")
 
 
@@ -92,7 +92,7 @@ def test_what_blocks_is_left_behind_by_name_and_writes_nothing_when_it_wakes(mon
         pytest.raises(OSError, match="disk"),
     ):
         freely(tables, streams, make, 2, hook=blocks.hook)
-    join_all(workers("trainer-1"))  # on a busy machine others are late, too
+    join_all(workers("trainer-1"))  # on a busy machine they may be late
     as_left = jax.tree.map(np.array, tables.shards)
     left = workers()
     blocks.wake.set()
@@ -114,7 +114,7 @@ def test_a_failing_trainer_is_dropped_and_the_others_finish(kind, rule):
     assert min(figures.steps[1:]) >= 30 and min(figures.rounds[1:]) > 0 and figures.steps[0] <= 3
     assert len(dense) == 3 and no_threads_left()
     if rule.has_centre:
-        np.testing.assert_array_equal(dense[1].params["w"], dense[2].params["w"])  # the centre, after both
+        np.testing.assert_array_equal(dense[1].params["w"], dense[2].params["w"])  # the centre after both trainers
 
 
 def test_all_dropped_is_a_failure_and_ctrl_c_of_one_drops_nobody():
@@ -190,7 +190,7 @@ def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
 @pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, rule, monkeypatch):
-    """No time passes until it blocks and trainer 0 waits for it: however long they compile, nobody else is overdue."""
+    """The clock stands until trainer 1 blocks and trainer 0 waits for it, so compiling makes no other overdue."""
     clock, blocked, wake = Clock(monkeypatch), threading.Event(), threading.Event()
     transport = (Centre if rule.has_centre else AllToAll)(rule, PARAMS, 2, timeout_s=0.5, on_failure="drop")
 
@@ -223,7 +223,7 @@ def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, 
 
 
 def train_for_ever(way):
-    """Trainer 0 is soon done and waits for trainer 1, which never is."""
+    """Trainer 0 finishes early and waits for trainer 1, which never finishes."""
     kind, rule, more = WAYS[way] if way != "none" else (None, None, {})
 
     class Telling(Centre if rule and rule.has_centre else AllToAll):
@@ -238,7 +238,7 @@ def train_for_ever(way):
 
 
 def child():
-    """Trains until SIGINT, again and again, and tells in a line which threads of Python are still at work."""
+    """Train until SIGINT, repeatedly; print a JSON line with the Python threads that are left."""
     before = set(frames())  # `threading.enumerate` may leave out a thread that Ctrl-C hit in a `join`
     for way in itertools.cycle(["none", *WAYS]):
         told = {"way": way, "raised": None}
@@ -266,7 +266,7 @@ def test_ctrl_c_at_any_instant_ends_all_threads():
             for number in range(14):
                 way = ["none", *WAYS][number % (len(WAYS) + 1)]
                 wanted = "training" if number % 2 or way == "none" else "finishing"
-                assert wanted in (line.strip() for line in lines)  # reads as far as it
+                assert wanted in (line.strip() for line in lines)  # reads up to that line
                 threading.Event().wait(instants.random() * 0.6)
                 process.send_signal(signal.SIGINT)
                 told.append(json.loads(next(line for line in lines if line.startswith("{"))))

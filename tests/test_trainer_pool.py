@@ -32,13 +32,13 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def servers(cluster):
-    """Servers for tests without deaths."""
+    """Servers for tests in which no server dies."""
     with contextlib.closing(Supervisor(cluster, SPEC, OWN[1], 1)) as servers:
         yield servers
 
 
 def paced(trainer, trainers):
-    """Batches at intervals, so that a kill finds the trainers at work."""
+    """Batches at intervals, so that a kill finds the trainers running."""
 
     def stream(start):
         for number in range(start, STEPS):
@@ -96,7 +96,7 @@ def test_a_run_survives_deaths_and_counts_every_example_once(cluster, tmp_path, 
         params, stats = pool.run(killer)
         processes = [*pool.processes, *pool.sync_server_processes, *servers.processes, *killer.sent]
     assert stats.examples == 2 * STEPS * BATCH and stats.examples_lost == 0 and len(params) == 2
-    # On a slow machine more processes may seem dead.
+    # On a slow machine more processes may time out.
     assert {failure.kind for failure in stats.failures} >= set(kinds), stats.failures
     assert all(rounds > 0 for rounds in stats.rounds) and sum(stats.steps) <= 2 * STEPS
     assert have_ended(processes)

@@ -71,7 +71,7 @@ def begun(work, servers, sync_servers=(), number=0, trainers=1, incarnation=1, s
 
 
 def test_what_counts_as_trained_is_what_has_no_gap_whoever_ends_first():
-    """Workers at random: at every instant the position is that of the first batch that is not trained."""
+    """Workers in random order: the position is always that of the first batch not yet trained."""
     rng, sizes = np.random.default_rng(0), np.random.default_rng(1).integers(1, 50, 200)
     stream, taken, trained = Stream(iter(range(200)), 0, examples_of=lambda batch: int(sizes[batch])), [], set()
     while len(trained) < 200:
@@ -141,7 +141,7 @@ def test_a_read_waits_for_the_successor_and_what_was_to_be_added_is_lost_and_cou
     now = found.get(timeout=60)["width_4"].value
     kept = [shard for shard in range(SPEC.shards) if shard not in gone]
     used = np.arange(now.shape[1]) < plans["width_4"].count[:, None]  # [S, U]
-    for shards, wanted in ((kept, more), (gone, rows)):  # initial ones are back: nobody has restored others
+    for shards, wanted in ((kept, more), (gone, rows)):  # lost shards have initial rows, as nothing was restored
         mine = [shard in shards for shard in range(SPEC.shards)] & used.T
         assert np.array_equal(now[mine.T], wanted["width_4"].value[mine.T])
     assert tables.waited_s > 0.1

@@ -1,4 +1,4 @@
-"""Rounds of all and the centre: what trainers bring is moved whole, and by the rule."""
+"""All-reduce rounds and the centre: parameters of trainers are combined as a whole, and by the rule."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
     centre, early_waits = Centre(rule, PARAMS, 2), threading.Event()
 
     class Told:
-        """The same centre; it tells when trainer 0 begins to wait."""
+        """The same centre; sets early_waits when trainer 0 begins to wait at its end."""
 
         def __getattr__(self, name):
             return getattr(centre, name)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_seen_without_a_copy_of_the_centre():
 
 
 def test_two_trainers_at_one_server_take_turns():
-    """Both read the centre and write it: the second may not begin before the first is through."""
+    """Both read and write the centre: the second may not begin before the first is done."""
     threads, first, second = [], [], threading.Event()
     both_meet = lambda: [is_inside(Centre.sync_round, thread) for thread in threads] == [True, True]
 
@@ -85,7 +85,7 @@ def test_two_trainers_at_one_server_take_turns():
             return
         first.append(brought)
         until(lambda: second.is_set() or both_meet())
-        second.wait(0.3)  # without turns the other one is here at once
+        second.wait(0.3)  # without turns the other arrives at once
 
     def sync_round(trainer):
         threads.append(threading.current_thread())
@@ -103,7 +103,7 @@ def test_servers_share_the_tensors_and_their_bandwidth():
     tree = {"a": np.zeros((1, 100), np.float32), "b": np.zeros((1, 100), np.float32)}
 
     def seconds(servers):
-        """Two trainers at one instant, the second after the first; a tensor takes 0.1 s to and fro."""
+        """Time for two trainers at once, which queue at each server; a tensor takes 0.1 s both ways."""
         initial = jax.tree.map(lambda x: x[0], tree)
         centre = joined(Centre(easgd(), initial, 2, servers=servers, bytes_per_s=8000.0), 0, 1)
         start = time.monotonic()
@@ -114,7 +114,7 @@ def test_servers_share_the_tensors_and_their_bandwidth():
 
 
 def test_bmuf_with_momentum_is_that_of_the_emulation_over_many_rounds():
-    """A walk of constant steps, rounds without latency; the state of BMUF begins at the initial parameters."""
+    """Steps that do not depend on parameters, rounds without latency; BMUF starts at the initial parameters."""
     rule, n, every, ticks = bmuf(0.6, eta=0.9, momentum=0.5), 3, 2, 16
     spec = EmbeddingSpec({"item": Table(8, 4)}, {"item": Lookup("item")}, shards=1)
     walk = lambda params, activations, batch: -params["w"].sum() * batch.label
@@ -132,7 +132,7 @@ def test_bmuf_with_momentum_is_that_of_the_emulation_over_many_rounds():
     def train(trainer):
         params = initial
         with Foreground(transport, trainer, every_steps=every) as foreground:
-            foreground.exchange(params)  # the emulation applies in a tick what the last one has computed
+            foreground.exchange(params)  # the emulation applies a result one tick later
             for label in labels[:-1, trainer]:
                 params = foreground.exchange({"w": params["w"] + label})
             return params["w"] + labels[-1, trainer], foreground.rounds
@@ -159,7 +159,7 @@ def test_fifty_trainers_meet():
 
 
 def summing(act):
-    """A rule whose centre adds up what it is brought, after `act` on it."""
+    """A rule whose centre sums the parameters it gets, after a call of `act` on them."""
 
     def combine(centre, brought):
         act(brought)
@@ -190,7 +190,7 @@ def test_who_is_dropped_while_it_combines_does_not_move_the_centre():
 
 
 def test_what_was_brought_to_a_mean_that_raises_is_not_kept():
-    """When trainer 0 leaves, the round must not end with what trainer 2 had brought to the mean that raised."""
+    """After trainer 0 leaves, the round must not use the parameters that trainer 2 gave to the failed round."""
     calls = []
 
     def combine(shared, mean):
@@ -226,12 +226,12 @@ def test_a_centre_keeps_nothing_that_a_step_may_donate():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_the_bits_of_a_mean_do_not_depend_on_who_comes_first(order):
-    """In float32, 1e8 + 1 - 1e8 is 0, and 1 in another order."""
+    """In float32, 1e8 + 1 - 1e8 is 0, but 1 in another order."""
     transport = joined(AllToAll(MEAN, PARAMS, 3), 0, 1, 2)
     at = [transport.last_seen(trainer) for trainer in order]
 
     def come(place):
-        if place:  # the one before waits in `sync_round`
+        if place:  # the previous one waits in `sync_round`
             until(lambda: transport.last_seen(order[place - 1]) > at[place - 1])
         return transport.sync_round(order[place], of((1e8, 1.0, -1e8)[order[place]]), False)
 

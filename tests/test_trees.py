@@ -1,4 +1,4 @@
-"""Rows of a pytree of one's own: saved over a base, restored alone, survivors keep their bits."""
+"""Rows of a user's own pytree: saved over a base, restored alone; survivors keep their bits."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def test_a_lost_device_of_a_sharded_tree_comes_back_alone(tmp_path):
     equal(found, wanted)
     where = lambda leaf: [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
     same = [a == b for a, b in zip(where(found), where(later["emb"]["item"]), strict=True)]
-    assert same == [True, True, False, True]  # survivors are not even copied
+    assert same == [True, True, False, True]  # surviving shards are not copied
 
 
 def test_rows_that_another_device_holds_too_are_not_lost():
@@ -86,7 +86,7 @@ def test_rows_that_another_device_holds_too_are_not_lost():
     assert rows_on(leaf, jax.devices()[:1]).tolist() == []
     assert rows_on(leaf, [mesh.devices[0, 1], mesh.devices[1, 1]]).tolist() == [4, 5, 6, 7]
     columns = jax.device_put(np.zeros((8, 4)), NamedSharding(mesh, PartitionSpec(None, "rows")))
-    assert len(rows_on(columns, mesh.devices[:, 0])) == 8  # a part of each row is gone
+    assert len(rows_on(columns, mesh.devices[:, 0])) == 8  # a part of each row is lost
 
 
 def test_what_is_saved_is_a_copy(tmp_path):
@@ -165,7 +165,7 @@ def test_other_mistakes_are_refused(tmp_path):
 
 @pytest.mark.process
 def test_a_killed_save_leaves_what_was_there(tmp_path):
-    """kill -9 within the write: the base is as it was, and the next save goes over what is left."""
+    """kill -9 within the write: the base is unchanged, and the next save replaces the partial files."""
     base = save_tree(tmp_path, tree_of(0), 1)
     program = f"""
         import os, numpy as np, jaxrec.checkpoint.format as image

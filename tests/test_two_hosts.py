@@ -1,4 +1,4 @@
-"""Servers on another host than their driver: the bits of host tables, and what happens when that host goes."""
+"""Servers on another host than their driver: the bits of host tables, and behaviour when that host is lost."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two hosts with Ray, the head on the first."""
+    """Two hosts with Ray; the head is on the first."""
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="h-", dir="/tmp", ignore_cleanup_errors=True)
@@ -38,7 +38,7 @@ def hosts():
 
 
 def start_ray(host, *words):
-    """Begins Ray on a host, as people do by hand."""
+    """Start Ray on a host by its command line."""
     command = [str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={host.address}", "--num-cpus=0"]
     host.run(*command, "--object-store-memory=100000000", *words, env=ENVIRONMENT)
 
@@ -49,7 +49,7 @@ def start_second(first, second):
 
 @pytest.fixture(scope="module")
 def found(hosts, tmp_path_factory):
-    """What a driver has found, whose servers' host loses its power twice, and comes back once."""
+    """Results of a driver whose server host loses power twice and returns once."""
     first, second = hosts
     words = [HERE / "over_two_hosts.py", f"{first.address}:{PORT}", tmp_path_factory.mktemp("runs")]
     command = first.command([sys.executable, *map(str, words)])
@@ -57,7 +57,7 @@ def found(hosts, tmp_path_factory):
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as driver:
         try:
             for returns in (True, False):
-                assert "at\n" in driver.stdout  # after what Ray says
+                assert "at\n" in driver.stdout  # after the output of Ray
                 second.kill()
                 driver.stdin.write("its power is gone\n")
                 if returns:
@@ -73,7 +73,7 @@ def test_servers_on_another_host_have_the_bits_of_host_tables(hosts, found):
 
 
 def test_a_host_that_loses_its_power_ends_as_serial_that_loses_the_shards_of_all_its_servers(found):
-    # A successor that begins before Ray knows that the host is gone is placed there, and dies, too.
+    # A successor that starts before Ray notices the loss is placed on the dead host, and dies too.
     assert set(found["deaths"]) == {0, 1} and found["failed"] == 4
     assert found["equal_to_serial"] and not found["equal_without_losses"]
 

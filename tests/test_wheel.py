@@ -1,4 +1,4 @@
-"""The wheel holds the library, all of it and nothing else, and works where there is no checkout."""
+"""The wheel holds the library, all of it and nothing else, and works without a checkout."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NEEDED = 77  # of setuptools, as pyproject.toml says
+NEEDED = 77  # version of setuptools, as in pyproject.toml
 SMOKE = """
 import pathlib, sys
 import jaxrec, jaxrec.oac, jaxrec.shadowsync, jaxrec.cpr, jaxrec.checkpoint.trees, optax
@@ -32,7 +32,7 @@ print("trained")
 
 
 def too_old() -> str:
-    """Why no wheel can be built here; empty if one can."""
+    """Reason why no wheel can be built here; empty if one can."""
     if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None:
         return "neither setuptools nor pip is in the tests' environment by itself"
     found = importlib.metadata.version("setuptools")
@@ -56,7 +56,7 @@ def test_a_wheel_installs_in_a_clean_place_and_trains(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     (source / "experiments").mkdir()
-    (source / "experiments" / "train.py").write_text("")  # which the wheel must leave out
+    (source / "experiments" / "train.py").write_text("")  # must be left out of the wheel
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run(tmp_path, *pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels", source)
     (wheel,) = (tmp_path / "wheels").glob("jaxrec-*.whl")

@@ -1,5 +1,7 @@
-"""Sums that XLA computes wrongly on CPUs are right where jaxrec is imported, and refused where it came late; virtual
-devices do not wait for threads that there are not."""
+"""Sums that XLA miscomputes on CPUs are right if jaxrec is imported first, and refused if it was imported too late.
+
+Virtual devices get enough threads to wait for each other.
+"""
 
 import os
 import subprocess
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SPEC = jaxrec.EmbeddingSpec({"item": jaxrec.Table(50, 4)}, {"item": jaxrec.Lookup("item")}, shards=2)
 DENSE, ROWS = optax.sgd(0.1), sgd(0.1)
 
-# Of a sum over a product and of JAX's issue 39103: the value, and what it has to be.
+# Whether a sum over a product, and the sum of JAX's issue 39103, are right.
 PATTERNS = """
 import jax, jax.numpy as jnp, numpy as np
 x, rows = np.ones((512, 8, 32), np.float32), np.arange(32_769, dtype=np.float32)[:, None] * [1, 0, 0]
@@ -43,7 +45,7 @@ except RuntimeError as error:
 """
 
 
-# How many threads XLA's pool has, and how many devices there are.
+# Number of threads in XLA's pool, and number of devices.
 POOL = """
 import jax, pathlib
 devices = len(jax.devices())
@@ -53,7 +55,7 @@ print(names.count("tf_XLAEigen"), devices)
 
 
 def printed(program, flags=""):
-    """What a process prints that begins with these flags of XLA."""
+    """Output of a process that starts with these XLA flags."""
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -65,7 +67,7 @@ def test_sums_over_products_are_right_after_the_import_alone():
     version, *right = printed(PATTERNS).split()
     assert right[0] == "False", f"jax {version} is right without the flag: leave it out where it is not needed"
     assert printed("import jaxrec" + PATTERNS).split()[1:] == ["True", "True"]
-    own = "--xla_cpu_experimental_ynn_fusion_type=-reduce,-dot"  # what the user has said stands
+    own = "--xla_cpu_experimental_ynn_fusion_type=-reduce,-dot"  # the user's value is kept
     assert printed("import jaxrec, os" + PATTERNS + "print(os.environ['XLA_FLAGS'])", own).split()[-1] == own
 
 
@@ -84,7 +86,7 @@ def test_virtual_devices_come_with_threads_enough_to_wait_for_each_other(monkeyp
     assert printed(POOL, flags) == f"{max(cores, 4)} 4\n", "XLA makes more threads by itself: leave ours out"
     assert printed("import jaxrec" + POOL, flags) == f"{max(cores, 10)} 4\n"
     assert printed("import jaxrec" + POOL) == f"{cores} 1\n"
-    monkeypatch.setenv("PJRT_NPROC", "5")  # what the user has said stands
+    monkeypatch.setenv("PJRT_NPROC", "5")  # the user's value is kept
     assert printed("import jaxrec" + POOL, flags) == "5 4\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/your_data.md as a newcomer follows it: its schema and its two commands, on a table made here."""
+"""docs/your_data.md as a new user follows it: its schema and its two commands, on a generated table."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def block(kind):
 
 
 def write_clicks(path, rows=4000):
-    """Clicks that follow from user, item and what was seen, and nothing else."""
+    """Write clicks that depend only on user, item and the items seen."""
     rng = np.random.default_rng(0)
     taste, worth = rng.normal(size=30), rng.normal(size=20)
     lines = [block("csv").splitlines()[0]]
@@ -37,7 +37,7 @@ def write_clicks(path, rows=4000):
 
 
 def shell(line, directory):
-    """A command of the page, in a directory of its own; python and the script are those of this checkout."""
+    """Run a command of the page in `directory`, with the Python and the scripts of this checkout."""
     words = shlex.split(line)
     assert words[0] == "python" and words[1].startswith("experiments/")
     command = [sys.executable, str(ROOT / words[1]), *words[2:]]
@@ -75,7 +75,7 @@ def test_the_page_leads_to_an_auc(tmp_path):
     evaluate, predict = re.findall(r"`(python experiments/evaluate.py [^`]*)`", PAGE)
     assert "gauc" in shell(evaluate, tmp_path)
     header, *rows = (tmp_path / "clicks.csv").read_text().splitlines()
-    for name, first in (("new.csv", "click,"), ("unlabelled.csv", "")):  # the test rows, and the same without labels
+    for name, first in (("new.csv", "click,"), ("unlabelled.csv", "")):  # the test rows, with and without labels
         kept = [row if first else row.partition(",")[2] for row in (header, *rows[3200:])]
         (tmp_path / name).write_text("\n".join(kept) + "\n")
     said = shell(f"{predict} --workdir labelled", tmp_path)

@@ -1,4 +1,4 @@
-"""Small runs as train.py leaves them, for tests of what is done with a trained run."""
+"""Small runs as train.py leaves them, for tests that use a trained run."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def criteo_lines(rows, seed=0):
-    """Well-formed lines of few categories, some fields empty."""
+    """Well-formed lines with few categories and some empty fields."""
     draw = np.random.default_rng(seed)
     for _ in range(rows):
         dense = [str(x) if x else "" for x in draw.integers(-3, 50, 13)]
@@ -39,7 +39,7 @@ def job_for(data, width=4, shards=3):
 
 
 def train_run(directory: Path, data, flags, extra=None, trained=True):
-    """Trains a few steps, or none; returns the job and its last state, which is saved."""
+    """Train a few steps, or none, and save the last state; return the job and the state."""
     job = job_for(data)
     state = job.state(HostTables.create(job.spec, job.row_optimizer), seed=0)
     if trained:
@@ -53,7 +53,7 @@ def train_run(directory: Path, data, flags, extra=None, trained=True):
 
 
 def criteo_run(directory: Path, rows=240, noted=True, trained=True, **options):
-    """A run over prepared rows: (its directory, the lines, job, state)."""
+    """A run over prepared rows: (directory, lines, job, state)."""
     lines = list(criteo_lines(rows))
     prepared = directory / "prepared"
     prepare([write_lines(directory / "train.txt", lines)], prepared, **(options or {"min_count": 3}))
@@ -64,7 +64,7 @@ def criteo_run(directory: Path, rows=240, noted=True, trained=True, **options):
 
 
 def synthetic_run(directory: Path, trained=True):
-    """A run over synthetic clicks that has been tested on two batches: (its directory, job, state, data)."""
+    """A run over synthetic clicks with test examples in its log: (directory, job, state, data)."""
     data = synthetic_clicks((9,) * 26, batch_size=64, steps=STEPS, seed=0, test_batches=2)
     job, state = train_run(directory / "run", data, {"data": "synthetic"}, trained=trained)
     (directory / "run" / "metrics.jsonl").write_text('{"step": 3, "test_examples": 4096}\n{"step": 4, "te')

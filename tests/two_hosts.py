@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with one link between them, in which commands run.
 
-Root may make them, and others where the kernel lets them have user namespaces. They see one file system and one list of
-processes, and end with the processes in them.
+Needs root, or a kernel that allows user namespaces. The hosts share file system and process list, and a namespace ends
+with its processes.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _TOOLS = ("unshare", "nsenter", "ip", "sh", "cat")
-_HOLD = ["sh", "-c", "echo up; exec cat"]  # it ends when who has started it ends, as its input does
+_HOLD = ["sh", "-c", "echo up; exec cat"]  # ends with its parent, which closes its stdin
 
 
 class Host(NamedTuple):
     """A network namespace of its own.
 
     Attributes:
-      address: of this host for the other one.
-      holder: the process that keeps it.
-      network: the name of the namespace, which is not that of this process.
+      address: IP address of this host, reachable from the other one.
+      holder: process that keeps the namespace alive.
+      network: identifier of the namespace, different from that of this process.
     """
 
     address: str
@@ -33,23 +33,23 @@ class Host(NamedTuple):
     network: str
 
     def command(self, words: list[str]) -> list[str]:
-        """The command that runs words on this host."""
+        """Return the command line that runs words on this host."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self.holder.pid), *user, "--net", "--", *words]
 
     def run(self, *words: str, **options) -> None:
-        """Runs a command to its end, which must be a good one."""
+        """Run a command on this host to its end; OSError if it fails."""
         done = subprocess.run(self.command([*words]), capture_output=True, text=True, timeout=120, **options)
         if done.returncode:
             raise OSError(f"{' '.join(words)}: {done.stderr or done.stdout}")
 
     def processes(self) -> list[int]:
-        """All processes on this host, but the one that keeps it."""
+        """All processes on this host except the holder."""
         found = (int(name) for name in os.listdir("/proc") if name.isdecimal())
         return [one for one in found if one != self.holder.pid and _network_of(one) == self.network]
 
     def kill(self) -> None:
-        """As when its power goes: all processes on it end at once, also those that are just being started."""
+        """Simulate a power loss: kill all processes on the host, including those that are starting."""
         for _ in range(100):
             if not (left := self.processes()):
                 return
@@ -61,17 +61,17 @@ class Host(NamedTuple):
 
 
 def _network_of(process):
-    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         return os.readlink(f"/proc/{process}/ns/net")
     return ""
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a link; all that runs on them ends with the block.
+    """Create two hosts with a link; all processes on them are killed on exit.
 
     Raises:
-      OSError: they may not be made here; says why.
+      OSError: namespaces cannot be created here; with the reason.
     """
     missing = [tool for tool in _TOOLS if not shutil.which(tool)]
     if missing or sys.platform != "linux":
@@ -84,7 +84,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for host in (first, second):
             for words in (f"addr add {host.address}/24 dev link0", "link set lo up", "link set link0 up"):
                 host.run("ip", *words.split())
-            # By the route to the world Ray finds the address of the machine that it is on.
+            # Ray finds the address of its machine by the default route.
             host.run("ip", "route", "add", "default", "dev", "link0")
         yield first, second
 
@@ -96,7 +96,7 @@ def _held(stack, address, begin):
         raise OSError(holder.stderr.read().strip() or "a namespace has ended at once")
     stack.callback(holder.kill)
     host = Host(address, holder, _network_of(holder.pid))
-    if host.network in ("", _network_of(os.getpid())):  # all that runs there will be killed
+    if host.network in ("", _network_of(os.getpid())):  # all processes there will be killed
         raise OSError(f"process {holder.pid} has no network of its own")
     stack.callback(host.kill)
     return host

@@ -1,4 +1,4 @@
-"""What tests of several parts share: a small click model, threads that wait for one another, Ctrl-C, who is left."""
+"""Helpers shared by tests: a small click model, waiting for threads, Ctrl-C, threads that are left."""
 
 import contextlib
 import itertools
@@ -13,22 +13,22 @@ import optax
 
 from jaxrec import Batch
 
-WORKERS = ("oac-", "trainer", "shadow")  # how the names of threads begin that a run must not leave
-DEADLINE_S = 60  # of what another thread does, which gets its turn late on a busy machine
+WORKERS = ("oac-", "trainer", "shadow")  # name prefixes of threads that a run must not leave
+DEADLINE_S = 60  # generous, as other threads may run late on a busy machine
 
 
 def loss(params, activations, batch):
-    """The log loss of one lookup, `item`, against one vector of weights, `w`."""
+    """Log loss of the dot product of the lookup `item` and the weights `w`."""
     return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
 
 
 def batch_of(ids, label):
-    """A batch without dense features whose examples all have weight 1."""
+    """A batch without dense features; all examples have weight 1."""
     return Batch(ids, np.zeros((len(label), 0), np.float32), label, np.ones(len(label), np.float32))
 
 
 def pair_predict(params, activations, batch):
-    """The logits of two lookups in one, `pair`, and a bias."""
+    """Logits: dot product of the two tables of the lookup `pair`, plus a bias."""
     return activations["pair"].prod(axis=1).sum(axis=-1) + params["bias"]
 
 
@@ -37,14 +37,14 @@ def pair_loss(params, activations, batch):
 
 
 def pair_batch(size=8, seed=0, **changes):
-    """Ids of tables of 40 and 9 rows."""
+    """A batch with random ids of tables of 40 and 9 rows."""
     rng = np.random.default_rng(seed)
     ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
     return batch_of(ids, (rng.random(size) < 0.5).astype(np.float32))._replace(**changes)
 
 
 def until(condition):
-    """Waits for what another thread does, and leaves the core to it meanwhile."""
+    """Wait for a condition set by another thread, yielding the core meanwhile."""
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, f"waited in vain for {DEADLINE_S} s"
@@ -52,7 +52,7 @@ def until(condition):
 
 
 def join_all(threads):
-    """Waits for the end of threads, which have one deadline in common."""
+    """Join threads within one common deadline."""
     end = time.monotonic() + DEADLINE_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -61,7 +61,7 @@ def join_all(threads):
 
 
 def workers(*names):
-    """The threads at work whose names begin so; without names, those that a run must not leave."""
+    """Live threads whose names begin with one of `names`, by default with those that a run must not leave."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(names or WORKERS)]
 
 
@@ -70,19 +70,19 @@ def no_threads_left():
 
 
 def frames():
-    """{thread: its innermost frame}, also of threads that Python does not know of any more."""
-    return sys._current_frames()  # CPython gives the frames of other threads by this name alone
+    """{thread id: innermost frame}, including threads that Python no longer lists."""
+    return sys._current_frames()  # the only way in CPython to get the frames of other threads
 
 
 def is_inside(function, thread=None):
-    """Whether a thread, the main one if None, is in a call of a function at this instant."""
+    """Whether a thread (None: the main thread) is currently inside a call of a function."""
     frame = frames().get((thread or threading.main_thread()).ident)
     return frame is not None and any(at.f_code is function.__code__ for at, _ in traceback.walk_stack(frame))
 
 
 @contextlib.contextmanager
 def at_line(function, number, act):
-    """Calls `act` just before this thread runs the number-th line of a function, from 0; yields a list of those times.
+    """Call `act` just before this thread runs the number-th line of a function, from 0; yield the line numbers hit.
 
     `act` must not wait for a lock that the function may hold there.
     """
@@ -103,7 +103,7 @@ def at_line(function, number, act):
 
 
 def interrupt_when(condition, then=lambda: None):
-    """Sends Ctrl-C to the main thread as soon as a condition holds, and does some more; returns the thread for that."""
+    """Send SIGINT to the main thread once a condition holds, then call `then`; return the thread that does so."""
 
     def wait_and_send():
         until(condition)

@@ -1,11 +1,11 @@
-"""Bad situations, as tables: a file here for each part of the house, a function for each situation.
+"""Tables of misuses and accidents: one file per part of the library, one function per situation.
 
     @situation("an id outside its table", ValueError, "ids of lookups .* are outside their tables")
     def _(directory):
         plan(SPEC, {"item": np.array([99])})
 
-The function gets an empty directory, makes the mistake, and checks in a `finally` what must be untouched. Without an
-error the situation is survived: the function checks what must hold then. `tests/test_abuse.py` runs them all.
+The function gets an empty directory, makes the mistake, and checks in a `finally` what must be unchanged. A situation
+without an error must be survived; its function checks what must hold afterwards. `tests/test_abuse.py` runs them all.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Situation(NamedTuple):
-    """A mistake or an accident, and the error that names it; None if it is survived."""
+    """A mistake or an accident, and the error that reports it; None if it must be survived."""
 
     area: str
     words: str
@@ -28,7 +28,7 @@ SITUATIONS: list[Situation] = []
 
 
 def situation(words: str, error: type[BaseException] | None = None, match: str = "", marks: str = "") -> Callable:
-    """Enters a function into the table; marks are of pytest, as in "process realtime"."""
+    """Decorator that registers a situation; `marks` are pytest marks, as in "process realtime"."""
 
     def enter(act):
         area = act.__module__.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Servers on Ray: what is asked of them wrongly, before any process begins."""
+"""Servers on Ray: wrong arguments and environments, refused before any process starts."""
 
 import importlib.util
 import sys

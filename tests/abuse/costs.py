@@ -1,4 +1,4 @@
-"""Plans in steps and measured costs: wrong numbers, wrong states, disks that are full or that cannot be written."""
+"""Plans in steps and measured costs: wrong numbers, wrong states, full and read-only disks."""
 
 import dataclasses
 import errno
@@ -91,7 +91,7 @@ def _(directory):
 
 
 class Refusing(HostTables):
-    """Tables of a disk that fails while they are restored."""
+    """Tables on a disk that fails during a restore."""
 
     def with_shard(self, stack, shard, parts):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "tables.0000")

@@ -1,4 +1,4 @@
-"""Bad situations of raw files, preparations, prepared directories, the Loader and the synthetic log."""
+"""Misuse of raw files, preparations, prepared directories, the Loader and the synthetic log."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def raw(directory, content=None, name="train.txt"):
 
 
 def prepared(directory, **options):
-    """A whole preparation, and what opens, reads and resumes it."""
+    """Prepare a small file in directory/out."""
     out = directory / "out"
     prepare([raw(directory)], out, **{**SMALL, **options})
     return out
@@ -89,7 +89,7 @@ def _(directory):
 
 @situation("a pipe for a file", ValueError, "is no file: give raw files")
 def _(directory):
-    os.mkfifo(directory / "pipe")  # opened, it would wait for ever
+    os.mkfifo(directory / "pipe")  # opening it would block for ever
     prepare([directory / "pipe"], directory / "out", **SMALL)
 
 
@@ -110,7 +110,7 @@ def _(directory):
 def _(directory):
     tables = {f"C{i}": Table(82_593_004, 1) for i in range(26)}
     for shards in (1, 64, 4096):
-        EmbeddingSpec(tables, {"all": Lookup(tuple(tables))}, shards=shards)  # the most is not too much
+        EmbeddingSpec(tables, {"all": Lookup(tuple(tables))}, shards=shards)  # the largest allowed value fits
     try:
         prepare([raw(directory)], directory / "out", hash_cap=82_593_005)
     finally:
@@ -148,7 +148,7 @@ def _(directory):
 
 
 def resumed(directory, damage, **options):
-    """A preparation that was killed before its last rename, damaged, and gone on with."""
+    """Kill a preparation before its last rename, damage its files with `damage`, and resume it."""
     out = prepared(directory, **options)
     (out / "dataset_info.json").unlink()
     damage(out)

@@ -1,4 +1,4 @@
-"""Flags of data and learning that do not fit each other, the data, or what was prepared."""
+"""Flags of data and learning that contradict each other, the data, or the preparation."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from jaxrec.embedding import adagrad, rowwise_adagrad, sgd
 
 
 def flags_that(words, match, *flags):
-    """Enters flags that train.py refuses."""
+    """Register flags that train.py refuses."""
 
     @situation(words, ValueError, match)
     def _(directory):
@@ -28,12 +28,12 @@ def flags_that(words, match, *flags):
 
 
 def of_criteo(words, match, *flags):
-    """Enters flags that it refuses beside raw Criteo files."""
+    """Register flags that are refused together with raw Criteo files."""
     flags_that(words, match, "--data", "criteo", "--path", "train.txt", *flags)
 
 
 def of_prepared(words, match, *flags):
-    """Enters flags that it refuses beside a prepared directory."""
+    """Register flags that are refused together with a prepared directory."""
 
     @situation(words, ValueError, match)
     def _(directory):
@@ -91,7 +91,7 @@ def _(directory):
 
 
 def prepared(directory):
-    """100 rows to train on, 20 to test on."""
+    """Prepare 100 training rows and 20 test rows."""
     prepare([raw(directory)], directory / "out", **SMALL)
     return directory / "out"
 
@@ -237,7 +237,7 @@ flags_that(
 
 
 def train_that(words, error, match, *flags):
-    """Enters flags that are refused before a run begins: another try may take the same directory."""
+    """Register flags that are refused before a run begins, so that the directory stays usable."""
 
     @situation(words, error, match)
     def _(directory):

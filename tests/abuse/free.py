@@ -1,4 +1,4 @@
-"""Free trainers in stretches: wrong states, memories and options, streams and hooks that fail or block, Ctrl-C."""
+"""Free trainers in stretches: wrong states, options, streams and hooks, failures, blocking, Ctrl-C."""
 
 import contextlib
 import threading
@@ -27,7 +27,7 @@ from jaxrec.shadowsync import (
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)
-STEP = FreeStep(SPEC, loss, DENSE, ROWS)  # one, so that its programs are compiled once for all situations
+STEP = FreeStep(SPEC, loss, DENSE, ROWS)  # shared, so that its programs are compiled once
 
 
 def stream(batches, label=0.0):
@@ -43,7 +43,7 @@ def state_of(trainers=2, spec=SPEC, home=HostTables):
 
 @contextlib.contextmanager
 def free(rule=None, trainers=2, state=None, step=STEP, **more):
-    """Trainers that must leave no thread, and that go on after whatever was survived."""
+    """Free-running trainers; check that no thread is left at the end."""
     try:
         with FreeTrainers(state or state_of(trainers), step, rule, **more) as engine:
             yield engine
@@ -57,7 +57,7 @@ def train(engine, batches, hooks=()):
 
 
 def goes_on(engine, batches):
-    """The state is whole: so many batches were taken, and training goes on from there."""
+    """Check that exactly `batches` batches were trained and that training can continue."""
     assert engine.step == int(engine.state.dense.step) == batches
     train(engine, stream(2))
     assert engine.step == batches + 2
@@ -193,13 +193,13 @@ def _(directory):
         interrupting = interrupt_when(blocked.is_set)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of the threads that are left behind
+                warnings.simplefilter("ignore", RuntimeWarning)  # about threads that did not end
                 train(engine, given)
         finally:
             join_all([interrupting])
             wake.set()
             join_all(threads_at_work())
-            train(engine, given)  # the batch that came too late was not lost
+            train(engine, given)  # the late batch was not lost
             goes_on(engine, 4)
 
 

@@ -1,4 +1,4 @@
-"""The front door of ShadowSync: what does not go together in a group, and who comes twice, late or never."""
+"""SyncGroup: contradictory arguments; trainers that join twice, too late or never."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ def group_of(rule=MEAN, trainers=1, **more):
 
 
 def with_group(group, number=0, value=1.0):
-    """The end of a trainer that takes one step."""
+    """Run a trainer of one step; return its final parameters."""
     with group.trainer(number) as sync:
         return sync.finish(sync.exchange(params_of(value)))
 

@@ -1,4 +1,4 @@
-"""Images, row deltas and recovery: damaged, mixed up, misplaced, interrupted, out of room."""
+"""Images, row deltas and recovery: damaged, mixed up, misplaced, interrupted, out of space."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ ROWS = adagrad(0.1)
 
 
 def state_of(step=0, fill=None, params=None, spec=SPEC):
-    """Host tables that hold the step everywhere, and a little dense state."""
+    """Host tables whose rows and slots all equal the step, and a small dense state."""
     tables = HostTables.create(spec, ROWS)
     for shard in tables.shards["width_2"]:
         for array in shard.values() if step or fill is not None else ():
@@ -61,13 +61,13 @@ def save(directory, step, run="run", **more):
 
 
 def save_delta(directory, base, step, rows=(0, 1)):
-    """A delta of some rows, all of which hold the step."""
+    """Save a delta of some rows, all equal to the step."""
     ids = {("width_2", shard): np.array([row for row in rows if row % 2 == shard], np.int32) for shard in (0, 1)}
     return save_rows(directory, base, ids, state_of(step).tables, step)
 
 
 def damage(path, part="value"):
-    """Changes one byte of the rows of an image, of its last shard."""
+    """Change one byte of the rows of the last shard of an image."""
     file = max(
         file for file in path.rglob("*") if file.is_file() and f".0001.{part}" in str(file) and file.name[0] != "."
     )
@@ -80,7 +80,7 @@ def value(state, row):
 
 
 def take_its_number(state, plans, batch):
-    """A training step after which every row holds the number of the step."""
+    """A training step that sets every row to the number of the step."""
     step = int(state.dense.step) + 1
     fresh = state_of(step, spec=state.tables.spec)
     for mine, new in zip(state.tables.shards["width_2"], fresh.tables.shards["width_2"], strict=True):
@@ -91,19 +91,19 @@ def take_its_number(state, plans, batch):
 
 @contextlib.contextmanager
 def recovering(directory, state=None, **more):
-    """An engine, and the recovery that watches it."""
+    """An engine and its recovery."""
     with Serial(state or state_of(), take_its_number) as engine:
         given = {"save_every_steps": 4, "total_steps": 100} | more
         yield engine, engine.enter(Recovery(engine, directory, **given))
 
 
 def recovery_of(directory, **more):
-    """One that nobody has entered."""
+    """A recovery that has not been entered."""
     return Recovery(Serial(state_of(), None), directory, **({"save_every_steps": 4, "total_steps": 100} | more))
 
 
 def train_to(engine, recovery, *steps, saves=True):
-    """Trains up to each step in turn, with batches that touch every row; then what is saved there is on disk."""
+    """Train up to each step in turn with batches that touch every row, and wait until its save is on disk."""
     plans = jaxrec.plan(engine.tables.spec, {"t": np.arange(8)})
     for step in steps:
         list(engine.steps([(None, plans)] * (step - engine.step), [recovery.hook]))
@@ -111,7 +111,7 @@ def train_to(engine, recovery, *steps, saves=True):
 
 
 def is_saved(directory, step):
-    """Whether an image of a step is on disk; not yet, if another one is removed while this looks."""
+    """Whether an image of a step is on disk; False while another image is being removed."""
     try:
         return step in [read_manifest(path).step for path in newest_first(directory)]
     except DamagedImage:
@@ -119,7 +119,7 @@ def is_saved(directory, step):
 
 
 def untouched(directory):
-    """What a directory holds, to compare with later."""
+    """The files of a directory and their contents, to compare with later."""
     return {str(file): file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
 
 
@@ -193,7 +193,7 @@ def _(directory):
     with Checkpointer(directory, run="run", keep=1) as checkpointer:
         checkpointer.save(state_of(5))
     assert [path.name for path in images(directory)] == ["step_00000005"]
-    assert (directory / "step_00000009.damaged").is_dir()  # on doubt it is kept
+    assert (directory / "step_00000009.damaged").is_dir()  # damaged images are kept
 
 
 @situation("deltas in the directory that a new saver of rows does not know", ValueError, "is newer than initial rows")
@@ -226,7 +226,7 @@ def _(directory):
         Checkpointer("s3://bucket/run")
     finally:
         os.chdir(before)
-        assert not list(directory.iterdir())  # nothing was made here under a strange name
+        assert not list(directory.iterdir())  # no directory named s3:
 
 
 @situation("s3:// as the directory of a recovery", ValueError, "object stores are not supported")
@@ -368,7 +368,7 @@ def _(directory):
     assert [image.path.name for image in chain(rows.newest())] == ["step_00000001", "delta_000001"]
 
 
-# ---- what does not fit
+# ---- mismatches
 
 
 @situation(
@@ -499,7 +499,7 @@ def _(directory):
         train_to(engine, recovery, 9, saves=False)
         with pytest.raises(RolledBack) as back:
             recovery.recover([1])
-        assert engine.step == 9 and value(engine.state, 3) == 9  # nothing goes back while a run may go on
+        assert engine.step == 9 and value(engine.state, 3) == 9  # no rollback while a run may be active
         with pytest.warns(UserWarning, match="step_00000008"):
             back.value.go_back()
         assert engine.step == 4 and recovery.lost_steps == 5 and value(engine.state, 3) == 4
@@ -517,7 +517,7 @@ def _(directory):
         assert recovery.pls == pytest.approx((9 - 4) / (100 * 2))
         assert [path.name for path in images(directory)] == ["step_00000009"] and not deltas(directory)
         train_to(engine, recovery, 10, saves=False)
-        recovery.recover([0])  # the survivor has what it had then
+        recovery.recover([0])  # restored from the whole image
         assert value(engine.state, 0) == 9
 
 
@@ -627,7 +627,7 @@ def _(directory):
 
 @contextlib.contextmanager
 def slow_writes(slow):
-    """Whole images are written by a function of the writer, the path, the image and what else the writer takes."""
+    """Replace the writer of whole images by slow(write_image, path, image, **options)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrec.checkpoint.checkpointer.write_image", functools.partial(slow, write_image))
         yield
@@ -685,7 +685,7 @@ def _(directory):
 
 
 def _small_disk(command):
-    """Runs a shell command where $DISK is a file system of 1 MB of its own; None where that is not allowed."""
+    """Command that runs a shell command where $DISK is a file system of 1 MB; skips where mounting is not allowed."""
     script = f'set -e; mount -t tmpfs -o size=1m none "$DISK"; {command}'
     allowed = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$DISK"'], env=os.environ | {"DISK": "/mnt"},
@@ -697,7 +697,7 @@ def _small_disk(command):
 
 
 def fill_a_real_disk(directory):
-    """Run by a process of its own, in a file system of 1 MB: training goes on, and what was saved before is whole."""
+    """Fill a file system of 1 MB, in a process of its own: training continues, earlier saves stay complete."""
     spec = EmbeddingSpec({"t": Table(6000, 16)}, {"t": Lookup("t")}, shards=2)  # 400 kB an image
     state = TrainState(DenseState(np.int32(1), {}, ()), HostTables.create(spec, sgd(0.1)))
     with warnings.catch_warnings(record=True) as said:

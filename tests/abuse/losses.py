@@ -1,4 +1,4 @@
-"""Losses that take or return what a step cannot use: keys, figures and variables."""
+"""Losses that take or return something a step cannot use: keys, metrics and variables."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def _keyed(params, activations, batch, *, rng):
 
 
 def _returns(*more):
-    """One step of a loss that returns more than its numbers; the state must be as it was."""
+    """Take one step with a loss that returns additional values; the state must stay unchanged."""
     made = lambda params, activations, batch: (
         pair_loss(params, activations, batch),
         *[each(params) if callable(each) else each for each in more],
@@ -109,7 +109,7 @@ def _emulated(made):
 
 
 def _freely(made, batches=2):
-    """Free trainers over tables that must be as they were; what is left of their stream."""
+    """Train freely over tables that must stay unchanged; set _freely.left to the number of batches not taken."""
     tables, stream = HostTables.create(SPEC, ROWS), iter([pair_batch() for _ in range(batches)])
     before = [array.copy() for shards in tables.shards.values() for parts in shards for array in parts.values()]
     try:

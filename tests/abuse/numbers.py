@@ -1,4 +1,4 @@
-"""Numbers that are none, or do not fit: one checker refuses them by the name of the argument."""
+"""Invalid numbers: one checker refuses them by the name of the argument."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A pipeline in wrong hands: arguments, streams, hooks, states that lag, calls at the wrong time, parts that fail."""
+"""Misuse of a pipeline: arguments, streams, hooks, lagging states, calls at the wrong time, failing parts."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def batches_of(number=6):
 
 
 def train(pipeline=None, batches=None, hook=None, steps=6):
-    """One run; however it ends, no thread is left, and the tables stand where they should."""
+    """Run a pipeline; however it ends, no thread is left, and the tables are at the expected step."""
     pipeline = pipeline or pipeline_of()
     try:
         with pipeline:
@@ -59,11 +59,11 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
 
 
 def look_at(act):
-    """Trains, and does something with the state after the second step, which lags."""
+    """Train, and call `act` on the state after the second step, which lags."""
     train(hook=at_step(2, act), steps=2)
 
 
-# ---- what it is made of
+# ---- arguments
 
 
 @situation("a state that was donated", ValueError, "was donated to an earlier step")
@@ -118,7 +118,7 @@ def _(directory):
     running = pipeline.run(stream)
     next(running)
     del running
-    stream.close()  # what was taken before is trained
+    stream.close()  # batches taken before are trained
     list(pipeline.run(stream))
     assert 1 < pipeline.step <= 6 and pipeline.tables.step == pipeline.step
 
@@ -163,7 +163,7 @@ def _(directory):
 
 
 def reset(tables, shards=(0,)):
-    """A change that gives shards their initial rows, in place."""
+    """Reset shards to their initial rows, in place."""
     for shard in shards:
         tables.reset_shard("width_4", shard)
     return tables
@@ -203,7 +203,7 @@ def _(directory):
 
 
 class Watcher:
-    """Brings lost shards back with initial rows, or does what it is made with."""
+    """Restore lost shards with initial rows, or call `act` if given."""
 
     def __init__(self, pipeline, act=None):
         self.pipeline, self.act, self.seen = pipeline, act, []
@@ -221,7 +221,7 @@ class Watcher:
 
 
 def lose_at_2(shards, steps=6, act=None, watchers=1):
-    """Trains with a hook that loses shards; returns the watchers."""
+    """Train with a hook that loses shards after step 2; return the watchers."""
     pipeline, found = pipeline_of(), []
 
     def hook(state, step, plan, metrics):
@@ -367,7 +367,7 @@ def _(directory):
 
 
 def broken_pipeline():
-    """One whose first batches are lost."""
+    """A pipeline whose first batches are lost."""
 
     def fetch(tree):
         raise OSError("the link is down")
@@ -444,7 +444,7 @@ def _(directory):
 
     def update(dense, rows, plans, batch):
         if failing and len(batch.label) == 2 * size:
-            raise ZeroDivisionError  # in a loader first, which leaves it to the step to tell
+            raise ZeroDivisionError  # first in a loader, which leaves reporting it to the step
         return update_of()(dense, rows, plans, batch)
 
     size = len(batches_of(1)[0].label)
@@ -462,5 +462,5 @@ def _(directory):
 
 
 def grown(batch):
-    """A batch of twice the size: another program."""
+    """A batch of twice the size, which needs another program."""
     return jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch)

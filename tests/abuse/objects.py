@@ -1,4 +1,4 @@
-"""Objects that do not fit each other, and table files after accidents: what a newcomer does in the first week."""
+"""Objects that do not fit each other, and table files after accidents: mistakes of the first week."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ def state_of(home="host", rows=ROWS, dense=DENSE, spec=SPEC, mesh=None):
     return jaxrec.init_state(PARAMS, dense, tables, mesh)
 
 
-@functools.cache  # one compiled program for all situations that none is needed for
+@functools.cache  # one compiled program for all situations that can share it
 def train_step(replicas=1, devices=1, rows=ROWS, dense=DENSE):
     return jaxrec.make_train_step(SPEC, pair_loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
 
@@ -44,7 +44,7 @@ def copy_of(state):
 
 @contextlib.contextmanager
 def unchanged(state):
-    """Whatever happens, the state is as it was and still of use."""
+    """Check on exit that the state is unchanged and usable."""
     before = copy_of(state)
     try:
         yield state
@@ -53,13 +53,13 @@ def unchanged(state):
 
 
 def train(batch=None, plan=None, state=None, step=None):
-    """One step that must leave the state alone where it fails."""
+    """Take one step, which must leave the state unchanged if it fails."""
     batch = pair_batch() if batch is None else batch
     with unchanged(state_of() if state is None else state) as state:
         (step or train_step())(state, jaxrec.plan(SPEC, batch.ids) if plan is None else plan, batch)
 
 
-# ---- a batch that is none
+# ---- invalid batches
 
 
 @situation("weight with an axis more", ValueError, r"weight has shape \(8, 1\), but f32\[B\]")
@@ -136,7 +136,7 @@ def _(directory):
     jaxrec.plan(SPEC, pair_batch().ids, {"width_8": 4})
 
 
-# ---- a step and what it is given
+# ---- arguments of a step
 
 
 @situation("a batch that was not planned", ValueError, r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan")
@@ -208,7 +208,7 @@ def _(directory):
     loop.fit(state, [], train_step())
 
 
-# ---- a state of other parts than the step
+# ---- states made for another step
 
 
 @situation("labels as a list", ValueError, r"label has shape \(\), but the weights are of 8 examples")
@@ -373,7 +373,7 @@ def _(directory):
 
 @situation("logits [B, 1] against labels [B]", ValueError, r"shape \(8, 8\) for 8 examples.*take `\[..., 0\]`")
 def _(directory):
-    with jax.numpy_rank_promotion("allow"):  # strict in these tests, not at a user's
+    with jax.numpy_rank_promotion("allow"):  # strict in these tests, but not by default
         _lost(lambda logit, batch: optax.sigmoid_binary_cross_entropy(logit[:, None], batch.label))
 
 

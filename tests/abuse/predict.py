@@ -1,4 +1,4 @@
-"""A trained run in use: the wrong model, other rows, files that are gone, damaged, or of somebody else."""
+"""Use of a trained run: wrong models, other rows, files that are missing, damaged or of another run."""
 
 import json
 import shutil
@@ -164,7 +164,7 @@ def _(directory):
 
 
 def evaluated(run, directory, *path, **flags):
-    """An evaluation that is refused leaves no directory that looks like one."""
+    """Evaluate a run; a refused evaluation must leave no results.json."""
     try:
         evaluate.main(evaluate.Config(run_directory=run, workdir=directory / "e", path=path, **flags))
     finally:
@@ -265,7 +265,7 @@ def _(directory):
 
 
 def swapped(lines):
-    """The same rows with two categories in each other's place: a vocabulary of the same sizes."""
+    """The same rows with two categories exchanged, so that the vocabulary has the same size."""
     a, b = "00001eef", "00003dde"
     return [line.replace(a, "x").replace(b, a).replace("x", b) for line in lines]
 
@@ -340,7 +340,7 @@ def _(directory):
 
 
 def exported(directory, *, to="a.npz", run=None, **flags):
-    """A refused export leaves no file, and none that was there is touched."""
+    """Export from a run; a refused export must leave no file and touch no existing one."""
     before = sorted(path.name for path in directory.iterdir())
     try:
         export.main(export.Config(run_directory=run or directory, to=directory / to, **flags))
@@ -387,7 +387,7 @@ def _(directory):
 
 
 def out_and_back(directory, change=lambda arrays: None, into="other", prepare_into=lambda into: None):
-    """Exports all, changes the file, and brings it back; a refused one leaves no image."""
+    """Export all, change the file, and import it again; a refused import must leave no image."""
     saved(directory / "images")
     export.main(export.Config(run_directory=directory / "images", to=directory / "a.npz", all=True, optimizer=True))
     change(directory / "a.npz")

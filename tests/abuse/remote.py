@@ -1,4 +1,4 @@
-"""Tables whose rows are with servers: what does not fit, who is not there, who comes late."""
+"""Remote tables: mismatched servers, servers that do not answer, clients that come late."""
 
 import pickle
 
@@ -97,7 +97,7 @@ def _(directory):
     try:
         over(way, client="run")
     finally:
-        first.reset_shard("width_4", 1)  # which goes on
+        first.reset_shard("width_4", 1)  # the first client still works
 
 
 @situation("a client that comes back with an incarnation of before", Superseded, "incarnation 2 has taken its place")

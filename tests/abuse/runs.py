@@ -1,4 +1,4 @@
-"""Runs, signals and flags that nobody should give, and accidents that happen to a run's files."""
+"""Runs, signals and invalid flags, and accidents that happen to the files of a run."""
 
 import contextlib
 import dataclasses
@@ -29,13 +29,13 @@ class Small(Flags):
 
 
 def begin(directory, *, resume=False, **flags):
-    """Begins a run, or goes on, and leaves it."""
+    """Begin or resume a run, and leave it at once."""
     with Run("small", Small(**flags), directory, resume) as run:
         return run
 
 
 def parsed(*flags):
-    """What train.py makes of flags, before it does anything."""
+    """The config that train.py parses from flags and checks before any work."""
     config = tyro.cli(train.Config, args=flags)
     refuse_small(config)
     refuse(train.rules(config))
@@ -43,7 +43,7 @@ def parsed(*flags):
 
 
 def flags_that(words, match, *flags):
-    """Enters flags that train.py refuses."""
+    """Register flags that train.py refuses."""
 
     @situation(words, ValueError, match)
     def _(directory):
@@ -322,7 +322,7 @@ def _(directory):
 
 
 def saves_over(save):
-    """PeriodicSaves whose every save does as told."""
+    """PeriodicSaves whose saves call `save`."""
     checkpointer = types.SimpleNamespace(
         save=save, done=lambda: True, wait=lambda: None, failures=[], stall_seconds=0.0, thread_seconds=0.0
     )

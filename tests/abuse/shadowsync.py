@@ -1,4 +1,4 @@
-"""Trainers that synchronise: what is given in the wrong shape, number or order, and who leaves in the middle."""
+"""Trainers that synchronise: wrong shapes, numbers and order, and trainers that leave early."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def exchanged(state, initial=PARAMS):
 
 
 def together(*trainers):
-    """Runs trainers as threads; raises the error of the first of them that has one."""
+    """Run trainers as threads; raise the error of the first one that failed."""
     found = in_threads(*trainers)
     assert no_threads_left()
     for error in found:
@@ -51,7 +51,10 @@ def together(*trainers):
 
 
 def together_while_time_passes(transport, *trainers):
-    """The same; when all of them wait for who has never joined, so much time passes that this one alone is overdue."""
+    """Run trainers as threads, and let the time-out pass once all of them wait for a trainer that never joined.
+
+    Only the missing trainer is overdue then.
+    """
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch)
 
@@ -63,7 +66,7 @@ def together_while_time_passes(transport, *trainers):
 
 
 def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None):
-    """A plain trainer of one replica, as somebody writes it who has read the docstrings."""
+    """A plain trainer of one replica, as the docstrings describe it."""
 
     def run():
         params = params_of(float(number))

@@ -1,4 +1,4 @@
-"""Free-running trainers and their emulation: wrong arguments, wrong streams, trainers that fail, block or are left."""
+"""Free-running trainers and their emulation: wrong arguments and streams; trainers that fail, block or time out."""
 
 import contextlib
 
@@ -77,7 +77,7 @@ def _(directory):
     before = jax.tree.map(np.array, tables.shards)
     try:
         train([stream(2) for _ in range(3)], shadows(2), tables=tables)
-    finally:  # refused before anybody has trained
+    finally:  # refused before any training
         jax.tree.map(np.testing.assert_array_equal, tables.shards, before)
 
 
@@ -85,8 +85,8 @@ def _(directory):
     "a transport for three trainers under two", PeerLeft, "never joined within timeout_s=0.2 .*are there 3 trainers"
 )
 def _(directory):
-    # Without batches, as the time-out would be over before the step of a busy machine is compiled; and without threads
-    # in the background, whose end nobody waits for longer than this.
+    # Without batches, as compiling a step on a busy machine may take longer than the time-out; and in the foreground,
+    # as background threads are not waited for beyond it.
     train([stream(0), stream(0)], shadows(3, Foreground, {"every_steps": 1}, timeout_s=0.2))
 
 

@@ -1,4 +1,4 @@
-"""Preparation of Criteo files: what goes in comes out; bad input is named; a kill leaves nothing half."""
+"""Preparation of Criteo files: values are kept, bad input is reported, a kill leaves no partial files."""
 
 import gzip
 import hashlib
@@ -35,7 +35,7 @@ def lines(rows, seed=0, missing=0.1):
 
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
-    # Closed, as all of the text is on disk only then.
+    # write_bytes closes the file, so that all of the text is on disk.
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
@@ -233,7 +233,7 @@ RULE_OF_A_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})
 @pytest.mark.parametrize(
     "fields",
     [
-        (0, 1, DENSE, 1 + DENSE, DENSE + FIELDS),  # the label, and the first and the last of each kind
+        (0, 1, DENSE, 1 + DENSE, DENSE + FIELDS),  # the label, and the first and last field of each kind
         pytest.param(range(1 + DENSE + FIELDS), marks=pytest.mark.more),
     ],
     ids=["ends", "all"],
@@ -266,7 +266,7 @@ def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
 
 
 def _prepare_and_die(path, out, arguments, die_at):
-    """Kills itself, without a chance to tidy up, at the die_at-th rename or fsync."""
+    """Prepare a file, and kill this process with SIGKILL at the die_at-th rename or fsync."""
     count = 0
 
     def counted(function):
@@ -304,7 +304,7 @@ def test_kill_9_at_every_write_leaves_a_run_that_goes_on(tmp_path, arguments):
         assert digests(out) == digests(tmp_path / "undisturbed")
         after = {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")}
         redone = [name for name in before if before[name] != after[name]]
-        assert len(redone) <= 1  # the one that was renamed but not yet recorded
+        assert len(redone) <= 1  # the shard that was renamed but not yet recorded
     assert killed >= 10
 
 

@@ -1,4 +1,4 @@
-"""Laws of the loader: a permutation of the rows, the same from any position, threads that end."""
+"""Properties of the loader: a permutation of the rows, the same from any position, threads that end."""
 
 import threading
 
@@ -11,7 +11,7 @@ from jaxrec.data.loader import Loader, prefetch
 
 
 class Blocks:
-    """Rows numbered 0, 1, ... in blocks of given sizes; the number stands in all columns."""
+    """Rows numbered from 0 in blocks of given sizes; every column holds the row number."""
 
     def __init__(self, sizes):
         self.rows, self.starts = list(sizes), np.cumsum([0, *sizes])
@@ -74,7 +74,7 @@ def test_seek_continues_exactly(kwargs, data):
 
 
 class RichBlocks(Blocks):
-    """Several lookups, one of several hots with padding, and a weight; the number of the row stands in all columns."""
+    """Blocks with several lookups, one of them multi-hot with padding, and weights."""
 
     def __getitem__(self, index):
         block = super().__getitem__(index)
@@ -124,7 +124,7 @@ def test_batches_of_the_loader_train_a_model_of_bags():
 
 
 class Broken(Blocks):
-    """The second block is other than the first."""
+    """Blocks whose second one differs from the first."""
 
     def __init__(self, sizes, **columns):
         super().__init__(sizes)
@@ -154,14 +154,14 @@ def test_a_block_that_does_not_fit_is_named(case, window_blocks):
 
 
 def test_an_iterator_ends_when_another_one_begins():
-    """They share the position: without that, both would go on and neither would be where `position` says."""
+    """Iterators share the position, so an old one must end, or `position` would be wrong for both."""
     loader = Loader(Blocks([6]), 2)
     first, second = iter(loader), iter(loader)
     next(first)
     next(second)
     with pytest.raises(ValueError, match="began anew"):
         next(first)
-    assert next(second).ids["sparse"][0, 0] == 4  # the second began where the first was
+    assert next(second).ids["sparse"][0, 0] == 4  # the second began at the first one's position
     for _ in loader:
         raise AssertionError("one epoch is over")
     loader.seek(0)
@@ -252,7 +252,7 @@ def test_a_prefetch_stays_within_its_depth():
 
     iterator = prefetch(counted(), depth=3)
     assert next(iterator) == 0
-    for _ in range(5):  # 0 to 3 are made, then one that waits for room
+    for _ in range(5):  # 0 to 3 are made, then one waits for a free slot
         asked.acquire()
     assert len(made) <= 5
     assert list(iterator) == list(range(1, 50))

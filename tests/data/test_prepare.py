@@ -1,4 +1,4 @@
-"""prepare.py as its user sees it: every way to end is one line and an exit code, and nothing is lost."""
+"""prepare.py as a user sees it: every failure is one line and an exit code, and nothing is lost."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def big(path):
 
 
 def stopped_in_the_second_chunk(path, out, number):
-    """Starts prepare.py with chunks of 64 KiB, sends it a signal when its first shard is there, and waits."""
+    """Run prepare.py with chunks of 64 KiB, and send it a signal after its first shard; return code and stderr."""
     code = f"""
 import runpy, sys
 import jaxrec.data.criteo, jaxrec.data.preparation as preparation, jaxrec.data.sources as sources
@@ -83,7 +83,7 @@ def test_a_signal_before_the_work_ends_in_a_line(tmp_path):
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     for line in child.stderr:
-        if line.rstrip().endswith("numpy.version"):  # early in the imports, of which it tells
+        if line.rstrip().endswith("numpy.version"):  # an early line of -X importtime
             child.send_signal(signal.SIGINT)
             break
     said = [line for line in child.stderr if not line.startswith("import time")]
@@ -101,7 +101,7 @@ def may_mount():
 @pytest.mark.process
 @pytest.mark.parametrize("full_at", ["the first shard", "the vocabulary", "the metadata"])
 def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
-    """The disk is a tmpfs of so many bytes, in pages of 4 KiB."""
+    """The disk is a tmpfs of limited size, in pages of 4 KiB."""
     if not may_mount():
         pytest.skip("a disk of its own needs `unshare -Urm`, which is not allowed here")
     path, disk = big(tmp_path / "t.txt"), tmp_path / "disk"
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
     size = {"the vocabulary": 8 << 10, "the first shard": 200 << 10, "the metadata": shards + vocabulary + (12 << 10)}
     out = disk / "out"
     command = [sys.executable, SCRIPT, "--sources", path, "--directory", out, "--min-count", "1"]
-    # Seen from inside: what is left when it is full, and whether the same command goes on once there is room.
+    # List the files left on the full disk, then check that the same command resumes once there is space.
     inside = (
         f'"$@"; echo "code $?" >&2; ls {out}; mount -o remount,size=50m {disk}; "$@" > /dev/null; echo "then $?" >&2'
     )
@@ -131,7 +131,7 @@ def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
 
 @pytest.mark.process
 def test_missing_rights_end_in_a_line(tmp_path):
-    home = {**os.environ, "HOME": str(tmp_path)}  # numba keeps compiled code there where it cannot beside the source
+    home = {**os.environ, "HOME": str(tmp_path)}  # numba's cache if it cannot write beside the source
     path = write(tmp_path / "t.txt", lines(10))
     (tmp_path / "closed").mkdir(mode=0o500)
     for parent in [tmp_path, *tmp_path.parents][:3]:
@@ -170,7 +170,7 @@ def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
     vocabulary.write_bytes(vocabulary.read_bytes()[:-100])
     done = run("--sources", path, "--directory", out)
     assert done.returncode == 1 and f"{vocabulary} is cut or damaged" in one_line(done.stderr)
-    vocabulary.unlink()  # as it says
+    vocabulary.unlink()  # as the message advises
     done = run("--sources", path, "--directory", out)
     assert done.returncode == 0 and prepare([path], out) == whole and digests(out) == digests(tmp_path / "whole")
 

@@ -1,4 +1,4 @@
-"""Raw rows of a table, in the ids of one that was prepared: those of the preparation, with labels or without."""
+"""Raw rows of a table in the ids of a preparation, with or without labels."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ WITHOUT = [name for name in NAMES if name not in ("click", "bought", "weight")]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A directory with two files, of which the second one is the test split, prepared in `table`."""
+    """A directory with two files prepared in `table`; the second file is the test split."""
     directory = tmp_path_factory.mktemp("raw")
     for seed, name in enumerate(("a.csv", "b.csv")):
         write(directory / name, table(150, seed))
@@ -32,7 +32,7 @@ def joined(blocks):
 
 @pytest.mark.parametrize("name", ["b.csv", "c.csv.gz", "c.parquet", "c.txt"])
 def test_raw_rows_are_those_of_the_preparation(prepared, name):
-    """In any file, with what the training rows alone have said: vocabularies, moments, rare categories."""
+    """In any format, with vocabularies, moments and rare categories of the training rows alone."""
     schema = dataclasses.replace(OF_FILES, columns=NAMES) if name == "c.txt" else OF_FILES
     if name != "b.csv":
         write(prepared / name, table(150, 1), header=name != "c.txt")

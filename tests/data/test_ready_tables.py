@@ -1,4 +1,4 @@
-"""Schemas that are ready, on small files of their formats; schemas that contradict themselves."""
+"""Ready-made schemas, on small files of their formats; schemas that contradict themselves."""
 
 import gzip
 
@@ -38,7 +38,7 @@ def test_criteo_by_its_schema_is_criteo_by_its_own_preparation(tmp_path):
 
 
 def numbered(rows, seed, label):
-    """CSV as BARS has it: I1 to I13, C1 to C26."""
+    """CSV in the layout of BARS: I1 to I13, C1 to C26."""
     rng = np.random.default_rng(seed)
     header = [label, *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27))]
     body = [[rng.integers(2), *rng.random(13).round(3), *rng.integers(0, 50, 26)] for _ in range(rows)]
@@ -84,7 +84,7 @@ def test_movielens_tells_what_a_user_has_rated_before(tmp_path):
     metadata = prepare(movielens(tmp_path)[::-1], tmp_path / "out", ready.MOVIELENS_1M)
     assert metadata["rows"] == {"train": 4, "validation": 1, "test": 1}
     train, test = read_all(tmp_path / "out", "train"), read_all(tmp_path / "out", "test")
-    # By time: 1 rates 10 with 5, 2 rates 20 with 4, 1 rates 20 with 3 and 30 with 4 in one second.
+    # In order of time: user 1 rates movie 10 with 5; 2 rates 20 with 4; 1 rates 20 with 3 and 30 with 4 in one second.
     assert train["label"].tolist() == [1, 1, 0, 1]
     movie = train["sparse"][:, metadata["table"]["sparse"].index("movie")]
     assert train["history"][:, 0].tolist() == [-1, -1, movie[0], movie[0]] and (train["history"][:, 1:] == -1).all()

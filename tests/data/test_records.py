@@ -1,4 +1,4 @@
-"""Records of a tfds data set as a table: what is in the one is in the other, and nothing is downloaded."""
+"""Records of a tfds data set as a table: both hold the same values, and nothing is downloaded."""
 
 import subprocess
 import sys
@@ -71,7 +71,7 @@ def test_the_files_hold_the_records_in_their_order(prepared, tmp_path):
         )
     before = [path.stat().st_mtime_ns for path in paths]
     assert export_records("tiny_clicks", ["train"], COLUMNS, tmp_path / "records", **given) == paths[:1]
-    assert [path.stat().st_mtime_ns for path in paths] == before and sum(seen) == 40  # nothing is written twice
+    assert [path.stat().st_mtime_ns for path in paths] == before and sum(seen) == 40  # nothing is rewritten
 
 
 def test_what_cannot_be_had_is_refused_by_name(prepared, tmp_path):
@@ -133,7 +133,7 @@ def test_a_prepared_table_is_that_of_the_records(prepared, tmp_path):
     prepare(files, tmp_path / "table", schema)
     block = open_table(tmp_path / "table", "test")[0]
     wanted = [example for _, example in examples("test", 10)]
-    # tfds shuffles examples by their keys: the sum tells as much of numbers as the order would.
+    # tfds shuffles examples by their keys, so sums are compared instead of the order.
     assert block["label"].sum() == sum(example["click"] for example in wanted)
     assert block["dense"].sum() == pytest.approx(sum(example["price"] for example in wanted), rel=1e-5)
     assert (block["ids"]["tags"] >= 0).sum() == sum(len(example["tags"]) for example in wanted)

@@ -1,4 +1,4 @@
-"""The rows are those of the files: a file that changes is refused at any moment, the same file twice as well."""
+"""Prepared rows match the source files: a file that changes at any time or is given twice is refused."""
 
 import gzip
 import itertools
@@ -15,7 +15,7 @@ from jaxrec.data import preparation
 from jaxrec.data.criteo import preparation as of_criteo
 from jaxrec.data.criteo import prepare
 
-HASH = {"hash_cap": 7, "split": "random", "train_fraction": 0.5}  # the one pass without a count before it
+HASH = {"hash_cap": 7, "split": "random", "train_fraction": 0.5}  # the only kind without a counting pass
 KINDS = [{"min_count": 3}, {"hash_cap": 7}, {"min_count": 3, "split": "random"}, HASH]
 CHANGES = {
     "edited": lambda text: text[:-300] + text[-300:].replace(b"\t1", b"\t2"),
@@ -25,7 +25,7 @@ CHANGES = {
 
 
 def big(path, seed=0):
-    """More than a MiB, so that its tail is not in its head."""
+    """Write a file of more than a MiB, so that its head and tail do not overlap."""
     return write(path, [*lines(50, seed), *(lines(50, 1) * 110)])
 
 
@@ -36,7 +36,7 @@ def change(path, how):
 
 
 def stop_after(calls):
-    """A progress that ends the run as Ctrl-C would, at its calls-th call."""
+    """A progress callback that raises KeyboardInterrupt at its calls-th call."""
 
     def progress(_now):
         nonlocal calls
@@ -71,7 +71,7 @@ def test_an_edit_with_the_old_time_put_back_is_seen(tmp_path):
 @pytest.mark.parametrize("how", sorted(CHANGES))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, how):
-    """After the fingerprint and before the first pass; after each chunk of each pass; before the end."""
+    """Change it between the fingerprint and the first pass, after each chunk of each pass, and before the end."""
     path, begin = big(tmp_path / "t.txt"), preparation.begin_notes
     text = path.read_bytes()
     moments = []
@@ -115,7 +115,7 @@ def test_a_file_that_changes_is_not_mixed_into_a_preparation_that_goes_on(tmp_pa
 def test_a_vocabulary_of_the_text_before_an_edit_is_made_anew(tmp_path):
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        # The values are counted, and the first chunk of the second pass is not yet written.
+        # Stop after counting, before the first chunk of the second pass is written.
         prepare([path], out, split="random", train_fraction=0.9, progress=stop_after(1))
     text = path.read_bytes()
     with pytest.raises(KeyboardInterrupt):
@@ -128,7 +128,7 @@ def test_a_vocabulary_of_the_text_before_an_edit_is_made_anew(tmp_path):
 
 
 def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
-    """The text is counted, edited, written in part, and put back: what was written is of no file."""
+    """Count the text, edit it, write a part, and undo the edit: the rows written match no file."""
     path, out = big(tmp_path / "t.txt"), tmp_path / "out"
     text = path.read_bytes()
     monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 1 << 18)
@@ -158,7 +158,7 @@ def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
 
 
 def bytes_read():
-    """By this process, of all files, as the kernel counts them."""
+    """Bytes that this process has read from all files, as counted by the kernel."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -203,7 +203,7 @@ def test_a_preparation_of_an_earlier_version_stays_readable_and_is_not_gone_on_w
 
 
 def again(path, how, directory):
-    """The same rows by another way."""
+    """Give the same rows under another path or in another form."""
     if how == "the same name":
         return path
     if how == "through a link":

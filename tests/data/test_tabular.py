@@ -1,4 +1,4 @@
-"""A table by a schema: what goes in comes out, bad rows are named, a kill leaves nothing half."""
+"""A table by a schema: values are kept, bad rows are reported, a kill leaves no partial files."""
 
 import csv
 import gzip
@@ -49,7 +49,7 @@ SCHEMA = Schema(
 
 
 def table(rows, seed=0):
-    """Random well-formed rows, as texts."""
+    """Random well-formed rows as strings."""
     rng = np.random.default_rng(seed)
     bag = lambda words, most: ";".join(f"{words}{n}" for n in rng.integers(0, 9, rng.integers(0, most)))
     maybe = lambda text: ["", "NA", text, text, text][rng.integers(5)]
@@ -65,7 +65,7 @@ def table(rows, seed=0):
 
 
 def write(path, rows, header=True, separator=",", names=NAMES):
-    """Writes rows as text, or as Parquet, as the name says."""
+    """Write rows as text or Parquet, by the suffix of the path."""
     if path.suffix == ".parquet":
         pl.DataFrame([{name: row[name] for name in names} for row in rows]).write_parquet(path, row_group_size=13)
         return path
@@ -78,7 +78,7 @@ def write(path, rows, header=True, separator=",", names=NAMES):
 
 
 def read_all(directory, name):
-    """All rows of a split, {column: array}; the ids as 'sparse' and by their bags."""
+    """All rows of a split, {column: array}; ids as 'sparse' and by bag."""
     split = open_table(directory, name)
     blocks = [split[index] for index in range(len(split))]
     assert [len(block["label"]) for block in blocks] == list(split.rows)
@@ -92,7 +92,7 @@ def digests(directory):
 
 
 def vocabulary(values, min_count):
-    """The textbook: rows from 2 on, the most frequent first."""
+    """Reference vocabulary: rows from 2 on, most frequent values first."""
     counts = {value: values.count(value) for value in set(values)}
     kept = sorted((v for v in counts if counts[v] >= min_count), key=lambda v: (-counts[v], v))
     return {value: 2 + row for row, value in enumerate(kept)}
@@ -103,7 +103,7 @@ def given_(text):
 
 
 def expected(train, rows):
-    """What the blocks of some rows hold, by a loop over the rows."""
+    """Reference content of blocks, row by row."""
     users = vocabulary([r["user"] for r in train if given_(r["user"])], 3)
     items = vocabulary([r["item"] for r in train], 1)
     tags = vocabulary([t for r in train for t in given_(r["tags"]).split(";")[:2] if t], 2)
@@ -128,7 +128,7 @@ def expected(train, rows):
 def test_what_goes_in_comes_out(tmp_path, name):
     rows = table(300)
     metadata = prepare([write(tmp_path / name, rows)], tmp_path / "out", SCHEMA, **SMALL)
-    parts = {"train": range(6), "validation": range(6, 9), "test": range(9, 11)}  # 0.56 and 0.84 of the rows
+    parts = {"train": range(6), "validation": range(6, 9), "test": range(9, 11)}  # split at 0.56 and 0.84 of the rows
     of = {part: [r for r in rows if int(r["when"]) in times] for part, times in parts.items()}
     assert metadata["rows"] == {part: len(mine) for part, mine in of.items()} and metadata["skipped_rows"] == 0
     for part, mine in of.items():
@@ -248,7 +248,7 @@ BAD = {
 
 
 def bad_table(path, kind, at, rows):
-    """A table of so many good rows with a bad one."""
+    """A table of `rows` good rows and a bad one."""
     lines = [",".join([*[GOOD[name] for name in list(GOOD)[:-1]], str(n)]).encode() for n in range(rows)]
     lines[at:at] = [BAD[kind][0]]
     path.write_bytes(",".join(GOOD).encode() + b"\n" + b"\n".join(lines) + b"\n")
@@ -293,7 +293,7 @@ def test_three_hundred_malformed_texts_are_refused_or_counted(tmp_path_factory, 
 
 
 def refused_or_counted(folder, data, rows, several):
-    """Bytes changed, put in or taken out anywhere: a refusal in words, or all rows accounted for."""
+    """Change, insert or delete bytes anywhere: the text is refused with a message, or all rows are counted."""
     path = bad_table(folder / "a.csv", data.draw(st.sampled_from(sorted(BAD))), 1, rows)
     text = bytearray(path.read_bytes())
     for _ in range(several):
@@ -315,11 +315,11 @@ def refused_or_counted(folder, data, rows, several):
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_three_hundred_damaged_parquet_files_are_refused_or_read_whole(tmp_path_factory, data):
-    """Bytes changed, lost or put in anywhere, also where only the library that reads it looks."""
+    """Change, delete or insert bytes anywhere, including parts that only the Parquet library reads."""
     folder = tmp_path_factory.mktemp("parquet")
     text = bytearray(write(folder / "whole.parquet", table(30)).read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(4, len(text) - 1))  # without its first letters it is taken for a text
+        at = data.draw(st.integers(4, len(text) - 1))  # without the magic bytes it would be read as text
         text[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
     (folder / "a.parquet").write_bytes(bytes(text))
     try:
@@ -334,7 +334,7 @@ def test_a_parquet_file_at_which_the_library_that_reads_it_panics_is_refused(tmp
     path = write(tmp_path / "a.parquet", table(30))
     text = bytearray(path.read_bytes())
     footer = len(text) - 8 - int.from_bytes(text[-8:-4], "little")
-    text[text.index(2 * 13, footer)] = 0  # the first column of 13 rows says that it has none
+    text[text.index(2 * 13, footer)] = 0  # the first column of 13 rows claims to have 0
     path.write_bytes(text)
     with pytest.raises(ValueError, match=r"a\.parquet is no whole Parquet file"):
         prepare([path], tmp_path / "out", SCHEMA)
@@ -455,4 +455,4 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, name):
         done = subprocess.run(out, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-2000:]
         peak_mib[rows] = float(done.stdout)
-    assert peak_mib[320_000] < peak_mib[40_000] + 150, peak_mib  # of 60 MiB more of text
+    assert peak_mib[320_000] < peak_mib[40_000] + 150, peak_mib  # for 60 MiB more text
