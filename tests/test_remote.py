@@ -608,12 +608,11 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
                 fleet.recover(lost)
                 for tracker, tables in zip(trackers, homes, strict=True):
                     restore_shards(None, tables, lost)
-                    for shard in lost:
-                        tracker.restored(tables, shard)
+                    tracker.restored(tables, lost)
             elif what == "lose":  # emulated: the server lives on
                 for tracker, tables in zip(trackers, homes, strict=True):
                     restore_shards(None, tables, [step % spec.shards])
-                    tracker.restored(tables, step % spec.shards)
+                    tracker.restored(tables, [step % spec.shards])
             elif what == "begin":
                 for tracker, tables in zip(trackers, homes, strict=True):
                     tracker.begin(tables, tracker.remember())
@@ -644,6 +643,26 @@ def test_batches_are_tracked_many_in_a_message():
             tracker.mark_trained(step, plan(SPEC, batch_at(step).ids))
         assert sorted(asked) == [0, 0, 1, 1]
         tracker.close()
+
+
+def test_a_scheme_is_sent_only_what_it_looks_at_and_a_recovery_sends_one_message():
+    asked, given = [], []
+    with Fleet(SPEC, ROWS, 1, lambda server, _, verb, n: asked.append(verb) or "") as fleet:
+        call = fleet.tables.track
+        fleet.tables.track = lambda function, args_of: (given.append(args_of([0, 1, 2, 3])), call(function, args_of))[1]
+        for scheme in (mfu(), ssu(), scar()):
+            tracker = RowTracker(SPEC, scheme, 0.5, {})
+            tracker.begin(fleet.tables, {})
+            tracker.mark_trained(1, plan(SPEC, batch_at(1).ids))
+            asked.clear(), given.clear()
+            tracker.track_until(1)
+            assert asked == ["track"] * (scheme.name != "scar")
+            accesses = [part[2] for args in given for batch in args[0] for part in batch.values()]
+            assert all((part is not None) == (scheme.name == "mfu") for part in accesses)
+            asked.clear()
+            tracker.restored(fleet.tables, [0, 1, 2])
+            assert asked == ["track"]
+            tracker.close()
 
 
 # ---- images

@@ -266,9 +266,8 @@ def _server_restore(server, shards, path):
     for image in found:
         _verified(spec, layout, shards, image)
     if not found or is_delta(found[0].path.name):
-        for name in spec.stacks:
-            for shard in shards:
-                server.reset_shard(name, shard)
+        for name, shard in itertools.product(spec.stacks, shards):
+            server.reset_shard(name, shard)
     for image in found:  # oldest first
         for piece in _pieces(spec, shards, image):
             arrays = load_arrays(image, _leaves_of_shards(spec, piece, image))

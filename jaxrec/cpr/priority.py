@@ -28,7 +28,7 @@ Legend: S shards, V rows of the stack, E embedding width, C entries of a list, n
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Priority(NamedTuple):
     recall: Callable[..., Any]  # (tracker, JSON) -> tracker
     # Whether `pick` uses the tracker alone, not values, so that it may run while training continues.
     by_tracker: bool = True
+    # What `touch` looks at of a plan: its rows and how often each is read, its rows, or nothing.
+    tracks: Literal["accesses", "rows", "nothing"] = "accesses"
     # (function, args) to pickle instead, as closures cannot be pickled
     recipe: tuple[Callable[..., "Priority"], tuple] | None = None
 
@@ -159,7 +161,8 @@ def _count_scheme(name, by_access, select, recipe, turn_stride=0):
     def recall(tracker, known):
         return tracker._replace(turn=np.array(known["turn"], np.int64))
 
-    return Priority(name, init, touch, pick, saved, restored, remember, recall, recipe=recipe)
+    tracks: Literal["accesses", "rows"] = "accesses" if by_access else "rows"
+    return Priority(name, init, touch, pick, saved, restored, remember, recall, tracks=tracks, recipe=recipe)
 
 
 class SampledRows(NamedTuple):
@@ -208,7 +211,7 @@ def ssu(every: int = 2) -> Priority:
     def recall(tracker, known):
         return tracker._replace(batch=np.int32(known["batch"]))
 
-    return Priority("ssu", init, touch, pick, saved, restored, remember, recall, recipe=(ssu, (every,)))
+    return Priority("ssu", init, touch, pick, saved, restored, remember, recall, tracks="rows", recipe=(ssu, (every,)))
 
 
 class ScarTracker(NamedTuple):
@@ -245,4 +248,4 @@ def scar() -> Priority:
     def remember(tracker):
         return {}
 
-    return Priority("scar", init, touch, pick, saved, restored, remember, recall, False, recipe=(scar, ()))
+    return Priority("scar", init, touch, pick, saved, restored, remember, recall, False, "nothing", (scar, ()))

@@ -425,9 +425,8 @@ class Recovery:
         for source in dict.fromkeys(source_of):
             its_shards = [shard for shard, chosen in zip(shards, source_of, strict=True) if chosen == source]
             tables, _ = restore_shards(source, tables, its_shards)
-            if self._row_tracker:
-                for shard in its_shards:
-                    self._row_tracker.restored(tables, shard)
+        if self._row_tracker:
+            self._row_tracker.restored(tables, shards)
         skipped = {
             path for source, damaged in sources if source and damaged for path in candidates[: candidates.index(source)]
         }

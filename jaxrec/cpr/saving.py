@@ -20,8 +20,8 @@ from jaxrec.types import ShardsLost, TrainState
 class SaveSchedule(NamedTuple):
     """Schedule of a run's saves, in steps; intervals may be fractional.
 
-    >>> clock = SaveSchedule(every=10, partial_interval=2.5)
-    >>> [step for step in range(1, 13) if clock.due(step)], clock.regular_due(12, since=0)
+    >>> schedule = SaveSchedule(every=10, partial_interval=2.5)
+    >>> [step for step in range(1, 13) if schedule.due(step)], schedule.regular_due(12, since=0)
     ([3, 5, 8, 10], True)
     """
 
@@ -48,7 +48,7 @@ class Saves:
     Args:
       directory: directory of the run's images.
       spec: spec of the tables.
-      clock: schedule of the saves.
+      schedule: schedule of the saves.
       row_tracker: picks the rows to save; None saves all rows.
       most_deltas: as for `RowCheckpointer`.
       copy: as for `Checkpointer`, for whole images.
@@ -64,13 +64,13 @@ class Saves:
         self,
         directory: Path,
         spec: EmbeddingSpec,
-        clock: SaveSchedule,
+        schedule: SaveSchedule,
         row_tracker: RowTracker | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
         figures: Callable[[int, int], dict[str, Any]],
     ):
-        self.directory, self._spec, self._schedule, self._row_tracker = directory, spec, clock, row_tracker
+        self.directory, self._spec, self._schedule, self._row_tracker = directory, spec, schedule, row_tracker
         self._most_deltas, self._copy, self._figures = most_deltas, copy, figures
         self._checkpointer: Any = None  # Checkpointer, set by `open`
         self._row_checkpointer: Any = None  # RowCheckpointer, set by `open` if rows are tracked

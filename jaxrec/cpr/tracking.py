@@ -63,10 +63,11 @@ class Trackers:
         for name, pick in picked.items():
             self._by_stack[name] = self._scheme.saved(self._by_stack[name], pick)
 
-    def restored(self, shard: int, values: Values) -> None:
-        """Mark the rows of a shard as equal to the saved ones; `shard` indexes the shards of `values`."""
+    def restored(self, shards: Sequence[int], values: Values) -> None:
+        """Mark the rows of shards as equal to the saved ones; `shards` index those of `values`."""
         for name in self._by_stack:
-            self._by_stack[name] = self._scheme.restored(self._by_stack[name], shard, values(name))
+            for shard in shards:
+                self._by_stack[name] = self._scheme.restored(self._by_stack[name], shard, values(name))
 
     def remember(self) -> dict[str, Any]:
         """Return, as JSON, the state that fresh trackers of saved rows lack."""
@@ -101,8 +102,11 @@ class ServerTrackers:
         tables.track(_server_begin, lambda shards: (scheme, self._budgets, self._known_of(shards)))
 
     def touch(self, batches: Sequence[Mapping[str, Plan]]) -> None:
-        """As `Trackers.touch`."""
-        counted = [{name: (plan, _accesses(plan)) for name, plan in plans.items()} for plans in batches]
+        """As `Trackers.touch`; nothing is sent that the scheme does not look at."""
+        if self._scheme.tracks == "nothing":
+            return
+        accesses = _accesses if self._scheme.tracks == "accesses" else lambda plan: None
+        counted = [{name: (plan, accesses(plan)) for name, plan in plans.items()} for plans in batches]
         self._at_servers(
             _server_touch,
             lambda shards: ([{name: _plan_part(*of, shards) for name, of in plans.items()} for plans in counted],),
@@ -135,10 +139,11 @@ class ServerTrackers:
         if picked:
             self._at_servers(_server_saved, lambda shards: ())
 
-    def restored(self, shard: int, values: Values | None = None) -> None:
+    def restored(self, shards: Sequence[int], values: Values | None = None) -> None:
         """As `Trackers.restored`."""
+        restored = [int(shard) for shard in shards]
         self._tables.track(
-            _server_restored, lambda shards: (shard, self._scheme, self._budgets, self._known_of(shards))
+            _server_restored, lambda shards: (restored, self._scheme, self._budgets, self._known_of(shards))
         )
 
     def remember(self) -> dict[str, Any]:
@@ -220,11 +225,12 @@ def _server_saved(server):
         server.memory["trackers"].saved(server.memory["pick"])
 
 
-def _server_restored(server, shard, scheme, budgets, known):
-    if shard in server.shards:
-        if "trackers" not in server.memory:
-            _server_begin(server, scheme, budgets, known)
-        server.memory["trackers"].restored(server.shards.index(shard), _values(server))
+def _server_restored(server, shards, scheme, budgets, known):
+    if "trackers" not in server.memory and set(shards) & set(server.shards):
+        _server_begin(server, scheme, budgets, known)
+    if "trackers" in server.memory:
+        places = [place for place, shard in enumerate(server.shards) if shard in shards]
+        server.memory["trackers"].restored(places, _values(server))
 
 
 # ---- one run
@@ -264,10 +270,11 @@ class RowTracker:
     def begin(self, tables: Tables, known: Mapping[str, Any]) -> None:
         """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
         budgets = {name: self.budget(name) for name in self.spec.stacks}
-        self._batches_per_call = _BATCHES_PER_MESSAGE if is_remote(tables) else 1
         if is_remote(tables):
+            self._batches_per_call = _BATCHES_PER_MESSAGE
             self.trackers = ServerTrackers(self.scheme, tables, budgets, known)
         else:
+            self._batches_per_call = 1
             self.trackers = Trackers(self.scheme, _values(tables), budgets, known)
 
     def remember(self) -> dict[str, Any]:
@@ -365,9 +372,9 @@ class RowTracker:
         """Mark the rows of a pick as saved, once the save is committed."""
         self.trackers.saved(picked)
 
-    def restored(self, tables: Tables, shard: int) -> None:
-        """Mark the rows of a restored shard as equal to the saved ones."""
-        self.trackers.restored(shard, _values(tables))
+    def restored(self, tables: Tables, shards: Sequence[int]) -> None:
+        """Mark the rows of restored shards as equal to the saved ones."""
+        self.trackers.restored(shards, _values(tables))
 
     def close(self) -> None:
         """End the picker thread."""

@@ -182,10 +182,11 @@ class ShardServer:
         if verb in READS:
             self._client(verb, sender)
             return getattr(self, "_" + verb)(*args)
+        number = whole_number("number", sender.number, why=": each write has one of its own")
         if verb == "track":
-            return self._track(sender, *args)
+            return self._track(number, sender, *args)
         with self._lock:  # checked within it: a successor may have said hello while this message waited
-            self._write(verb, sender.number, self._client(verb, sender), args)
+            self._write(verb, number, self._client(verb, sender), args)
 
     # ---- clients and their writes
 
@@ -221,7 +222,6 @@ class ShardServer:
         return known
 
     def _write(self, verb, number, client, args):
-        number = whole_number("number", number, why=": each write has one of its own")
         if client.done(number):  # a repeated message
             return
         shards = {"put": args[0], "add": args[0], "change": args[1]}.get(verb, [args[1]])
@@ -296,18 +296,17 @@ class ShardServer:
         """Run function(server, shards, *args), which may change any row of those shards."""
         function(self, shards, *args)
 
-    def _track(self, sender: Sender, function: Callable[..., Any], *args) -> Any:
+    def _track(self, number: int, sender: Sender, function: Callable[..., Any], *args) -> Any:
         """Run function(server, *args) once, concurrently with reads and writes of rows; return its result."""
-        whole_number("number", sender.number, why=": each message that changes something has one of its own")
         with self._tracking:
             with self._lock:
                 client = self._client("track", sender)
-                if client.done(sender.number):
-                    return client.tracked.get(sender.number)
+                if client.done(number):
+                    return client.tracked.get(number)
             found = function(self, *args)
             with self._lock:
-                client.mark_done(sender.number, ())
-                client.tracked = {sender.number: found}  # one is enough: a client waits before it sends the next
+                client.mark_done(number, ())
+                client.tracked = {number: found}  # one is enough: a client waits before it sends the next
             return found
 
     def parts(self, stack: str) -> dict[str, list[np.ndarray]]:
