@@ -53,7 +53,6 @@ _POLL_S, _NEWEST_TIMEOUT_S = 0.1, 2.0
 _CAUSED_BY_OTHERS = ("PeerLeft", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
 # Fields of `Progress` that are summed over the incarnations of a trainer.
 _SUMMED = ("examples", "steps", "rounds", "bytes", "waited_for_rows_s", "rows_lost")
-_NO_ROWS = np.zeros(0, np.int32)
 
 
 class Failure(NamedTuple):
@@ -479,7 +478,7 @@ class PoolTables:
 
     def _answers(self, server):
         try:
-            self._servers.tables.take({(next(iter(self._servers.tables.spec.stacks)), server.shards[0]): _NO_ROWS})
+            self._servers.tables.probe(server.shards[0])
         except ShardsLost:
             return False
         return True

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.cluster.runtime import Cluster, import_ray
 from jaxrec.cluster.servers import RayServer, ServerConfig, StandbyProcess
@@ -171,7 +169,7 @@ class Supervisor:
         if not set(server.shards) & set(self.tables.lost):
             return ""
         try:
-            self.tables.take({(next(iter(self._config.spec.stacks)), server.shards[0]): np.zeros(0, np.int32)})
+            self.tables.probe(server.shards[0])
         except ShardsLost as lost:
             return str(lost)
         return ""

@@ -177,7 +177,7 @@ class RetryingTables(RemoteTables):
         """Replace a dead server by its successor, whose rows are restored."""
         self.mark_lost(shards, reason)
         with contextlib.suppress(ShardsLost):  # `replace` requires that a call has raised the loss
-            self.take({(next(iter(self.spec.stacks)), shards[0]): np.zeros(0, np.int32)})
+            self.probe(shards[0])
         self.replace(server)
         with self._changed:
             self._changed.notify_all()

@@ -297,6 +297,14 @@ class RemoteTables:
             found |= taken
         return {key: {part: np.array(held) for part, held in found[key].items()} for key in rows}
 
+    def probe(self, shard: int) -> None:
+        """Check that the server of a shard answers; it is asked for no rows.
+
+        Raises:
+          ShardsLost: it does not.
+        """
+        self.take({(next(iter(self.spec.stacks)), shard): np.zeros(0, np.int32)})
+
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "RemoteTables":
         """Overwrite the first rows of one shard, as `Tables.with_shard`; return the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
