@@ -191,8 +191,8 @@ def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, A
 
 def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool]:
     """Return whether each arm ended with the required bits."""
-    same = {f"{arm}_equal_to_serial": known[arm]["digests"] == job.serially(arm, known[arm]["losses"], above)
-            for arm in SCHEMES}  # fmt: skip
+    same = {f"{arm}_equal_to_serial": known[arm]["digests"] == job.serially(
+        arm, known[arm]["losses"], known[arm]["voided"], above) for arm in SCHEMES}  # fmt: skip
     same["full_equal_to_none"] = known["full"]["digests"] == known["none"]["digests"]
     control = known["vanilla"]["digests"] != known["none"]["digests"]
     return same | {"equal_to_serial": all(same.values()), "vanilla_differs_from_none": control}

@@ -36,7 +36,7 @@ from jaxrec.types import RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
 # Upper limit of the random number of the message that a kill hits: about as many as each server gets in a run.
-VERBS = {"read": 55, "put": 48, "take": 9, "on_shards": 5, "change": 1}
+VERBS = {"read": 55, "put": 48, "track": 12, "run": 9, "change": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Trial(NamedTuple):
 def drawn(rng: np.random.Generator, number: int) -> Trial:
     """Draw a random trial; every fourth one kills a successor while it restores."""
     arm = ("full", *SCHEMES)[number % 4]
-    saving = "take" if arm in ("mfu", "ssu") else "on_shards"  # saves of picked rows, or of whole images
-    verbs = ["read", "put", saving]
+    verbs = ["read", "put", "run", *(["track"] if arm in ("mfu", "ssu") else [])]  # rows are saved by `run`
     deaths = []
     for _ in range(int(rng.integers(1, 3))):
         verb, server = str(rng.choice(verbs)), int(rng.integers(SERVERS))
@@ -117,11 +116,11 @@ class Soak:
     def _wrong(self, trial, log, steps, found):
         wrong = [] if set(steps) == set(range(1, STEPS + 1)) else [f"steps {sorted(set(steps))}"]
         if trial.arm == "full":
-            self.wanted = self.wanted or self.job.serially("full", {}, self.above)
+            self.wanted = self.wanted or self.job.serially("full", {}, (), self.above)
             return wrong + ([] if found == self.wanted else ["other bits than a run without failures"])
         if log.more:
             return wrong
-        same = found == self.job.serially(trial.arm, log.losses, self.above)
+        same = found == self.job.serially(trial.arm, log.losses, log.voided, self.above)
         return wrong + ([] if same else [f"other bits than Serial with {log.losses}"])
 
 

@@ -30,7 +30,7 @@ def undisturbed(servers):
 
 
 def without_power(servers, directory):
-    """A run whose servers' host loses power in the middle: (final bits, failed shards, losses by step)."""
+    """A run whose servers' host loses power in the middle: (final bits, failed shards, Log)."""
 
     def gate(index):
         if index == AT:
@@ -39,7 +39,7 @@ def without_power(servers, directory):
 
     engine = ENGINES["pipeline"](fresh("host")._replace(tables=servers.tables))
     found, log, recovery = run(engine, directory, "mfu", servers, gate)
-    return found, recovery.failed, log.losses
+    return found, recovery.failed, log
 
 
 def main(address, directory):
@@ -54,10 +54,10 @@ def main(address, directory):
         with start() as servers:
             found = undisturbed(servers)
         with start(directory=runs / "returns") as servers:
-            state, failed, losses = without_power(servers, runs / "returns")
+            state, failed, log = without_power(servers, runs / "returns")
             found |= {"deaths": [death.server for death in servers.deaths], "failed": failed}
-        found["equal_to_serial"] = same(state, serially(runs / "wanted", "mfu", losses))
-        found["equal_without_losses"] = same(state, serially(runs / "control", "mfu", {}))
+        found["equal_to_serial"] = same(state, serially(runs / "wanted", "mfu", log))
+        found["equal_without_losses"] = same(state, serially(runs / "control", "mfu"))
         # The host's death counts as two, one per server.
         with start(directory=runs / "goes", start_timeout_s=20.0, most_deaths=2) as servers:
             try:

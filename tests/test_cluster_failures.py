@@ -147,7 +147,7 @@ def test_a_trial_of_the_soak_follows_from_its_seed_and_every_fourth_kills_a_succ
     assert trial == drawn(np.random.default_rng(seed), number) and trial.arm == ARMS[1:][number % 4]
     restoring = [death for death in trial.deaths if death[0] == "change"]
     assert bool(restoring) == (number % 4 == 3) and all(incarnation == 2 for _, _, incarnation, _ in restoring)
-    assert ("take" in {verb for verb, *_ in trial.deaths}) <= (trial.arm in ("mfu", "ssu"))
+    assert ("track" in {verb for verb, *_ in trial.deaths}) <= (trial.arm in ("mfu", "ssu"))
 
 
 @pytest.mark.process

@@ -52,7 +52,7 @@ def write(server, verb, number, shards, value, row=2, sender=ME):
 
 def test_a_server_holds_its_shards_as_host_tables_do_and_no_others():
     server, host = server_of(), HostTables.create(SPEC, adagrad(0.1))
-    found = server.answer("on_shards", ME, lambda stack, shard, parts: parts)
+    found = server.answer("run", ME, ShardServer.on_shards, lambda stack, shard, parts: parts)
     assert set(found) == {(stack, shard) for stack in SPEC.stacks for shard in (1, 3)}
     for (stack, shard), parts in found.items():
         for part, rows in host.shards[stack][shard].items():
@@ -186,7 +186,8 @@ def test_what_a_call_carries_is_a_copy():
         answer = server.call("put", ME._replace(number=1), [1], rows)
         rows["width_4"].parts["value"][:] = 9
         answer.result(60)
-        found = server.call("on_shards", ME, lambda stack, shard, parts: parts).result(60)["width_4", 1]["value"]
+        found = server.call("run", ME, ShardServer.on_shards, lambda stack, shard, parts: parts)
+        found = found.result(60)["width_4", 1]["value"]
         assert found[2, 0] == 7
         found[:] = 11
         assert server.call("read", ME, [1], piece([1], 2)).result(60)["width_4"]["value"][0, 0, 0] == 7

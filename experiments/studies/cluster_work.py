@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,18 @@ from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned, train
 from jaxrec.types import TrainState
-from studies.deaths import Late, Log, Losses, NotingPipeline, NotingSerial, Watcher, digest_rows, digests, of_losses
+from studies.deaths import (
+    DeltaWrites,
+    Late,
+    Log,
+    Losses,
+    NotingPipeline,
+    NotingSerial,
+    Watcher,
+    digest_rows,
+    digests,
+    of_losses,
+)
 
 SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "mfu": mfu, "ssu": ssu}
 ARMS = ("none", "full", *SCHEMES)
@@ -188,7 +199,7 @@ class ClusterJob:
         """Train an arm of ARMS; unless it is none, kill servers by the plan {step: server}.
 
         Returns:
-          Figures of the arm; the killer; losses and digests, which must equal those of `serially`.
+          Figures of the arm; the killer; losses, voided deltas and digests, which must equal those of `serially`.
         """
         with tempfile.TemporaryDirectory(dir=above) as directory, contextlib.ExitStack() as opened:
             servers = opened.enter_context(contextlib.closing(Supervisor(
@@ -211,7 +222,9 @@ class ClusterJob:
             ended = time.monotonic()
             row = {"arm": arm, "seconds": ended - killer.times[0][0]} | self._figures(recovery, killer)
             test = evaluate(state, planned(self.job.spec, self.data.test()), self.eval_step)
-            return row | {"test_auc": test["auc"]}, killer, {"losses": log.losses, "digests": digests(state)}
+            return row | {"test_auc": test["auc"]}, killer, {
+                "losses": log.losses, "voided": log.voided, "digests": digests(state),
+            }  # fmt: skip
 
     def _figures(self, recovery, killer):
         if recovery is None:
@@ -222,11 +235,12 @@ class ClusterJob:
             "survivors_changed": killer.survivors_changed,
         }  # fmt: skip
 
-    def serially(self, arm: str, losses: Losses, above: Path) -> dict[Any, Any]:
-        """Return the digests of `Serial` over tables in this process that loses the same shards at the same steps."""
+    def serially(self, arm: str, losses: Losses, voided: Sequence[int], above: Path) -> dict[Any, Any]:
+        """Return the digests of `Serial` over local tables that loses the same shards and deltas at the same steps."""
         tables, missed, failures = of_losses(losses, HostTables.create(self.job.spec, self.job.row_optimizer))
         with (
             tempfile.TemporaryDirectory(dir=above) as directory,
+            DeltaWrites(failing=voided),
             NotingSerial(self.job.state(tables, self.seed), self.step) as engine,
         ):
             engine.missed = missed

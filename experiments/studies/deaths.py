@@ -1,7 +1,8 @@
 """Compares a run whose servers die with `Serial` over host tables that loses the same shards at the same steps.
 
-Both must end with the same bits. `Log` and the engine of the run record at which steps shards were lost, and which
-saves had not been made by then. `of_losses` turns that into tables, `missed` and `failures=` for the run of `Serial`.
+Both must end with the same bits. `Log` and the engine of the run record at which steps shards were lost, which saves
+had not been made by then, and which row deltas a death has voided while servers wrote them. `of_losses` and
+`DeltaWrites` make the run of `Serial` repeat that.
 """
 
 import zlib
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.checkpoint import row_deltas
 from jaxrec.embedding import HostTables
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
@@ -61,6 +63,38 @@ class Watcher:
         pass
 
 
+class DeltaWrites:
+    """Context in which the writes of row deltas are numbered.
+
+    Args:
+      failing: numbers of the writes that are to fail, from 0.
+
+    Attributes:
+      failed: numbers of those that have failed.
+    """
+
+    def __init__(self, failing: Sequence[int] = ()):
+        self._failing, self._count, self._write = failing, 0, row_deltas.write_delta
+        self.failed: list[int] = []
+
+    def __enter__(self):
+        setattr(row_deltas, "write_delta", self._numbered)  # noqa: B010, which mypy would refuse as an assignment
+        return self
+
+    def __exit__(self, *error):
+        setattr(row_deltas, "write_delta", self._write)  # noqa: B010
+
+    def _numbered(self, directory, image):
+        number, self._count = self._count, self._count + 1
+        try:
+            if number in self._failing:
+                raise OSError("a server died while it wrote this delta")
+            return self._write(directory, image)
+        except BaseException:
+            self.failed.append(number)
+            raise
+
+
 class Log(Watcher):
     """Watcher before the recovery that records lost shards, by step, and the saves not made by then.
 
@@ -70,6 +104,22 @@ class Log(Watcher):
     """
 
     more = False
+
+    def __init__(self, engine: Any):
+        super().__init__(engine)
+        self._writes = DeltaWrites()
+
+    @property
+    def voided(self) -> tuple[int, ...]:
+        """Numbers of the writes of row deltas that a death has voided, for `DeltaWrites`."""
+        return tuple(self._writes.failed)
+
+    def __enter__(self):
+        self._writes.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._writes.__exit__()
 
     def recover(self, shards: Sequence[int]) -> None:
         """Record the loss."""

@@ -29,7 +29,7 @@ from jaxrec.checkpoint.format import (
 )
 from jaxrec.checkpoint.state import snapshot
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, remove_directory, write_json
-from jaxrec.types import TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 _RUN = "run.json"  # the run id of a directory's savers, until an image records it
 
@@ -37,9 +37,9 @@ _RUN = "run.json"  # the run id of a directory's savers, until an image records 
 class BackgroundSaver:
     """Base of the savers: one job at a time in a background thread, with exclusive access to a directory.
 
-    If a save fails with an OSError (such as a full disk), training continues with a warning and the next save tries
-    again. Any other error is raised by the next call. Leaving the `with` block raises the error of the last save, or
-    adds it as a note to the exception in flight.
+    If a save fails with an OSError (such as a full disk), or because a server died while it wrote rows, training
+    continues with a warning and the next save tries again. Any other error is raised by the next call. Leaving the
+    `with` block raises the error of the last save, or adds it as a note to the exception in flight.
 
     Attributes:
       run: id of the run, recorded in every manifest.
@@ -98,10 +98,13 @@ class BackgroundSaver:
                 self._lock.release()
 
     def settle(self) -> bool:
-        """Wait for the last save; return whether it succeeded, with a warning for an OSError; raise other errors."""
+        """Wait for the last save; return whether it succeeded.
+
+        A disk error or a dead server gives a warning, as the next save tries again; other errors are raised.
+        """
         try:
             self.wait()
-        except OSError as error:
+        except (OSError, ShardsLost) as error:
             warnings.warn(f"a save failed, and the next one tries again: {error}", stacklevel=2)
             return False
         return True

@@ -188,23 +188,26 @@ def _write_files(partial, image):
         sync(file)
 
 
-def write_piece(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
+def write_leaves(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
     """Write and flush some leaves of an image whose manifest is written by another process.
 
     Args:
       directory: partial directory of the image.
-      name: name of the piece, unique in the image.
+      name: name of these leaves, unique in the image.
       arrays: {leaf: array}.
 
     Returns:
       {file: [bytes, crc32]}, for the manifest.
     """
-    piece = directory / f"{_ARRAYS}.{name}"
-    _write_arrays(piece, arrays)
-    files = sorted(file for file in piece.rglob("*") if file.is_file())
-    for path in [*files, *(d for d in piece.rglob("*") if d.is_dir()), piece]:
-        sync(path)
-    return {str(file.relative_to(directory)): _checksum(file) for file in files}
+    sums: dict[str, list[int]] = {}
+    for number, piece in enumerate(_pieces(arrays)):
+        where = directory / f"{_ARRAYS}.{name}.{number:04d}"
+        _write_arrays(where, piece)
+        files = sorted(file for file in where.rglob("*") if file.is_file())
+        for path in [*files, *(d for d in where.rglob("*") if d.is_dir()), where]:
+            sync(path)
+        sums |= {str(file.relative_to(directory)): _checksum(file) for file in files}
+    return sums
 
 
 def _pieces(arrays):

@@ -37,7 +37,7 @@ from jaxrec.checkpoint.format import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.state import ROW_IDS, dense_leaves, leaf_name, manifest_of
+from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, is_remote, leaf_name, manifest_of
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import RowIds
 from jaxrec.files import Lock, local_path, make_directory, remove_directory, write_json
@@ -136,7 +136,9 @@ def snapshot_rows(
     tables: Tables, rows: RowIds, step: int, below: Mapping[str, str] | None = None, extra=None, run: str = "",
     dense: DenseState | None = None,
 ) -> Snapshot:  # fmt: skip
-    """Copy some rows and their slots to the host, the only blocking part of saving a delta.
+    """Copy some rows and their slots, the only blocking part of saving a delta.
+
+    Rows at servers are copied there, and written by their servers.
 
     Args:
       tables: any `Tables`.
@@ -157,10 +159,17 @@ def snapshot_rows(
     for key, ids in rows.items():
         _check_rows(tables.spec, key, ids)
     leaves, arrays = dense_leaves(dense)
+    manifest = manifest_of(tables, step, extra, run, leaves, below)
+    if is_remote(tables):
+        return Snapshot(arrays, manifest, remote_rows=copies_at_servers(tables, rows) if rows else None)
     for key, parts in tables.take(rows).items():
         arrays[leaf_name(*key, ROW_IDS)] = rows[key].copy()
         arrays |= {leaf_name(*key, part): array for part, array in parts.items()}
-    return Snapshot(arrays, manifest_of(tables, step, extra, run, leaves, below))
+    return Snapshot(arrays, manifest)
+
+
+def _is_empty(image):
+    return not image.arrays and image.remote_rows is None
 
 
 def _check_rows(spec, key, ids):
@@ -204,7 +213,7 @@ def save_rows(
     below = ancestors(directory, base)
     run = below[-1].run if below else ""
     image = snapshot_rows(tables, rows, step, {b.path.name: b.digest for b in below}, extra, run)
-    if not image.arrays:
+    if _is_empty(image):
         return None if base is None else Path(base)
     make_directory(directory)
     with Lock(directory / "rows.lock", "saving rows in it"):
@@ -377,7 +386,7 @@ class RowCheckpointer(BackgroundSaver):
         self._refuse_closed()
         self.settle()
         image = snapshot_rows(tables, rows, step, self._chain, extra, self.run, dense)
-        if image.arrays:
+        if not _is_empty(image):
             self._begin(self._commit, image)
         stall = time.perf_counter() - start
         self.stall_seconds += stall

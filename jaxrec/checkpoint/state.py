@@ -8,17 +8,20 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, R replicas
 """
 
 import functools
+import itertools
 import json
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxrec.checkpoint.format import Image, Snapshot, write_piece
+from jaxrec.checkpoint.format import Image, Snapshot, write_leaves
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
+from jaxrec.embedding.tables import RowIds
 from jaxrec.sharding import mean_replica
 from jaxrec.types import DenseState, TrainState
 
@@ -30,40 +33,88 @@ def is_remote(tables: Tables) -> bool:
     return getattr(tables, "remote_rows", False)
 
 
-def write_remote_shards(tables: Tables, directory: Path) -> dict[str, list[int]]:
-    """Make the servers write their shards into the directory of an image.
+# Writes rows into the partial directory of an image; returns {file: [bytes, crc32]} for its manifest.
+WriteRows = Callable[[Path], dict[str, list[int]]]
+
+
+def shards_at_servers(tables: Any) -> WriteRows:
+    """Return what makes the servers of remote tables write all their rows, which must not change meanwhile."""
+    return functools.partial(_write_at_servers, tables, _new_token(), False)
+
+
+def copies_at_servers(tables: Any, rows: RowIds) -> WriteRows:
+    """Make the servers of remote tables copy some rows; return what makes them write the copies.
 
     Args:
       tables: remote tables.
-      directory: partial directory of the image.
-
-    Returns:
-      {file: [bytes, crc32]}, for the manifest.
+      rows: {(stack, shard): i32[n]}, rows of the stack.
 
     Raises:
-      ValueError: a server does not see the directory.
-      ShardsLost: a server has died; the image is incomplete.
+      ShardsLost: a server is dead.
     """
-    # A unique token per image: late writes of a server for an earlier image cannot overwrite these files.
-    token, probe = uuid.uuid4().hex[:12], directory / _PROBE
+    token = _new_token()
+    tables.track(_copy_rows, lambda shards: (token, {key: ids for key, ids in rows.items() if key[1] in shards}))
+    return functools.partial(_write_at_servers, tables, token, True)
+
+
+def _new_token():
+    """Return a unique name: a server's late write for one image must not change the files of another."""
+    return uuid.uuid4().hex[:12]
+
+
+def _write_at_servers(tables, token, copied, directory):
+    """Make the servers write; raise ValueError if one does not see the directory, ShardsLost if one is dead."""
+    probe, files = directory / _PROBE, dict[str, list[int]]()
     probe.write_text(token)
-    files: dict[str, list[int]] = {}
-    for written in tables.on_shards(_write_shard, str(directory.resolve()), token).values():
+    for written in tables.run(_write_rows, lambda shards: (str(directory.resolve()), token, copied)).values():
         files |= written
     probe.unlink()
     return files
 
 
-def _write_shard(stack, shard, parts, directory, token):
-    """Write one shard; runs at its server."""
-    probe = Path(directory) / _PROBE
+# ---- at a server
+
+
+def _copy_rows(server, token, rows):
+    leaves: dict[str, np.ndarray] = {leaf_name(stack, shard, ROW_IDS): ids for (stack, shard), ids in rows.items()}
+    for (stack, shard), parts in server.take(rows).items():
+        leaves |= {leaf_name(stack, shard, part): array for part, array in parts.items()}
+    server.memory["copies"] = token, leaves
+
+
+def _write_rows(server, directory, token, copied):
+    """Write all rows or the copies, once for a token however often the message arrives."""
+    with server.memory.setdefault("writing", threading.Lock()):
+        if server.memory.get("written", ("",))[0] != token:
+            _check_seen(server, Path(directory), token)
+            server.memory["written"] = token, (_write_copies if copied else _write_shards)(server, directory, token)
+        return server.memory["written"][1]
+
+
+def _check_seen(server, directory, token):
+    probe = directory / _PROBE
     if not probe.is_file() or probe.read_text() != token:
         raise ValueError(
-            f"the server of shard {shard} does not see {directory}, where it is to save its rows: give a directory "
-            "that all machines see under one name, such as one of a shared file system."
+            f"the server of shards {list(server.shards)} does not see {directory}, where it is to save its rows: give "
+            "a directory that all machines see under one name, such as one of a shared file system."
         )
-    arrays = {leaf_name(stack, shard, part): rows for part, rows in parts.items()}
-    return write_piece(Path(directory), f"{token}.{stack}.{shard:04d}", arrays)
+
+
+def _write_copies(server, directory, token):
+    copied, leaves = server.memory.get("copies", ("", {}))
+    if copied != token:
+        raise OSError(f"the rows to save of shards {list(server.shards)} were lost with an earlier server")
+    files = write_leaves(Path(directory), f"{token}.{server.shards[0]:04d}", leaves)
+    del server.memory["copies"]
+    return files
+
+
+def _write_shards(server, directory, token):
+    def write(stack, shard, parts):
+        leaves = {leaf_name(stack, shard, part): rows for part, rows in parts.items()}
+        return write_leaves(Path(directory), f"{token}.{stack}.{shard:04d}", leaves)
+
+    return dict(itertools.chain(*(files.items() for files in server.on_shards(write).values())))
 
 
 ROW_IDS = "row_ids"
@@ -85,7 +136,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy and is_remote(state.tables):
-        return Snapshot(arrays, manifest, remote_rows=functools.partial(write_remote_shards, state.tables))
+        return Snapshot(arrays, manifest, remote_rows=shards_at_servers(state.tables))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:

@@ -31,6 +31,7 @@ from jaxrec.embedding.servers import (
     Server,
     ServerGone,
     ServerInfo,
+    ShardServer,
 )
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.embedding.tables import RowIds, check_parts, check_shard, chosen_shards, parts_on_host, used_rows
@@ -282,7 +283,7 @@ class RemoteTables:
     def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
         """Run function(stack, shard, parts, *args) for every shard, at its server."""
         found: dict[tuple[str, int], Any] = {}
-        for results in self._ask("on_shards", dict.fromkeys(self._links, (function, *args))).values():
+        for results in self.run(ShardServer.on_shards, lambda shards: (function, *args)).values():
             found |= results
         return {(name, shard): found[name, shard] for name in self.spec.stacks for shard in range(self.spec.shards)}
 
@@ -332,13 +333,11 @@ class RemoteTables:
         self._ask("change", {link: (function, mine, *args) for link, mine in there.items()})
         return self
 
-    def track(self, function: Callable[..., Any], args_of: Callable[[Sequence[int]], tuple]) -> dict[tuple, Any]:
+    def run(self, function: Callable[..., Any], args_of: Callable[[Sequence[int]], tuple]) -> dict[tuple, Any]:
         """Run function(server, *args) on every `ShardServer`, in parallel, concurrently with reads and writes of rows.
 
-        For state beside the rows, in `ShardServer.memory`; one call at a time.
-
         Args:
-          function: picklable; runs once at each server and changes no row.
+          function: picklable; changes no row, and may be repeated at a server.
           args_of: shards of a server -> picklable arguments.
 
         Returns:
@@ -347,8 +346,18 @@ class RemoteTables:
         Raises:
           ShardsLost: some servers are lost; the function has run at all others.
         """
+        return self._at_all("run", function, args_of)
+
+    def track(self, function: Callable[..., Any], args_of: Callable[[Sequence[int]], tuple]) -> dict[tuple, Any]:
+        """As `run`, but exactly once at each server: for state beside the rows, in `ShardServer.memory`.
+
+        One call at a time.
+        """
+        return self._at_all("track", function, args_of)
+
+    def _at_all(self, verb, function, args_of):
         messages = {link: (function, *args_of(link.shards)) for link in self._links}
-        return {link.shards: found for link, found in self._ask("track", messages).items()}
+        return {link.shards: found for link, found in self._ask(verb, messages).items()}
 
     # ---- lost servers
 

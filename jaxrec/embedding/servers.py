@@ -91,7 +91,7 @@ class Server(Protocol):
         """Send a message and return at once; it may arrive late, never, or more than once."""
 
 
-READS = ("hello", "read", "take", "shard", "on_shards")
+READS = ("hello", "read", "take", "shard", "run")
 # These have one writer at a time per shard, in the order of their numbers; `add` and `track` come in any order.
 IN_ORDER = ("put", "with_shard", "reset_shard", "change")
 WRITES = (*IN_ORDER, "add", "track")
@@ -158,9 +158,9 @@ class ShardServer:
         """Carry out a message and return the answer.
 
         Args:
-          verb: `hello`, the first message of every client; `read`, `take`, `shard` and `on_shards`, which change
-            nothing; `put`, `add`, `with_shard`, `reset_shard` and `change`, which write rows; `track`, which changes
-            `memory` alone.
+          verb: `hello`, the first message of every client; `read`, `take`, `shard` and `run`, which change no row and
+            may be repeated; `put`, `add`, `with_shard`, `reset_shard` and `change`, which write rows; `track`, which
+            changes `memory` alone.
           sender: client, incarnations and sequence number.
           args: arguments of the verb.
 
@@ -181,7 +181,7 @@ class ShardServer:
             return self._hello(sender, *args)
         if verb in READS:
             self._client(verb, sender)
-            return getattr(self, "_" + verb)(*args)
+            return self._verb(verb)(*args)
         number = whole_number("number", sender.number, why=": each write has one of its own")
         if verb == "track":
             return self._track(number, sender, *args)
@@ -232,10 +232,13 @@ class ShardServer:
                 f"{verb} number {number} came after newer writes, {{shard: number}} {newer}, and would roll rows "
                 "back: a shard has one writer at a time, which waits for the answer to one write before the next."
             )
-        getattr(self, verb if verb in ("with_shard", "reset_shard") else "_" + verb)(*args)
+        self._verb(verb)(*args)
         client.mark_done(number, shards if verb in IN_ORDER else ())
 
     # ---- the verbs
+
+    def _verb(self, verb):
+        return getattr(self, verb if verb in ("take", "with_shard", "reset_shard") else "_" + verb)
 
     def _read(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> dict[str, dict[str, np.ndarray]]:
         """{stack: {part: f32[p, C, width]}}; padding reads zero."""
@@ -272,7 +275,7 @@ class ShardServer:
                 for part, table in self.writable(name, shard).items():
                     store(table, piece.unique[place], piece.count[place], piece.parts[part][place])
 
-    def _take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
         """{(stack, shard): {part: [n, width]}} for {(stack, shard): i32[n] rows of the stack}."""
         self._check_mine({shard for _, shard in rows})
         taken = {}
@@ -288,8 +291,12 @@ class ShardServer:
         self._check_mine([shard])
         return self._parts[stack, shard][part][index]
 
-    def _on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
-        """{(stack, shard): function(stack, shard, parts, *args)}."""
+    def _run(self, function: Callable[..., Any], *args) -> Any:
+        """Return function(server, *args), which changes no row."""
+        return function(self, *args)
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """{(stack, shard): function(stack, shard, parts, *args)} of the shards held."""
         return {(name, shard): function(name, shard, parts, *args) for (name, shard), parts in self._parts.items()}
 
     def _change(self, function: Callable[..., Any], shards: Sequence[int], *args) -> None:
