@@ -160,10 +160,10 @@ def test_a_process_that_lives_on_is_named():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_four_random_kills_leave_nothing_wrong_and_nothing_behind(tmp_path):
+def test_eight_random_kills_leave_nothing_wrong_and_nothing_behind(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, ROOT / "experiments" / "cluster_soak.py", "--kills", "4", "--workdir", tmp_path]
+    command = [sys.executable, ROOT / "experiments" / "cluster_soak.py", "--kills", "8", "--workdir", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found["kills"] >= 4 and found["wrong"] == found["directories_left"] == 0 and found["runs"] >= 2
+    assert found["kills"] >= 8 and found["wrong"] == found["directories_left"] == 0 and found["runs"] >= 2
