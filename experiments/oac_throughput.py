@@ -6,6 +6,7 @@
     python experiments/oac_throughput.py --sweep width   rows of width 8 and 64; 5 minutes
     python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
     python experiments/oac_throughput.py --link remote   rows at 2 servers, on Ray: a link that is measured; 5 minutes
+    ... --link remote --server-cores 1                   the same, servers and trainer on cores of their own
 
 The workload is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is
 no link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to
@@ -30,14 +31,17 @@ saved by the variants that move fewer rows.
 writes them by messages, which share its cores with the compute. All modes over them, including `oac_skip_both`, are
 interleaved with `sync` and `oac` over tables in this process; `remote_oac_over_local_oac` is the ratio of their rates.
 `bitwise_equal_remote` compares all rows, slots, dense parameters and losses of 12 batches with those of `sync` over
-tables in this process; `bitwise_equal_async_remote` is its control. It sweeps like the emulated link.
+tables in this process; `bitwise_equal_async_remote` is its control. It sweeps like the emulated link. Where servers and
+trainer share all cores, waiting for a message costs nothing that OAC could save: the cores are busy with its work. With
+`--server-cores 1` Ray and the servers have one core, and the trainer has the others.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +85,8 @@ class Config(Flags):
     """Latency of the emulated link, each way."""
     servers: int | None = None
     """Number of server processes of the remote link; 2 by default."""
+    server_cores: int | None = None
+    """Cores of this machine for the servers alone, as on a machine of their own; by default they share all cores."""
 
 
 def links(config: Config, stages: dict[str, float], size: dict[str, float]) -> dict[str, EmulatedLink | None]:
@@ -226,16 +232,36 @@ def measure_at_servers(
     return {f"{key}{words}": value for key, value in found.items()}, {label: ways}
 
 
+@contextlib.contextmanager
+def cluster_on(cores: int | None) -> Iterator[Cluster]:
+    """Start Ray on the last `cores` cores, and leave the others to this process; on all of them if None.
+
+    Call it before JAX counts its cores: its processes and threads keep the cores of their start.
+    """
+    before = sorted(os.sched_getaffinity(0))
+    apart = len(before) - (cores or 0)
+    try:
+        os.sched_setaffinity(0, before[apart:] or before)
+        with Cluster() as cluster:
+            os.sched_setaffinity(0, before[:apart])
+            yield cluster
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def check(config: Config) -> None:
     """Refuse inconsistent flags.
 
     Raises:
       ValueError: names the first rule that is broken.
     """
-    remote = config.link == "remote"
+    remote, cores = config.link == "remote", len(os.sched_getaffinity(0))
     refuse({
-        f"--servers {config.servers} are of --link remote: add it, or leave them out.": (
-            config.servers is not None and not remote
+        f"{flag} {value} is of --link remote: add that, or leave it out.": value is not None and not remote
+        for flag, value in (("--servers", config.servers), ("--server-cores", config.server_cores))
+    } | {
+        f"--server-cores {config.server_cores} must leave a core of {cores} to the trainer.": (
+            config.server_cores is not None and not 0 < config.server_cores < cores
         ),
     } | (rule_of_ray() if remote else {}))  # fmt: skip
 
@@ -243,20 +269,20 @@ def check(config: Config) -> None:
 def main(config: Config) -> dict:
     """Run all points and regimes and return the contents of results.json."""
     check(config)
-    run = Run("oac_throughput", config, config.workdir)
     rounds, counted = {"smoke": (2, 4), "default": (24, 8), "paper": (96, 16)}[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {}
     ways: dict[str, list[PipelineWay]] = {}
     with contextlib.ExitStack() as opened:
-        cluster = opened.enter_context(Cluster()) if config.link == "remote" else None
+        cluster = opened.enter_context(cluster_on(config.server_cores)) if config.link == "remote" else None
+        run = Run("oac_throughput", config, config.workdir)  # starts JAX
         for words, job in points(config):
             here = run, config, words, job, config.rounds or rounds, counted
             found, each = measure_at_servers(*here, cluster) if cluster else measure_point(*here)
             results, ways = results | found, ways | each
-    draw(run, results, {label: [way.name for way in each] for label, each in ways.items()})
-    run.close(results, table(results, ways))
+        draw(run, results, {label: [way.name for way in each] for label, each in ways.items()})
+        run.close(results, table(results, ways))
     return results
 
 

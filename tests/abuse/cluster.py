@@ -90,9 +90,14 @@ for name, value, match in (
     )
 
 
-@situation("servers of a link that has none", ValueError, "--servers 3 are of --link remote: add it, or leave them out")
+@situation("servers of a link that has none", ValueError, "--servers 3 is of --link remote: add that, or leave")
 def _(directory):
     oac_throughput.check(oac_throughput.Config(servers=3))
+
+
+@situation("no core left to the trainer", ValueError, "--server-cores 512 must leave a core of ")
+def _(directory):
+    oac_throughput.check(oac_throughput.Config(link="remote", server_cores=512))
 
 
 @situation("a remote link without Ray", ValueError, "needs Ray, which is not installed: pip install -e")
