@@ -3,6 +3,7 @@
     python experiments/shadowsync_quality.py                                      8 replicas, synthetic clicks
     python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
+    python experiments/shadowsync_quality.py --where processes                    4 trainers, really free-running
 
 One pass over a fixed number of examples, shared by n trainers: ShadowSync's one-pass setting (Zheng et al., arXiv
 2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which runs n x m Hogwild workers in a seeded
@@ -22,10 +23,15 @@ At the end every trainer joins the last rounds, as `finish` does, so that the ev
 against one replica with one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of
 a seed share data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the interval
 of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below (false) -0.0005 AUC; absent
-while there are too few seeds to decide. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
+while there are too few seeds to decide. --where processes trains every arm on Ray instead: trainers in processes of
+their own over rows at two servers, synchronised in the background as fast as it goes, or every --pace-seconds. For each
+such arm of each seed there is an emulated one, emulated_ARM, whose rounds take as many steps as the measured average
+sync gap; `auc_over_emulated_ARM` is the difference. Only orders and gaps differ: the same data, and the same initial
+values. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
 docs/measured.md says which parts did.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -40,11 +46,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot
+from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
 from main.report import figures, number, scaled
+from studies.quality_processes import SHARDS, Shared, trained_in_processes
+from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm
 
+from jaxrec.cluster import Cluster
+from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
@@ -52,9 +62,10 @@ from jaxrec.models.dlrm import DLRM
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.shadowsync.emulation import make_events
 from jaxrec.step import make_eval_step
-from jaxrec.types import Batch
+from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
+KEYS = ("arm", "trainers", "workers", "seed")  # of a row of metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +85,12 @@ class Config(Flags):
     workers: int = 1
     arms: tuple[str, ...] | None = None
     batch_size: int | None = None
+    where: Literal["emulated", "processes"] = "emulated"
+    """Whether trainers are emulated, or processes on Ray, which are compared with emulated ones."""
+    pace_seconds: float = 0.0
+    """Minimum seconds between rounds in the background, with --where processes."""
     shadow_steps: int = 5
-    """Steps of a trainer during one round of its shadow: the average sync gap."""
+    """Steps of a trainer during one round of its shadow, where it is emulated: the average sync gap."""
     last_rounds: bool = True
     """Whether trainers make last rounds before they are evaluated, as `finish` does."""
     block_momentum: float = 0.3
@@ -113,6 +128,9 @@ SIZES = {
 def size_of(config: Config) -> Size:
     """Sizes of the preset, overridden by flags that were given."""
     given = {name: getattr(config, name) for name in Size._fields}
+    if config.where == "processes":  # one all-reduce would be neither free-running nor emulated there
+        given["trainers"] = given["trainers"] or (4,)
+        given["arms"] = given["arms"] or tuple(arm for arm in SIZES[config.preset].arms if arm != "all_reduce")
     return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -142,7 +160,7 @@ class QualityData(NamedTuple):
     """Training and test data."""
 
     cardinalities: tuple[int, ...]
-    train: Callable[[int], Iterable[Batch]]  # by seed
+    train: Callable[..., Iterable[Batch]]  # (seed, first=0, every=1) -> batches first, first + every, ...
     test: Callable[[int], Iterable[Batch]]
     batches: int
 
@@ -154,7 +172,11 @@ def make_quality_data(config: Config, size: Size) -> QualityData:
         cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
         clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
         test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
-        return QualityData(cardinalities, lambda seed: clicks(seed).stream(batch_size, batches=batches), test, batches)
+
+        def drawn(seed, first=0, every=1):
+            return (clicks(seed).batch(number, batch_size) for number in range(first, batches, every))
+
+        return QualityData(cardinalities, drawn, test, batches)
     from jaxrec.data.criteo import open_split
     from jaxrec.data.loader import Loader
 
@@ -163,8 +185,27 @@ def make_quality_data(config: Config, size: Size) -> QualityData:
     train, tested = open_split(config.path, "train"), open_split(config.path, "test")
     batch_size = config.batch_size or 128
     batches = min(sum(train.rows), config.examples or sys.maxsize) // batch_size
-    stream = lambda seed: itertools.islice(Loader(train, batch_size), batches)
+    stream = lambda seed, first=0, every=1: itertools.islice(Loader(train, batch_size), first, batches, every)
     return QualityData(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
+
+
+def make_stream(config: Config, size: Size, seed: int) -> Callable[[int, int], Iterable[Batch]]:
+    """The training batches of a seed, opened in another process."""
+    return functools.partial(make_quality_data(config, size).train, seed)
+
+
+class ClickModel(NamedTuple):
+    """A model without state, as a loss that travels to other processes."""
+
+    model: DLRM
+
+    def predict(self, params, activations, batch):
+        """Logits f32[B]."""
+        return self.model.apply(params, batch.dense, activations["sparse"])
+
+    def loss(self, params, activations, batch):
+        """Losses f32[B]."""
+        return optax.sigmoid_binary_cross_entropy(self.predict(params, activations, batch), batch.label)
 
 
 class QualityJob:
@@ -176,60 +217,75 @@ class QualityJob:
         fields = [f"C{i}" for i in range(len(data.cardinalities))]
         tables = {name: Table(n, config.width) for name, n in zip(fields, data.cardinalities, strict=True)}
         self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=1, seed=config.seed)
-        self.model = DLRM((64, config.width), (64, 1))
+        self.model = ClickModel(DLRM((64, config.width), (64, 1)))
         rise = lambda rate: lambda step: rate * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
         self.optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
         self.row_optimizer = rowwise_adagrad(rise(config.row_learning_rate))
-        self.eval_step = make_eval_step(self.spec, self.predict)
-        self.programs = make_events(self.spec, self.loss, self.optimizer, self.row_optimizer)
+        self.spec_at_servers = dataclasses.replace(self.spec, shards=SHARDS)
+        specs = self.spec, self.spec_at_servers
+        self.eval_steps = {spec.shards: make_eval_step(spec, self.model.predict) for spec in specs}
+        self.programs = make_events(self.spec, self.model.loss, self.optimizer, self.row_optimizer)
 
-    def predict(self, params, activations, batch):
-        """Logits f32[B]."""
-        return self.model.apply(params, batch.dense, activations["sparse"])
-
-    def loss(self, params, activations, batch):
-        """Losses f32[B]."""
-        return optax.sigmoid_binary_cross_entropy(self.predict(params, activations, batch), batch.label)
-
-    def run(self, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
-        """Train and evaluate one arm of one seed."""
+    def params(self, seed: int) -> Any:
+        """Initial dense parameters of every replica."""
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
+        return self.model.model.init(jax.random.key(seed), *example)
+
+    def test(self, state: TrainState, seed: int) -> dict[str, float]:
+        """Metrics of a state on the test data."""
+        spec = state.tables.spec
+        found = evaluate(state, planned(spec, self.data.test(seed)), self.eval_steps[spec.shards])
+        return {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
+
+    def run(self, arm: str, trainers: int, workers: int, seed: int, gap: int | None = None) -> dict[str, Any]:
+        """Train and evaluate one arm of one seed; a shadow's rounds take `gap` steps, or --shadow-steps."""
+        config = self.config if gap is None else dataclasses.replace(self.config, shadow_steps=gap)
         spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
         emulation = Emulation(
-            spec,
-            self.loss,
-            self.optimizer,
-            self.row_optimizer,
-            self.model.init(jax.random.key(seed), *example),
-            trainers,
-            workers,
-            script_of(arm, self.config),
-            seed,
-            self.programs,
-        )
+            spec, self.model.loss, self.optimizer, self.row_optimizer, self.params(seed), trainers, workers,
+            script_of(arm, config), seed, self.programs,
+        )  # fmt: skip
         start = time.perf_counter()
         losses = emulation.run(self.data.train(seed))
         if self.config.last_rounds:
             emulation.finish()
-        seconds = time.perf_counter() - start
-        test = planned(self.spec, self.data.test(seed))
-        found = evaluate(emulation.replica(0), test, self.eval_step)
-        gap, replicas = emulation.average_sync_gap, [dense.params for dense in emulation.dense]
+        replicas = [dense.params for dense in emulation.dense]
         return {
-            "arm": arm,
-            "trainers": trainers,
-            "workers": workers,
-            "seed": seed,
-            "evaluated": "trainer 0",
-            "last_rounds": self.config.last_rounds,
             "regime": "free-running, emulated",
             "train_loss": float(losses.mean()),
-            "emulation_seconds": seconds,
+            "emulation_seconds": time.perf_counter() - start,
             "example_level_parallelism": emulation.example_level_parallelism,
-            "average_sync_gap": gap if np.isfinite(gap) else None,
+            "average_sync_gap": finite(emulation.average_sync_gap),
             "spread": replica_spread(jax.tree.map(lambda *x: jnp.stack(x), *replicas)),
-            **{f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")},
+            **self.test(emulation.replica(0), seed),
         }
+
+    def run_in_processes(self, cluster: Cluster, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
+        """As `run`, with trainers in processes of their own."""
+        script, batches = script_of(arm, self.config), self.data.batches
+        script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
+        in_background = script is not None and script.latency_ticks > 0
+        spec = dataclasses.replace(self.spec_at_servers, seed=self.config.seed + seed)
+        stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
+        work = TrainerWork(
+            spec, self.model.loss, self.optimizer, self.row_optimizer, self.params(seed), Shared(stream, batches),
+            script.rule if script else None, None if in_background or not script else script.every_ticks,
+            self.config.pace_seconds if in_background else 0.0, workers,
+        )  # fmt: skip
+        found, stats = trained_in_processes(cluster, work, trainers, lambda state: self.test(state, seed))
+        return {
+            "regime": "free-running, measured",
+            "seconds": stats.seconds,
+            "example_level_parallelism": stats.examples // max(1, sum(stats.steps)) * trainers * workers,
+            "average_sync_gap": finite(float(np.mean(stats.average_sync_gap))),
+            "spread": stats.replica_spread,
+            **found,
+        }
+
+
+def finite(number: float) -> float | None:
+    """A number that JSON has, or None."""
+    return number if np.isfinite(number) else None
 
 
 def rule_of(arm: str) -> str:
@@ -245,7 +301,11 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     """Contents of results.json, from the arms of all seeds."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
-    results: dict[str, Any] = {"regime": "free-running, emulated", "evaluated": "trainer 0", "seeds": len(seeds)}
+    results: dict[str, Any] = {
+        "regime": max(row["regime"] for row in rows),
+        "evaluated": "trainer 0",
+        "seeds": len(seeds),
+    }
     results["last_rounds"] = rows[0]["last_rounds"]
 
     def values(arm: str, n: int, key: str) -> np.ndarray:
@@ -267,6 +327,10 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
         for key in ("average_sync_gap", "example_level_parallelism"):
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
+    for arm, n in (key for key in whole if (f"emulated_{key[0]}", key[1]) in whole):
+        change, half = paired_interval(values(arm, n, "auc") - values(f"emulated_{arm}", n, "auc"))
+        at = f"{arm}_trainers_{n}"
+        results |= {f"auc_over_emulated_{at}": change, f"auc_over_emulated_half_interval_{at}": half}
     for arm, n in (key for key in whole if key[0].startswith("s_")):
         twins = [key for key in whole if key[0].startswith("fr_") and rule_of(key[0]) == rule_of(arm) and key[1] == n]
         if twins:
@@ -347,22 +411,69 @@ def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]
     return numbers, [found[n][arm] for n in numbers]
 
 
-def main(config: Config) -> dict:
-    """Train the missing arms and return the contents of results.json."""
-    size = size_of(config)
+def check(config: Config, size: Size) -> None:
+    """Refuse unknown arms and inconsistent flags.
+
+    Raises:
+      ValueError: names the first rule that is broken.
+    """
     for arm in size.arms:
         script_of(arm, config)
-    run = Run("shadowsync_quality", config, config.workdir, config.resume)
-    job = QualityJob(config, make_quality_data(config, size))
+    processes = config.where == "processes"
+    refuse({
+        "--pace-seconds is of --where processes: add that, or leave it out.": config.pace_seconds and not processes,
+        "--no-last-rounds is of emulated trainers: those in processes always make last rounds.": (
+            processes and not config.last_rounds
+        ),
+        "the arm all_reduce waits in every step: --where processes has arms that run freely.": (
+            processes and "all_reduce" in size.arms
+        ),
+    } | (rule_of_ray() if processes else {}))  # fmt: skip
+
+
+def arms_to_run(config: Config, size: Size) -> list[tuple[str, int, int]]:
+    """[(arm, trainers, workers)] of every seed, in order; an emulated twin comes after the arm whose gap it takes."""
     arms = [("one_replica", 1, 1)]
     for n, arm in itertools.product(size.trainers, size.arms):
         if arm == "all_reduce" and config.workers > 1:
             continue  # it synchronises all workers in every step, which excludes Hogwild
         arms.append((arm, n, config.workers))
-    done = {(row["arm"], row["trainers"], row["workers"], row["seed"]) for row in run.metrics()}
-    todo = [(*arm, seed) for seed in range(size.seeds) for arm in arms if (*arm, seed) not in done]
-    for arm, n, workers, seed in tqdm(todo, unit="arm", disable=None):
-        run.log(job.run("none" if arm == "one_replica" else arm, n, workers, seed) | {"arm": arm})
+        if config.where == "processes":
+            arms.append((f"emulated_{arm}", n, config.workers))
+    return arms
+
+
+def run_arm(job: QualityJob, cluster: Cluster | None, rows: list[dict], key: tuple[str, int, int, int]) -> dict:
+    """Train and evaluate one arm of one seed; `rows` are those of the arms before it."""
+    arm, of = key[0], key[1:]
+    if arm == "one_replica":
+        return job.run("none", *of)
+    if cluster is None:
+        return job.run(*key)
+    twin = arm.removeprefix("emulated_")
+    if arm == twin:
+        return job.run_in_processes(cluster, *key)
+    gap = next(row["average_sync_gap"] for row in rows if [row[name] for name in KEYS] == [twin, *of])
+    return job.run(twin, *of, gap=max(1, round(gap or 1)))
+
+
+def main(config: Config) -> dict:
+    """Train the missing arms and return the contents of results.json."""
+    size = size_of(config)
+    check(config, size)
+    with contextlib.ExitStack() as opened:
+        cluster = None
+        if config.where == "processes":
+            opened.enter_context(of_its_own())
+            cluster = opened.enter_context(Cluster())
+        run = Run("shadowsync_quality", config, config.workdir, config.resume)
+        job = QualityJob(config, make_quality_data(config, size))
+        done = {tuple(row[key] for key in KEYS) for row in run.metrics()}
+        arms = arms_to_run(config, size)
+        todo = [key for seed in range(size.seeds) for arm in arms if (key := (*arm, seed)) not in done]
+        same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
+        for key in tqdm(todo, unit="arm", disable=None):
+            run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
     results = {"command": command_of("shadowsync_quality", config)} | results_of_arms(run.metrics())
     draw(run, results)
     run.close(results, table(results))

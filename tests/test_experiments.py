@@ -26,9 +26,12 @@ import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_soak
 import tyro
+from hypothesis import given
+from hypothesis import strategies as st
 from main import cli
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
+from studies.quality_processes import Shared
 from studies.reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
@@ -420,6 +423,46 @@ def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
     assert found["last_rounds"] and {row["last_rounds"] for row in logged(tmp_path)} == {True}
     wrong = run("shadowsync_quality", *flags[:3], tmp_path / "wrong", "--arms", "s_adam")
     assert wrong.returncode != 0 and "arm 's_adam'" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_shadowsync_quality_in_processes_is_compared_with_the_emulation_of_its_gaps(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+    flags = ("--preset", "smoke", "--workdir", tmp_path, "--where", "processes", "--trainers", 2, "--seeds", 2)
+    done = run("shadowsync_quality", *flags, "--arms", "none", "s_easgd")
+    assert done.returncode == 0, done.stderr
+    found, rows = results(tmp_path), logged(tmp_path)
+    assert found["regime"] == "free-running, measured" and len(rows) == 2 * 5
+    assert {row["arm"]: row["regime"] for row in rows if row["arm"] != "one_replica"} == {
+        arm: f"free-running, {'emulated' if 'emulated' in arm else 'measured'}"
+        for arm in ("none", "emulated_none", "s_easgd", "emulated_s_easgd")
+    }
+    for row in rows:
+        if row["arm"] == "s_easgd":
+            assert row["average_sync_gap"] >= 1 and row["spread"] == 0 and row["example_level_parallelism"] == 400
+    assert abs(found["auc_over_emulated_s_easgd_trainers_2"]) < 0.02
+    assert found["spread_none_trainers_2"] > 0 and found["test_auc_s_easgd_trainers_2"] > 0.6
+
+
+@given(n=st.integers(1, 5), batches=st.integers(5, 40), start=st.integers(0, 9))
+def test_trainers_in_processes_have_equal_shares_of_the_stream_from_any_position(n, batches, start):
+    shared = Shared(lambda: lambda first, every: range(first, batches, every), batches)
+    shares = [list(shared(trainer, n)(0)) for trainer in range(n)]
+    assert {len(share) for share in shares} == {batches // n}
+    assert sorted(itertools.chain(*shares)) == list(range(batches // n * n))
+    assert [list(shared(trainer, n)(start)) for trainer in range(n)] == [share[start:] for share in shares]
+
+
+def test_the_emulated_twin_of_an_arm_takes_its_measured_gap():
+    class Job:
+        def run(self, arm, *of, gap):
+            return arm, *of, gap
+
+    row = dict(zip(shadowsync_quality.KEYS, ("s_ma", 4, 1, 7), strict=True)) | {"average_sync_gap": 2.6}
+    rows = [row | {"seed": 6, "average_sync_gap": 9.0}, row, row | {"arm": "none", "average_sync_gap": None}]
+    run_arm = lambda arm: shadowsync_quality.run_arm(Job(), "a cluster", rows, (arm, 4, 1, 7))
+    assert run_arm("emulated_s_ma") == ("s_ma", 4, 1, 7, 3) and run_arm("emulated_none") == ("none", 4, 1, 7, 1)
 
 
 @pytest.mark.parametrize("name", ["quality", "isolation", "scaling", "soak", "classifier"])

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import oac_throughput
+import shadowsync_quality
 
 from abuse import situation
 from abuse.flags import flags_that
@@ -107,3 +108,15 @@ def _(directory):
         oac_throughput.check(oac_throughput.Config(link="remote"))
     finally:
         importlib.util.find_spec = found
+
+
+for words, flags in {
+    "--pace-seconds is of --where processes": {"pace_seconds": 0.1},
+    "--no-last-rounds is of emulated trainers": {"last_rounds": False, "where": "processes"},
+    "the arm all_reduce waits in every step": {"arms": ("all_reduce",), "where": "processes"},
+}.items():
+
+    @situation(f"quality of trainers with {flags}", ValueError, words)
+    def _(directory, flags=flags):
+        config = shadowsync_quality.Config(**flags)
+        shadowsync_quality.check(config, shadowsync_quality.size_of(config))
