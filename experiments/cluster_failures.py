@@ -3,6 +3,7 @@
     python experiments/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
     python experiments/cluster_failures.py --preset smoke      small tables and one kill; two minutes
     python experiments/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
+    python experiments/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
 
 DLRM on synthetic clicks, with rows at server processes on this machine, started by Ray (`jaxrec.cluster`), and four
 batches in flight (OAC). Arms: `none` has no recovery and no failure; `full` rolls back to the newest whole image;
@@ -22,22 +23,40 @@ and full recovery ends with the bits of `none`. `auc_lost` comes from one seed, 
 
 `*_modelled` follows from equations (1) to (6) of jaxrec/cpr/schedule.py, with these measured costs instead of assumed
 ones, and N_emb servers of which one fails at a time.
+
+`--kill` with more than servers kills processes of those kinds in turn in a pool of free-running trainers
+(`jaxrec.cluster.pool`) that S-EASGD synchronises in the background. Arms: `none`, without saves, and `killed`, with an
+image of the rows every ten seconds. A kill is due when the trainers have made so many steps together.
+`KIND_seconds_until_all_step`: from the signal until every trainer with work left has made another step, a successor its
+first one; the pool is looked at ten times a second. Regime: free-running, measured.
 """
 
 import dataclasses
+import functools
+import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import optax
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
+from main.click_data import TEST_BATCH, click_job, make_model
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
+from studies.pools import KINDS, Shared, pool_figures, trained_pool
 
 from jaxrec.cluster import Cluster
+from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.cpr import schedule
+from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
+from jaxrec.embedding import rowwise_adagrad
+from jaxrec.loop import evaluate, planned
+from jaxrec.shadowsync import easgd
+from jaxrec.step import make_eval_step
+from jaxrec.types import Batch
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
 SMOOTHED = 8  # steps per point of a picture
@@ -58,6 +77,10 @@ class Config(Flags):
     batch_size: int | None = None
     kills: int | None = None
     """Servers killed in each arm but none."""
+    kill: tuple[Literal["servers", "trainers", "sync"], ...] = ("servers",)
+    """Kinds of processes to kill, in turn."""
+    trainers: int = 2
+    """Trainers of the pool in which more than servers are killed."""
     servers: int = 2
     spares: int = 1
     """Standby processes, in which a successor begins without waiting for a start."""
@@ -129,6 +152,7 @@ def check(config: Config) -> None:
         f"--save-every-steps {config.save_every_steps:g} must be at least 8 and at most --steps {steps}.": (
             not 8 <= (config.save_every_steps or 0) <= steps
         ),
+        "--kill needs at least one kind of process.": not config.kill,
         f"--target-pls {config.target_pls:g} must be above 0 and at most 1.": not 0 < config.target_pls <= 1,
     } | rule_of_ray())  # fmt: skip
 
@@ -262,10 +286,70 @@ def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED
     return seconds[1:].tolist(), (np.diff(furthest) * batch_size / np.diff(seconds)).tolist()
 
 
+def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int, int], Iterable[Batch]]:
+    """Return (first, every) -> batches first, first + every, ..., drawn where it is called."""
+    return lambda first, every: (clicks.batch(number, batch_size) for number in range(first, batches, every))
+
+
+def pool_work(config: Config) -> tuple[TrainerWork, SyntheticClicks]:
+    """Return the work of a pool whose trainers make all --steps together, and its clicks."""
+    clicks = SyntheticClicks(scaled_cardinalities(config.rows or 0), seed=config.seed)
+    job = click_job(clicks.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
+    steps = config.steps or 0
+    stream = Shared(functools.partial(click_stream, clicks, config.batch_size or 0, steps), steps)
+    params = job.init(config.seed)
+    return TrainerWork(job.spec, job.loss, job.optimizer, job.row_optimizer, params, stream, easgd()), clicks
+
+
+def kill_in_pool(run: Run, config: Config) -> dict:
+    """Kill processes of several kinds in a pool; return the contents of results.json."""
+    work, clicks = pool_work(config)
+    steps, batch_size = config.steps or 0, config.batch_size or 0
+    kinds = itertools.cycle([KINDS[kind] for kind in config.kill])
+    plan = {step: next(kinds) for step in sorted(kills_of(config))}
+    predict = click_job(clicks.cardinalities, make_model("dlrm", 16), work.optimizer, work.row_optimizer).predict
+    eval_step = make_eval_step(work.spec, predict)
+    results: dict[str, Any] = {"regime": "free-running, measured", "trainers": config.trainers}
+    lines, marks = {}, []
+    with Cluster() as cluster:
+        for arm, killed in (("none", {}), ("killed", plan)):
+            directory = run.directory / "images" if killed else None
+            with trained_pool(cluster, work, config.trainers, config.servers, killed, config.seed, directory) as (
+                state,
+                stats,
+                killer,
+            ):
+                stream = clicks.stream(TEST_BATCH, batches=max(4, min(50, steps // 8)), test=True)
+                auc = evaluate(state, planned(work.spec, stream), eval_step)["auc"]
+            row = pool_figures(stats, killer, steps // config.trainers * config.trainers * batch_size)
+            run.log({"arm": arm, "test_auc": auc} | row)
+            results |= {f"{arm}_{key}": value for key, value in row.items()} | {f"{arm}_test_auc": auc}
+            looks = [look for look in killer.looks if look[1]]
+            lines[arm] = rates(looks, batch_size, every=10)
+            marks = [(kill.killed - looks[0][0], "") for kill in killer.kills]
+    results["killed_overhead_percent"] = 100 * (results["killed_seconds"] / results["none_seconds"] - 1)
+    results["auc_lost_killed"] = results["none_test_auc"] - results["killed_test_auc"]
+    more = number(results["killed_overhead_percent"], 3)
+    title = f"{config.trainers} trainers: {results['killed_kills']} kills (dotted) take {more} % more time"
+    plot(
+        run.directory / "rates_of_pool.png",
+        {"examples/s, repeated ones included": lines},
+        "seconds",
+        title,
+        marks=marks,
+    )
+    columns = {"seconds": "{}_seconds", "kills": "{}_kills", "test AUC": "{}_test_auc", "lost": "{}_examples_lost"}
+    rest = {key: value for key, value in results.items() if "_seconds_" in key or "percent" in key}
+    run.close(results, grid(results, "arm", ["none", "killed"], columns) + "\n\n" + listing(rest, {"A kill": [""]}))
+    return results
+
+
 def main(config: Config) -> dict:
     """Train all arms and compare their bits; return the contents of results.json."""
     config = sized(config)
     check(config)
+    if set(config.kill) != {"servers"}:
+        return kill_in_pool(Run("cluster_failures", config, config.workdir), config)
     run, plan = Run("cluster_failures", config, config.workdir), kills_of(config)
     job = ClusterJob(
         config.rows or 0, config.steps or 0, config.batch_size or 0, config.save_every_steps or 0.0, config.servers,

@@ -48,7 +48,7 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
 from main.report import figures, number, scaled
-from studies.quality_processes import SHARDS, Shared, trained_in_processes
+from studies.pools import Shared, trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm
@@ -65,6 +65,7 @@ from jaxrec.step import make_eval_step
 from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
+SHARDS = 4  # of rows at servers
 KEYS = ("arm", "trainers", "workers", "seed")  # of a row of metrics
 
 
@@ -272,7 +273,8 @@ class QualityJob:
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip
-        found, stats = trained_in_processes(cluster, work, trainers, lambda state: self.test(state, seed))
+        with trained_pool(cluster, work, trainers) as (state, stats, _):
+            found = self.test(state, seed)
         return {
             "regime": "free-running, measured",
             "seconds": stats.seconds,

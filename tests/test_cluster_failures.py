@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from cluster_soak import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from studies.cluster_work import ARMS, SCHEMES, Kill
+from studies.pools import PoolKiller, pool_figures
 from studies.server_kills import alive_after
 
 from jaxrec.cpr import schedule
@@ -136,6 +138,70 @@ def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
     assert all(found[f"{arm}_shards_failed"] == 4 for arm in ARMS[1:]) and found["full_lost_steps"] > 0
     assert 0 < found["seconds_restoring"] < found["seconds_kill_to_next_step"]
     assert all(f"auc_lost_{arm}" in found and f"{arm}_overhead_percent" in found for arm in SCHEMES)
+
+
+# ---- pools
+
+
+class Pool:
+    """What `PoolKiller` sees of a pool: `steps` of each trainer's newest incarnation."""
+
+    def __init__(self, *steps):
+        self.processes, self.sync_server_processes, self.failures = [], [], []
+        self.progress = [SimpleNamespace(steps=step, state="training") for step in steps]
+
+    def after(self, *steps, state="training"):
+        for one, step in zip(self.progress, steps, strict=True):
+            one.steps = step
+        self.progress[-1].state = state
+
+
+@pytest.mark.process
+def test_a_pool_is_killed_in_turn_and_each_kill_is_over_when_every_trainer_that_has_work_has_stepped():
+    victims = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    pool, servers = Pool(0, 0), SimpleNamespace(processes=[victims[1].pid])
+    pool.processes = [victims[0].pid, None]
+    killer = PoolKiller(servers, {20: "server", 10: "trainer"}, seed=0)
+    killer(pool)
+    pool.after(4, 5)
+    killer(pool)
+    assert killer.kills == []
+    pool.after(5, 6)
+    killer(pool)
+    (first,) = killer.kills
+    assert victims[0].wait(10) == -9 and first.kind == "trainer" and first.noticed is None
+    pool.failures.append("it has died")
+    pool.after(0, 30)  # the successor of the first begins anew
+    killer(pool)
+    assert first.noticed and not first.stepped and killer.looks[-1][1] == 5 + 30
+    pool.after(0, 31)
+    killer(pool)
+    assert not first.stepped and len(killer.kills) == 1  # the next one waits, due as it is
+    pool.after(1, 31, state="done")
+    killer(pool)
+    assert first.killed < first.noticed < first.stepped and victims[1].wait(10) == -9
+    assert [kill.kind for kill in killer.kills] == ["trainer", "server"]
+    stats = SimpleNamespace(
+        examples=90, examples_lost=10, rows_lost=0, waited_for_rows_s=[1.0, 2.0], average_sync_gap=[1.0, 3.0]
+    )
+    found = pool_figures(stats, killer, 100)
+    assert found["accounting_exact"] and not pool_figures(stats, killer, 101)["accounting_exact"]
+    assert found["trainer_seconds_until_all_step"] == first.stepped - first.killed and found["server_kills"] == 1
+    assert "server_seconds_noticing" not in found and found["sync_server_kills"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_every_kind_of_process_of_a_pool_is_killed_in_one_run_and_no_example_is_missing(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
+    command = [sys.executable, ROOT / "experiments" / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
+    more = ["--kill", "trainers", "servers", "sync", "--kills", "3", "--steps", "300"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [found[f"killed_{kind}_kills"] for kind in ("trainer", "server", "sync_server")] == [1, 1, 1]
+    assert found["none_accounting_exact"] and found["killed_accounting_exact"] and found["killed_examples_lost"] == 0
+    assert found["none_kills"] == 0 and found["killed_trainer_seconds_until_all_step"] > 0
 
 
 # ---- the soak

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from main import cli
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
-from studies.quality_processes import Shared
+from studies.pools import Shared
 from studies.reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify
